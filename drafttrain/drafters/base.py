@@ -1,0 +1,135 @@
+"""What every drafter is: a loss over target features, and logits for the next drafted level.
+
+Which hidden state meets which token embedding, and predicts what (x: tokens, f: the target's
+hidden states; the target itself reads x_t at position t, gives f_t, and from it x_{t+1}):
+
+    position            t-1     t       t+1     t+2
+    token               x_t-1   x_t     x_t+1   x_t+2
+    target              f_t-1   f_t     f_t+1
+                                 |     .'
+    EAGLE, EAGLE-3      pair t: (f_t, x_t+1)          -> logits for x_t+2   (compare: target at t+1)
+                        next:   (own g_t, x_t+2)      -> logits for x_t+3   one depth further
+    Medusa head k        f_t                          -> logits for x_t+2+k (head 0 skips x_t+1)
+
+While decoding, x_t+1 is the *root*: the last committed token, which the target chose but has not
+read yet. So the first drafted token always stands two positions after the newest feature.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.vocab import DraftVocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Common to every drafter; subclasses head their own files."""
+
+    name: str
+
+    def build(self, spec: TargetSpec) -> "Drafter":
+        """Make the drafter for a target, weights at their initial values."""
+        raise AssertionError(f"{type(self).__name__} does not say which drafter it builds")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a drafter can do; asked before anything runs."""
+
+    trainable: bool
+    branches: bool  # can expand more than one child per node
+    max_depth: int | None  # drafted tokens along one path; None: no limit
+    unroll: int  # depths whose logits the training forward produces, for train/decode agreement
+
+
+@dataclass
+class DraftState:
+    """What a drafter remembers of the rows it is decoding; each family has its own subclass."""
+
+    access: Readout
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Logits over the drafter's vocabulary for the children of each node of a level."""
+
+    logits: Float[Tensor, "batch node draft_vocab"]
+    confidence: Float[Tensor, "batch node"] | None = None
+
+
+class TrainingChance(ABC):
+    """Randomness of the training forward (feature noise), keyed by conversation and step."""
+
+    @abstractmethod
+    def uniform_like(
+        self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return uniforms in [0, 1): the same for a conversation however it is batched."""
+
+
+class Drafter(nn.Module, ABC):
+    """A drafter. Weights it shares with the target (embedding, head) are read from the readout."""
+
+    config: DrafterConfig
+    spec: TargetSpec
+    captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
+    vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
+    lossless: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this drafter can do."""
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:  # noqa: B027
+        """Take initial values from the training data and the target, once, before training.
+
+        token_counts: how often each id occurs among the tokens whose prediction is trained.
+        """
+
+    @abstractmethod
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Return the loss terms of a batch, as sums."""
+
+    @abstractmethod
+    def begin(self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int) -> DraftState:
+        """Start decoding rows whose first token is given; `capacity` bounds their length."""
+
+    @abstractmethod
+    def observe(
+        self,
+        state: Any,
+        tokens: Int[Tensor, "batch new"],
+        features: TargetFeatures,
+        path: Int[Tensor, "batch depth"] | None,
+    ) -> None:
+        """Take in committed tokens: tokens[:, i] stands right after the position of feature i.
+
+        The prompt comes first, then after each verification the accepted tokens and the bonus.
+        `path` names the accepted nodes of the last proposal (None for the prompt). Whatever the
+        drafter wrote for its own proposal is rolled back here.
+        """
+
+    @abstractmethod
+    def expand(self, state: Any, nodes: Nodes | None) -> Expansion:
+        """Return logits for the children of `nodes` (None: of the root, right after `observe`)."""
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return config.json and tensors as serving engines expect them (formats: see `export`)."""
+        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors."""
+        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
