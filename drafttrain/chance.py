@@ -32,13 +32,21 @@ class Chance(Protocol):
     """Answers choices; every argument is per row."""
 
     def accept(
-        self, probability: Float[Tensor, " batch"], rows: Sequence[int], starts: Sequence[int], draw: int
+        self,
+        probability: Float[Tensor, " batch"],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        draw: int,
     ) -> Bool[Tensor, " batch"]:
         """Say yes with the given probability: never at 0, always at 1."""
         ...
 
     def choose(
-        self, probs: Float[Tensor, "batch vocab"], rows: Sequence[int], starts: Sequence[int], draw: int
+        self,
+        probs: Float[Tensor, "batch vocab"],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        draw: int,
     ) -> Int[Tensor, " batch"]:
         """Choose an id by the given law; an id of probability 0 is never chosen."""
         ...
@@ -56,21 +64,31 @@ class SeededChance:
         return np.array(
             [
                 np.random.Generator(
-                    np.random.Philox(key=[self.seed & mask, row & mask], counter=[0, 0, start, draw])
+                    np.random.Philox(
+                        key=[self.seed & mask, row & mask], counter=[0, 0, start, draw]
+                    )
                 ).random()
                 for row, start in zip(rows, starts, strict=True)
             ]
         )
 
     def accept(
-        self, probability: Float[Tensor, " batch"], rows: Sequence[int], starts: Sequence[int], draw: int
+        self,
+        probability: Float[Tensor, " batch"],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        draw: int,
     ) -> Bool[Tensor, " batch"]:
         """Say yes with the given probability (strictly: u < p, so p = 0 is never accepted)."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw))
         return (uniforms < probability.double().cpu()).to(probability.device)
 
     def choose(
-        self, probs: Float[Tensor, "batch vocab"], rows: Sequence[int], starts: Sequence[int], draw: int
+        self,
+        probs: Float[Tensor, "batch vocab"],
+        rows: Sequence[int],
+        starts: Sequence[int],
+        draw: int,
     ) -> Int[Tensor, " batch"]:
         """Choose by the inverse of the distribution function, in float64."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)

@@ -28,9 +28,7 @@ class Readout:
         embedded = functional.embedding(tokens, self.embedding)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
-    def logits(
-        self, final_hidden: Float[Tensor, "*shape hidden"]
-    ) -> Float[Tensor, "*shape vocab"]:
+    def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Return the target's logits from hidden states after its final norm."""
         logits = functional.linear(final_hidden, self.head, self.head_bias)
         if self.logit_scale != 1.0:

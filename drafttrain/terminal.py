@@ -66,7 +66,9 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
             return
         last = now
         left = (now - start) / max(count - done, 1) * (total - count)
-        line = f"{description} {count}/{total} {_duration(now - start)} left {_duration(left)} {note}"
+        line = (
+            f"{description} {count}/{total} {_duration(now - start)} left {_duration(left)} {note}"
+        )
         print(line.rstrip(), flush=True)
 
     yield tick

@@ -61,9 +61,7 @@ class DraftVocab:
         """Mask over target ids: true where the drafter can say the token."""
         return self.draft_ids >= 0
 
-    def scatter(
-        self, probs: Float[Tensor, "*shape draft_vocab"]
-    ) -> Float[Tensor, "*shape vocab"]:
+    def scatter(self, probs: Float[Tensor, "*shape draft_vocab"]) -> Float[Tensor, "*shape vocab"]:
         """Spread probabilities over draft ids to target ids, zero elsewhere."""
         spread = probs.new_zeros(*probs.shape[:-1], len(self.draft_ids))
         spread[..., self.target_ids] = probs

@@ -88,7 +88,7 @@ class Drafter(nn.Module, ABC):
     def capabilities(self) -> Capabilities:
         """What this drafter can do."""
 
-    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:  # noqa: B027
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Take initial values from the training data and the target, once, before training.
 
         token_counts: how often each id occurs among the tokens whose prediction is trained.
@@ -99,7 +99,9 @@ class Drafter(nn.Module, ABC):
         """Return the loss terms of a batch, as sums."""
 
     @abstractmethod
-    def begin(self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int) -> DraftState:
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> DraftState:
         """Start decoding rows whose first token is given; `capacity` bounds their length."""
 
     @abstractmethod

@@ -1,0 +1,95 @@
+"""Shared by all tests: offline, one thread, and a tiny random target that downloads nothing."""
+
+import os
+
+# Set before torch and Transformers are imported: both read them once.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+    OMP_NUM_THREADS="1",
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+)
+
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+torch.set_num_threads(1)
+
+TINY_VOCAB_SIZE = 97
+SPECIAL_TOKENS = ["<|pad|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+# The embedded target's template (drafttrain/assets/tiny), marks of the assistant's text included.
+CHAT_TEMPLATE = (
+    "{{ '<|begin|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def seeded() -> None:
+    """Seed torch's global generator, for tests that draw random weights or tensors."""
+    torch.manual_seed(0)
+
+
+def character_tokenizer() -> "PreTrainedTokenizerFast":
+    """One token per character: 6 special tokens and 91 characters; any other character is '?'."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = "\n " + string.ascii_letters + string.digits + ".,?!:;'\"-+*/=()[]{}<>|_#%&$"
+    words = SPECIAL_TOKENS + list(characters)
+    assert len(words) == TINY_VOCAB_SIZE, len(words)
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random 4-layer Llama (hidden 32, vocabulary 97, float32) with tokenizer and template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny_target")
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=TINY_VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.2,  # wide enough that the greedy choice is never a tie
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
