@@ -1,0 +1,167 @@
+"""The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from drafttrain.pretrained import ModelConfig, load_pretrained
+from drafttrain.readout import Readout
+from drafttrain.target.describe import describe, read_out
+from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+
+
+def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
+    """Load the target that `config` names, frozen, on one device."""
+    loaded = load_pretrained(config, dtype, device)
+    return Target(loaded.model, loaded.tokenizer, describe(config, loaded.model.config, ""))
+
+
+class Target:
+    """A frozen decoder. Nothing here has a gradient, and nothing belongs in an optimizer."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, spec: TargetSpec) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.readout: Readout = read_out(model)
+        self.decoder = model.get_decoder()
+        self.layers: Sequence[nn.Module] = self.decoder.layers
+        self.final_norm: nn.Module = self.decoder.norm
+        self.eager = model.config._attn_implementation == "eager"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype, and that of the features."""
+        return self.readout.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where tokens must be."""
+        return self.readout.embedding.device
+
+    @torch.no_grad()
+    def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
+        """Read hidden states in one forward without the output head.
+
+        Captured id i is the input of layer i; id num_layers is the input of the final norm.
+        Attention never crosses documents; what stands at padding is meaningless (but finite).
+        """
+        tokens = batch.tokens
+        if one_document_per_row(batch):
+            # Right padding and causality: no real token can see padding, so no mask is needed.
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            mask = None
+        else:
+            positions = batch.positions
+            same = batch.document[:, :, None] == batch.document[:, None, :]
+            mask = self._mask(same.tril()[:, None])
+        with self._capturing(captures) as captured:
+            output = self.decoder(
+                input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
+            )
+        return TargetFeatures(captured, output.last_hidden_state, self.readout)
+
+    def begin(self) -> DynamicCache:
+        """Return an empty cache; the first step fixes its number of rows."""
+        # Without a configuration every layer keeps all positions, so all can be rolled back.
+        return DynamicCache()
+
+    @torch.no_grad()
+    def step(
+        self,
+        cache: DynamicCache,
+        tokens: Int[Tensor, "batch new"],
+        captures: tuple[int, ...] = (),
+        mask: Bool[Tensor, "batch total"] | None = None,
+        last_only: bool = False,
+    ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
+        """Append tokens to the cache; return logits (of the last one if `last_only`) and features.
+
+        `mask` is for rows padded on the left: true for real tokens, over everything in the cache
+        and the new tokens; positions count the real ones.
+        """
+        past, new = cache.get_seq_length(), tokens.shape[1]
+        if past + new > self.spec.max_positions:
+            raise ValueError(
+                f"{past + new} tokens must fit in the {self.spec.max_positions} positions of"
+                f" model={self.spec.name}; shorten the prompt or the output"
+            )
+        if mask is None:
+            positions = torch.arange(past, past + new, device=tokens.device)[None]
+            attention = None
+            if past and new > 1:
+                causal = torch.ones(new, past + new, dtype=torch.bool, device=tokens.device)
+                attention = self._mask(causal.tril_(past)[None, None])
+        else:
+            positions = (mask.cumsum(1)[:, past:] - 1).clamp_(min=0)
+            causal = torch.ones(new, past + new, dtype=torch.bool, device=tokens.device)
+            # Padding sees itself alone: a row that sees nothing would be NaN and spread.
+            itself = torch.eye(past + new, dtype=torch.bool, device=tokens.device)[past:]
+            attention = self._mask(((causal.tril_(past) & mask[:, None]) | itself)[:, None])
+        with self._capturing(captures) as captured:
+            output = self.decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=attention,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        final = output.last_hidden_state
+        logits = self.readout.logits(final[:, -1:] if last_only else final)
+        return logits, TargetFeatures(captured, final, self.readout)
+
+    def rollback(self, cache: DynamicCache, num_tokens: int) -> None:
+        """Forget the last `num_tokens` positions."""
+        assert 0 <= num_tokens <= cache.get_seq_length(), f"cannot forget {num_tokens} tokens"
+        if num_tokens:
+            cache.crop(-num_tokens)
+
+    def select(self, cache: DynamicCache, rows: Int[Tensor, " kept"]) -> None:
+        """Keep only these rows of the batch."""
+        cache.batch_select_indices(rows)
+
+    def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
+        if not self.eager:
+            return visible
+        lowest = torch.finfo(self.dtype).min
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
+            ~visible, lowest
+        )
+
+    @contextmanager
+    def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        captured: dict[int, Tensor] = {}
+        handles = []
+        for layer in captures:
+            if not 0 <= layer <= len(self.layers):
+                raise ValueError(
+                    f"captured layers must be in 0..{len(self.layers)} for model={self.spec.name},"
+                    f" got {layer}"
+                )
+            module = self.final_norm if layer == len(self.layers) else self.layers[layer]
+            hook = _keep_input(captured, layer)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def one_document_per_row(batch: Batch) -> bool:
+    """Whether every row is one document from its first token on, then padding."""
+    real = batch.document != PAD_DOCUMENT
+    same = (batch.document == batch.document[:, :1]) | ~real
+    return bool((same & (real[:, :-1] >= real[:, 1:]).all()).all())
+
+
+def _keep_input(captured: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
