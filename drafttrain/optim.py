@@ -1,0 +1,49 @@
+"""The optimizer's pure parts: the learning rate of a step, and which weights decay."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+SCHEDULES = ("cosine", "constant")
+
+
+def lr_at(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    final_ratio: float,
+    schedule: str,
+) -> float:
+    """Return the learning rate of the update that follows `step` finished ones.
+
+    Linear warm-up reaches `peak` with the last of `warmup_steps` updates; then "constant" stays
+    there and "cosine" falls to `final_ratio * peak` at `total_steps` (Loshchilov & Hutter 2017).
+    The first update already has a rate above zero, and the last one has one above the final rate,
+    so that no update is wasted.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule}")
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    if step >= total_steps:
+        return final_ratio * peak
+    progress = (step - warmup_steps) / (total_steps - warmup_steps)
+    return peak * (final_ratio + (1 - final_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not.
+
+    Frozen parameters are left out; so is a group with nothing in it.
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

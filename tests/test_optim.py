@@ -1,0 +1,82 @@
+"""The learning rate follows its formula, and only matrices decay."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from drafttrain.optim import lr_at, parameter_groups
+
+COSINE = dict(peak=3.0e-4, warmup_steps=5, total_steps=40, final_ratio=0.1, schedule="cosine")
+
+
+def torch_rates(optimizer: torch.optim.Optimizer, scheduler, steps: int) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_warm_up_then_cosine_is_torchs_own_schedule() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0e-4)
+    schedulers = torch.optim.lr_scheduler
+    # LinearLR counts from its first value, so 4 increments lead to the fifth update's full rate.
+    warmup = schedulers.LinearLR(optimizer, start_factor=1 / 5, total_iters=4)
+    rates = torch_rates(optimizer, warmup, 5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0e-4)
+    cosine = schedulers.CosineAnnealingLR(optimizer, T_max=35, eta_min=3.0e-5)
+    rates += torch_rates(optimizer, cosine, 36)
+    assert [lr_at(step, **COSINE) for step in range(41)] == pytest.approx(rates, rel=1e-9)
+
+
+def test_constant_stays_at_the_peak_after_warm_up() -> None:
+    rates = [lr_at(step, **{**COSINE, "schedule": "constant"}) for step in range(60)]
+    assert rates[:5] == pytest.approx([3.0e-4 * part / 5 for part in range(1, 6)])
+    assert set(rates[5:]) == {3.0e-4}
+
+
+def test_no_update_has_a_rate_of_zero_even_when_the_final_ratio_is_zero() -> None:
+    rates = [lr_at(step, **{**COSINE, "final_ratio": 0.0}) for step in range(40)]
+    assert min(rates) > 0
+    assert max(rates) == 3.0e-4
+
+
+def test_past_the_last_step_the_rate_is_the_final_one() -> None:
+    assert lr_at(40, **COSINE) == lr_at(10_000, **COSINE) == pytest.approx(3.0e-5)
+    assert math.isclose(lr_at(22, **{**COSINE, "warmup_steps": 4}), 3.0e-4 * 0.55)
+
+
+def test_warm_up_of_zero_steps_starts_at_the_peak() -> None:
+    assert lr_at(0, **{**COSINE, "warmup_steps": 0}) == 3.0e-4
+
+
+def test_an_unknown_schedule_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="schedule must be one of cosine, constant, got linear"):
+        lr_at(0, **{**COSINE, "schedule": "linear"})
+
+
+def test_matrices_decay_and_vectors_do_not_and_frozen_weights_are_left_out() -> None:
+    module = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(7, 4),
+            "linear": nn.Linear(4, 3),
+            "norm": nn.RMSNorm(3),
+            "frozen": nn.Linear(3, 3),
+        }
+    )
+    module["frozen"].requires_grad_(False)
+    decayed, plain = parameter_groups(module, 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert plain["weight_decay"] == 0.0
+    expected = [module["embedding"].weight, module["linear"].weight]
+    assert all(a is b for a, b in zip(decayed["params"], expected, strict=True))
+    expected = [module["linear"].bias, module["norm"].weight]
+    assert all(a is b for a, b in zip(plain["params"], expected, strict=True))
+
+
+def test_a_group_with_nothing_in_it_is_left_out() -> None:
+    assert [g["weight_decay"] for g in parameter_groups(nn.Linear(2, 2, bias=False), 0.1)] == [0.1]
+    assert [g["weight_decay"] for g in parameter_groups(nn.RMSNorm(2), 0.1)] == [0.0]
