@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
 
 
@@ -135,3 +135,43 @@ class Drafter(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' own dtype; under autocast, products are computed in a narrower one."""
+        return next(self.parameters()).dtype
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load a state dict of this drafter, taking sizes that training chose from it."""
+        load_exactly(self, tensors)
+
+    def propose(self, state: Any, depth: int) -> Proposal | None:
+        """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one by `expand`."""
+        return None
+
+
+def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Load tensors by name; ValueError names every missing, unknown or misshapen one."""
+    own = module.state_dict()
+    complaints = [f"missing {name}" for name in own if name not in tensors]
+    complaints += [f"unknown {name}" for name in tensors if name not in own]
+    complaints += [
+        f"{name} must be {list(own[name].shape)}, got {list(tensors[name].shape)}"
+        for name in own
+        if name in tensors and own[name].shape != tensors[name].shape
+    ]
+    if complaints:
+        raise ValueError(
+            f"these weights do not fit the drafter: {'; '.join(complaints)}; "
+            "they must come from the same drafter configuration and a target of the same shape"
+        )
+    module.load_state_dict(tensors)
+
+
+def positions_to_predict(
+    batch: Batch, distance: int
+) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
+    """Return (rows, positions) of trained tokens with `distance` tokens of their document before."""
+    wanted = batch.loss_mask & (batch.positions >= distance)
+    rows, positions = wanted.nonzero(as_tuple=True)
+    return rows, positions

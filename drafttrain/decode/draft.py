@@ -1,0 +1,50 @@
+"""Grows every proposal: the one place where drafted tokens are chosen."""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafttrain.chance import Chance, Purpose, draw_of
+from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.sampling import probabilities
+from drafttrain.types import Nodes, Proposal, Sampling
+
+
+def draft_chain(
+    drafter: Drafter,
+    state: DraftState,
+    depth: int,
+    sampling: Sampling,
+    chance: Chance,
+    rows: Sequence[int],
+    starts: Sequence[int],
+) -> Proposal:
+    """Draft `depth` tokens in a row, each greedily or from the drafter's law under `sampling`.
+
+    The recorded draft_probs are the law that the token was drawn from, after temperature, top-k
+    and top-p, over target ids; greedy drafts record none.
+    """
+    whole = drafter.propose(state, depth)
+    if whole is not None:
+        return whole
+    nodes: Nodes | None = None
+    tokens, laws = [], []
+    for level in range(depth):
+        logits = drafter.expand(state, nodes).logits[:, 0]
+        if sampling.greedy:
+            token = logits.argmax(-1)
+            if drafter.vocab is not None:
+                token = drafter.vocab.target_ids[token]
+        else:
+            law = probabilities(logits, sampling)
+            if drafter.vocab is not None:
+                law = drafter.vocab.scatter(law)
+            token = chance.choose(law, rows, starts, draw_of(level, Purpose.DRAFT))
+            laws.append(law)
+        tokens.append(token)
+        if level + 1 < depth:
+            nodes = Nodes(token[:, None], torch.full_like(token[:, None], level - 1))
+    drafted = torch.stack(tokens, dim=1)
+    parents = torch.arange(-1, depth - 1, device=drafted.device).expand_as(drafted)
+    num_nodes = torch.full((len(drafted),), depth)
+    return Proposal(drafted, parents, num_nodes, torch.stack(laws, dim=1) if laws else None)

@@ -1,0 +1,231 @@
+"""EAGLE-1: one layer that continues the target's feature sequence (Li et al., 2024, arXiv:2401.15077)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from drafttrain import losses
+from drafttrain.cache import KeyValues
+from drafttrain.drafters.base import (
+    Capabilities,
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    Expansion,
+    TrainingChance,
+    load_exactly,
+    positions_to_predict,
+)
+from drafttrain.layers import MLP, Attention, RMSNorm, Rotation, document_mask, rotation
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DrafterConfig):
+    """Loss of EAGLE-1; the layer's shape is the target's, its feed-forward width may differ."""
+
+    intermediate_size: int | None
+    feature_weight: float
+    token_weight: float
+    feature_noise: float
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(
+                "drafter.intermediate_size must be at least 1, or null for the target's, "
+                f"got {self.intermediate_size}"
+            )
+        for key in ("feature_weight", "token_weight", "feature_noise"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"drafter.{key} must be at least 0, got {getattr(self, key)}")
+
+    def build(self, spec: TargetSpec) -> "Eagle":
+        """Make the drafter with random weights."""
+        return Eagle(self, spec)
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer without the norm before attention, as EAGLE-1 has it."""
+
+    def __init__(self, spec: TargetSpec, intermediate_size: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(
+            spec.hidden_size,
+            spec.hidden_size,
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+        )
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = MLP(spec.hidden_size, intermediate_size)
+
+    def forward(
+        self,
+        values: Float[Tensor, "batch seq hidden"],
+        turn: Rotation,
+        attend: "KeyValues | Tensor | None",
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Run the layer; `attend` is the cache while decoding, else the training mask or None."""
+        if isinstance(attend, KeyValues):
+            mixed = self.self_attn.cached(values, turn, attend)
+        else:
+            mixed = self.self_attn(values, turn, attend)
+        values = values + mixed
+        return values + self.mlp(self.post_attention_layernorm(values))
+
+
+@dataclass
+class EagleState(DraftState):
+    """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
+
+    cache: KeyValues
+    table: Rotation
+    committed: int = 0
+    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # predicted feature of the last node
+
+
+class Eagle(Drafter):
+    """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
+
+    captures = ()
+
+    def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
+        super().__init__()
+        self.config: EagleConfig = config
+        self.spec = spec
+        width = spec.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        inner = config.intermediate_size or spec.intermediate_size
+        self.layers = nn.ModuleList([EagleLayer(spec, inner)])
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Any depth; training shows it depth 1 only."""
+        return Capabilities(trainable=True, branches=False, max_depth=None, unroll=1)
+
+    def _pairs(
+        self, readout: Readout, tokens: Tensor, features: Tensor
+    ) -> Float[Tensor, "batch seq hidden"]:
+        embedded = readout.embed(tokens).to(self.dtype)
+        return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Feature regression plus soft cross-entropy (equations 2 to 4 of the paper)."""
+        inputs = features.final_hidden.to(self.dtype)
+        if self.training and self.config.feature_noise:
+            uniform = chance.uniform_like(inputs, batch.document)
+            inputs = inputs + (uniform - 0.5) * self.config.feature_noise
+        pairs = self._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
+        turn = rotation(
+            batch.positions[:, :-1], self.spec.head_dim, self.spec.rope_theta, pairs.dtype
+        )
+        predicted = self.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
+        rows, ahead = positions_to_predict(batch, 2)
+        predicted = predicted[rows, ahead - 2]
+        truth = features.final_hidden[rows, ahead - 1]
+        with torch.no_grad():
+            target_probs = features.readout.logits(truth).float().softmax(-1)
+        logits = self._logits(features.readout, predicted)
+        count = torch.tensor(len(rows), device=predicted.device)
+        return {
+            "feature": LossTerm(
+                self.config.feature_weight, losses.feature_regression(predicted, truth).sum(), count
+            ),
+            "depth_1": LossTerm(
+                self.config.token_weight,
+                losses.soft_cross_entropy(logits, target_probs).sum(),
+                count,
+                (logits.argmax(-1) == target_probs.argmax(-1)).sum(),
+            ),
+        }
+
+    def _logits(self, readout: Readout, predicted: Tensor) -> Tensor:
+        return readout.logits(predicted.to(readout.head.dtype))
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> EagleState:
+        """Allocate the cache; the first token is never paired, it has no feature before it."""
+        spec = self.spec
+        table = rotation(
+            torch.arange(capacity, device=self.device), spec.head_dim, spec.rope_theta, self.dtype
+        )
+        rows = len(first_tokens)
+        cache = KeyValues.empty(
+            rows, spec.num_key_value_heads, capacity, spec.head_dim, self.dtype, self.device
+        )
+        return EagleState(access, cache, table)
+
+    def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> None:
+        start = state.cache.length
+        stop = start + tokens.shape[1]
+        turn = Rotation(state.table.cos[start:stop], state.table.sin[start:stop])
+        predicted = self.layers[0](self._pairs(state.access, tokens, features), turn, state.cache)
+        state.hidden = predicted[:, -1:]
+
+    def observe(
+        self,
+        state: EagleState,
+        tokens: Int[Tensor, "batch new"],
+        features: TargetFeatures,
+        path: Int[Tensor, "batch depth"] | None,
+    ) -> None:
+        """Replace own nodes by pairs of true features, the root's among them."""
+        state.cache.rollback(state.committed)
+        self._advance(state, tokens, features.final_hidden)
+        state.committed = state.cache.length
+
+    def expand(self, state: EagleState, nodes: Nodes | None) -> Expansion:
+        """Continue from the predicted feature: it stands in for the target's."""
+        assert state.hidden is not None, "observe comes before expand"
+        if nodes is not None:
+            self._advance(state, nodes.tokens, state.hidden)
+        return Expansion(self._logits(state.access, state.hidden))
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the SafeAILab layout; fc.bias is zero, for engines whose fc always has one."""
+        spec = self.spec
+        config = {
+            # SGLang takes the first it knows; vLLM refuses the first name and wraps the second.
+            "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+            "model_type": "llama",
+            "bias": True,
+            **llama_shape(spec, self.config.intermediate_size),
+        }
+        tensors = dict(self.state_dict())
+        tensors["fc.bias"] = torch.zeros(spec.hidden_size, dtype=self.dtype)
+        return config, tensors
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load the SafeAILab layout; an fc.bias other than zero is refused, engines drop it."""
+        bias = tensors.get("fc.bias")
+        if bias is not None and bool(bias.any()):
+            raise ValueError("fc.bias must be zero: vLLM drops it, so the drafter would differ")
+        shared = ("fc.bias", "embed_tokens.weight")
+        load_exactly(self, {name: t for name, t in tensors.items() if name not in shared})
+
+
+def llama_shape(spec: TargetSpec, intermediate_size: int | None) -> dict[str, Any]:
+    """Return the keys that serving configurations of one-layer drafters share."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": intermediate_size or spec.intermediate_size,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": spec.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.rms_norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_position_embeddings": spec.max_positions,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+    }

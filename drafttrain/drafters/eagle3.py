@@ -1,0 +1,311 @@
+"""EAGLE-3: fused features and training-time test (Li et al., 2025, arXiv:2503.01840)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain import losses
+from drafttrain.cache import KeyValues
+from drafttrain.drafters.base import (
+    Capabilities,
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    Expansion,
+    TrainingChance,
+    load_exactly,
+    positions_to_predict,
+)
+from drafttrain.drafters.eagle import llama_shape
+from drafttrain.layers import MLP, Attention, RMSNorm, Rotation, document_mask, rotation
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.vocab import DraftVocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DrafterConfig):
+    """Shape and loss of EAGLE-3; null takes the target's own value, or the usual layers."""
+
+    layers: list[int] | None
+    intermediate_size: int | None
+    draft_vocab_size: int
+    draft_vocab_coverage: float
+    unroll: int
+    depth_decay: float
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"drafter.layers must be distinct, got {self.layers}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(
+                "drafter.intermediate_size must be at least 1, or null for the target's, "
+                f"got {self.intermediate_size}"
+            )
+        if self.draft_vocab_size < 1:
+            raise ValueError(
+                f"drafter.draft_vocab_size must be at least 1, got {self.draft_vocab_size}"
+            )
+        if not 0 < self.draft_vocab_coverage <= 1:
+            raise ValueError(
+                f"drafter.draft_vocab_coverage must be in (0, 1], got {self.draft_vocab_coverage}"
+            )
+        if self.unroll < 1:
+            raise ValueError(f"drafter.unroll must be at least 1, got {self.unroll}")
+        if not 0 < self.depth_decay <= 1:
+            raise ValueError(f"drafter.depth_decay must be in (0, 1], got {self.depth_decay}")
+
+    def build(self, spec: TargetSpec) -> "Eagle3":
+        """Make the drafter with random weights and the whole vocabulary, until `prepare`."""
+        return Eagle3(self, spec)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Return low, middle and high layers: (2, L//2, L-3), or (1, L//2, L-1) where that repeats.
+
+    Engines drop a repeated id, after which fc no longer fits (targets of six layers and fewer).
+    """
+    usual = (2, num_layers // 2, num_layers - 3)
+    if usual[0] < usual[1] < usual[2]:
+        return usual
+    shallow = (1, num_layers // 2, num_layers - 1)
+    return tuple(sorted({layer for layer in shallow if 0 <= layer <= num_layers}))
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads [norm(embedding); norm(hidden)], residual from hidden."""
+
+    def __init__(self, spec: TargetSpec, intermediate_size: int) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        self.input_layernorm = RMSNorm(width, spec.rms_norm_eps)
+        self.hidden_norm = RMSNorm(width, spec.rms_norm_eps)
+        self.self_attn = Attention(
+            width, 2 * width, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        )
+        self.post_attention_layernorm = RMSNorm(width, spec.rms_norm_eps)
+        self.mlp = MLP(width, intermediate_size)
+
+    def inputs(
+        self, embedded: Float[Tensor, "batch seq hidden"], hidden: Float[Tensor, "batch seq hidden"]
+    ) -> Float[Tensor, "batch seq twice"]:
+        """Return what attention reads."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(
+        self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Add attention and feed-forward to the residual stream."""
+        hidden = hidden + mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass
+class Eagle3State(DraftState):
+    """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
+
+    cache: KeyValues
+    table: Rotation
+    committed: int = 0
+    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # of the last node, before the norm
+
+
+class Eagle3(Drafter):
+    """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
+
+    def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
+        super().__init__()
+        self.config: Eagle3Config = config
+        self.spec = spec
+        self.captures = tuple(sorted(config.layers or default_layers(spec.num_layers)))
+        if not all(0 <= layer <= spec.num_layers for layer in self.captures):
+            raise ValueError(
+                f"drafter.layers must lie in 0..{spec.num_layers} for {spec.name}, "
+                f"got {list(self.captures)}"
+            )
+        width = spec.hidden_size
+        self.fc = nn.Linear(len(self.captures) * width, width, bias=False)
+        self.midlayer = Eagle3Layer(spec, config.intermediate_size or spec.intermediate_size)
+        self.norm = RMSNorm(width, spec.rms_norm_eps)
+        self.lm_head = nn.Linear(width, spec.vocab_size, bias=False)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Any depth; past the training unroll it extrapolates."""
+        return Capabilities(
+            trainable=True, branches=False, max_depth=None, unroll=self.config.unroll
+        )
+
+    def _reduce(self, vocab: DraftVocab | None) -> None:
+        """Take on a reduced vocabulary: the head shrinks, the map is part of the weights."""
+        self.vocab = vocab
+        if vocab is None:
+            return
+        self.lm_head = nn.Linear(
+            self.spec.hidden_size, vocab.size, bias=False, device=self.device, dtype=self.dtype
+        )
+        self.register_buffer("target_ids", vocab.target_ids)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Eagle3":
+        # Moving the module must move the vocabulary's maps, which are no parameters.
+        super()._apply(fn, recurse)
+        if self.vocab is not None:
+            self.vocab = DraftVocab.of(self.target_ids, self.spec.vocab_size)
+        return self
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Choose the draft vocabulary; start norm and head as the target's, rows kept."""
+        config = self.config
+        counts = token_counts.to(self.device)
+        self._reduce(
+            DraftVocab.most_frequent(counts, config.draft_vocab_size, config.draft_vocab_coverage)
+        )
+        with torch.no_grad():
+            head = readout.head if self.vocab is None else readout.head[self.vocab.target_ids]
+            self.lm_head.weight.copy_(head)
+            if readout.norm is not None:
+                self.norm.weight.copy_(readout.norm)
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load a state dict; its `target_ids`, if any, set the draft vocabulary first."""
+        ids = tensors.get("target_ids")
+        if ids is not None:
+            self._reduce(DraftVocab.of(ids.to(self.device), self.spec.vocab_size))
+        load_exactly(self, tensors)
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Soft cross-entropy at every unrolled depth, weight decay**depth (section 3.2).
+
+        The target's law is renormalised over the draft vocabulary; positions whose most likely
+        token lies outside contribute zero and are counted.
+        """
+        steps, length = self.config.unroll, batch.tokens.shape[1] - 1
+        hidden = self._fuse(features)[:, :-1]
+        tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
+        embedded = features.readout.embed(tokens).to(self.dtype)
+        mask = document_mask(batch.document[:, :-1])
+        rows, ahead = positions_to_predict(batch, 2)
+        depth_allowed = batch.positions[rows, ahead] - 2  # deeper, the root lies before the text
+        target_probs, covered = self._target_law(features, rows, ahead - 1)
+        past: list[tuple[Tensor, Tensor]] = []
+        terms: Losses = {}
+        for depth in range(steps):
+            turn = rotation(
+                batch.positions[:, :-1] + depth,
+                self.spec.head_dim,
+                self.spec.rope_theta,
+                hidden.dtype,
+            )
+            inputs = self.midlayer.inputs(embedded[:, depth : depth + length], hidden)
+            mixed = self.midlayer.self_attn.unrolled(inputs, turn, mask, past)
+            hidden = self.midlayer.finish(hidden, mixed)
+            known = depth_allowed >= depth
+            used = known & covered
+            logits = self.lm_head(self.norm(hidden[rows[used], ahead[used] - 2 - depth]))
+            probs = target_probs[used]
+            loss = losses.soft_cross_entropy(logits, probs)
+            terms[f"depth_{depth + 1}"] = LossTerm(
+                self.config.depth_decay**depth,
+                loss.sum(),
+                known.sum(),
+                (logits.argmax(-1) == probs.argmax(-1)).sum(),
+                (known & ~covered).sum(),
+            )
+        return terms
+
+    @torch.no_grad()
+    def _target_law(
+        self, features: TargetFeatures, rows: Tensor, positions: Tensor
+    ) -> tuple[Float[Tensor, "position draft_vocab"], Tensor]:
+        logits = features.readout.logits(features.final_hidden[rows, positions]).float()
+        if self.vocab is None:
+            return logits.softmax(-1), torch.ones_like(rows, dtype=torch.bool)
+        covered = self.vocab.draft_ids[logits.argmax(-1)] >= 0
+        return logits[:, self.vocab.target_ids].softmax(-1), covered
+
+    def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
+        captured = [features.captured[layer].to(self.dtype) for layer in self.captures]
+        return self.fc(torch.cat(captured, dim=-1))
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> Eagle3State:
+        """Allocate the cache; the first token is never paired, it has no feature before it."""
+        spec = self.spec
+        table = rotation(
+            torch.arange(capacity, device=self.device), spec.head_dim, spec.rope_theta, self.dtype
+        )
+        rows = len(first_tokens)
+        cache = KeyValues.empty(
+            rows, spec.num_key_value_heads, capacity, spec.head_dim, self.dtype, self.device
+        )
+        return Eagle3State(access, cache, table)
+
+    def _advance(self, state: Eagle3State, tokens: Tensor, hidden: Tensor) -> None:
+        start = state.cache.length
+        stop = start + tokens.shape[1]
+        turn = Rotation(state.table.cos[start:stop], state.table.sin[start:stop])
+        embedded = state.access.embed(tokens).to(self.dtype)
+        inputs = self.midlayer.inputs(embedded, hidden)
+        mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
+        state.hidden = self.midlayer.finish(hidden[:, -1:], mixed[:, -1:])
+
+    def observe(
+        self,
+        state: Eagle3State,
+        tokens: Int[Tensor, "batch new"],
+        features: TargetFeatures,
+        path: Int[Tensor, "batch depth"] | None,
+    ) -> None:
+        """Replace own nodes by pairs of true features, the root's among them."""
+        state.cache.rollback(state.committed)
+        self._advance(state, tokens, self._fuse(features))
+        state.committed = state.cache.length
+
+    def expand(self, state: Eagle3State, nodes: Nodes | None) -> Expansion:
+        """Continue from the own hidden state before the norm, as training did."""
+        assert state.hidden is not None, "observe comes before expand"
+        if nodes is not None:
+            self._advance(state, nodes.tokens, state.hidden)
+        return Expansion(self.lm_head(self.norm(state.hidden)))
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the native `LlamaForCausalLMEagle3` layout that vLLM and SGLang read."""
+        spec = self.spec
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "draft_vocab_size": self.vocab.size if self.vocab else spec.vocab_size,
+            **llama_shape(spec, self.config.intermediate_size),
+        }
+        if self.captures != (2, spec.num_layers // 2, spec.num_layers - 3):
+            # vLLM reads the first as it stands, SGLang the second and adds one to every id.
+            config["eagle_aux_hidden_state_layer_ids"] = list(self.captures)
+            config["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.captures],
+                "use_aux_hidden_state": True,
+            }
+        config["num_aux_hidden_states"] = len(self.captures)
+        tensors = dict(self.state_dict())
+        tensors.pop("target_ids", None)
+        if self.vocab is not None:
+            tensors["d2t"], tensors["t2d"] = self.vocab.d2t, self.vocab.t2d
+        return config, tensors
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load the native layout; `layers.0.` is read as `midlayer.`, t2d and embeddings ignored."""
+        tensors = {
+            name.replace("layers.0.", "midlayer.", 1): tensor
+            for name, tensor in tensors.items()
+            if name not in ("t2d", "embed_tokens.weight")
+        }
+        d2t = tensors.pop("d2t", None)
+        if d2t is not None:
+            tensors["target_ids"] = d2t + torch.arange(len(d2t), device=d2t.device)
+        elif config.get("draft_vocab_size", self.spec.vocab_size) != self.spec.vocab_size:
+            raise ValueError("d2t is missing: with a reduced vocabulary engines would draft id 0..n")
+        self.load_weights(tensors)

@@ -1,0 +1,167 @@
+"""Medusa-1: parallel heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain import losses
+from drafttrain.drafters.base import (
+    Capabilities,
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    Expansion,
+    TrainingChance,
+    load_exactly,
+    positions_to_predict,
+)
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """Shape and loss of Medusa heads."""
+
+    num_heads: int
+    num_layers: int
+    head_decay: float
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"drafter.num_heads must be at least 1, got {self.num_heads}")
+        if self.num_layers < 1:
+            raise ValueError(f"drafter.num_layers must be at least 1, got {self.num_layers}")
+        if not 0 < self.head_decay <= 1:
+            raise ValueError(f"drafter.head_decay must be in (0, 1], got {self.head_decay}")
+
+    def build(self, spec: TargetSpec) -> "Medusa":
+        """Make the heads; each residual block starts as the identity."""
+        return Medusa(self, spec)
+
+
+class ResidualBlocks(nn.Module):
+    """x + SiLU(W x + b), `num_layers` times, with weights of their own; W starts at zero."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape hidden"]:
+        """Return the transformed hidden states."""
+        for layer in self.layers:
+            hidden = hidden + functional.silu(layer(hidden))
+        return hidden
+
+
+@dataclass
+class MedusaState(DraftState):
+    """The newest final hidden state, and all heads' logits once they were asked for."""
+
+    hidden: Float[Tensor, "batch hidden"] | None = None
+    logits: list[Float[Tensor, "batch vocab"]] | None = None
+    depth: int = 0
+
+
+class Medusa(Drafter):
+    """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
+
+    captures = ()
+
+    def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:
+        super().__init__()
+        self.config: MedusaConfig = config
+        self.spec = spec
+        heads = range(config.num_heads)
+        self.blocks = nn.ModuleList(
+            ResidualBlocks(spec.hidden_size, config.num_layers) for _ in heads
+        )
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) for _ in heads
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As deep as there are heads."""
+        heads = self.config.num_heads
+        return Capabilities(trainable=True, branches=False, max_depth=heads, unroll=heads)
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Start every head as the target's own: with zero blocks, head k predicts token t + 1."""
+        for head in self.lm_heads:
+            assert isinstance(head, nn.Linear)
+            with torch.no_grad():
+                head.weight.copy_(readout.head)
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Hard cross-entropy of each head on the text's own tokens, decayed by head (section 2.2)."""
+        hidden = features.final_hidden.to(self.dtype)
+        terms: Losses = {}
+        for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+            rows, ahead = positions_to_predict(batch, 2 + k)
+            labels = batch.tokens[rows, ahead]
+            logits = head(block(hidden[rows, ahead - 2 - k]))
+            loss = losses.hard_cross_entropy(logits, labels)
+            terms[f"head_{k + 1}"] = LossTerm(
+                self.config.head_decay**k,
+                loss.sum(),
+                torch.tensor(len(rows), device=loss.device),
+                (logits.argmax(-1) == labels).sum(),
+            )
+        return terms
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> MedusaState:
+        """Start decoding; heads keep no cache."""
+        return MedusaState(access)
+
+    def observe(
+        self,
+        state: MedusaState,
+        tokens: Int[Tensor, "batch new"],
+        features: TargetFeatures,
+        path: Int[Tensor, "batch depth"] | None,
+    ) -> None:
+        """Keep the newest hidden state."""
+        state.hidden = features.final_hidden[:, -1]
+        state.logits = None
+        state.depth = 0
+
+    def expand(self, state: MedusaState, nodes: Nodes | None) -> Expansion:
+        """Answer depth by depth from what the heads said at the root, whatever was drafted."""
+        assert state.hidden is not None, "observe comes before expand"
+        if state.logits is None:
+            hidden = state.hidden.to(self.dtype)
+            state.logits = [
+                head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)
+            ]
+        logits = state.logits[state.depth]
+        state.depth += 1
+        return Expansion(logits[:, None])
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return vLLM's `MedusaModel` layout."""
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": self.spec.hidden_size,
+            "vocab_size": self.spec.vocab_size,
+            "truncated_vocab_size": self.spec.vocab_size,
+            "num_heads": self.config.num_heads,
+            "num_hidden_layers": self.config.num_layers,
+            "medusa_fc_bias": True,  # without it vLLM drops the biases silently
+        }
+        return config, dict(self.state_dict())
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load vLLM's layout."""
+        load_exactly(self, tensors)
