@@ -1,7 +1,9 @@
-"""What a target's configuration says: its shape, its readout, whether it can be rolled back."""
+"""What a target's configuration and modules say of it: shape, readout, and if it can roll back."""
 
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
 
 from drafttrain.pretrained import ModelConfig
@@ -9,12 +11,22 @@ from drafttrain.readout import Readout
 from drafttrain.types import TargetSpec
 
 
-def describe(config: ModelConfig, model_config: Any, fingerprint: str) -> TargetSpec:
-    """Fill a TargetSpec from Transformers' configuration."""
+def describe(
+    config: ModelConfig, model_config: Any, generation: Any, tokenizer: Any, fingerprint: str
+) -> TargetSpec:
+    """Fill a TargetSpec from Transformers' configuration.
+
+    `eos_token_ids` are those of the generation configuration, the configuration and the tokenizer
+    together: for chat models they differ, and each ends an answer.
+    """
     text = model_config.get_text_config(decoder=True)
-    eos = text.eos_token_id
-    rope = text.rope_parameters
     heads = text.num_attention_heads
+    limit = text.max_position_embeddings
+    if config.max_positions is not None and config.max_positions > limit:
+        raise ValueError(
+            f"model.max_positions must be at most {limit}, what model={config.name} was made for,"
+            f" got {config.max_positions}"
+        )
     return TargetSpec(
         name=config.name,
         fingerprint=fingerprint,
@@ -26,21 +38,112 @@ def describe(config: ModelConfig, model_config: Any, fingerprint: str) -> Target
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        max_positions=config.max_positions or text.max_position_embeddings,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        rms_norm_eps=_first(text, "rms_norm_eps", "layer_norm_eps", "norm_eps"),
+        rope_theta=_rope_theta(text),
+        max_positions=config.max_positions or limit,
+        eos_token_ids=_eos(generation, text, tokenizer),
         bos_token_id=text.bos_token_id,
         pad_token_id=text.pad_token_id,
     )
 
 
-def read_out(model: nn.Module) -> Readout:
+def refuse_unless_rollable(config: ModelConfig, model_config: Any) -> None:
+    """Raise ValueError if the target's cache cannot forget its newest positions one by one.
+
+    Verification writes drafted tokens into the cache before it knows which of them stay. Decided
+    from the configuration, before any weight is read.
+    """
+    text = model_config.get_text_config(decoder=True)
+    who = f"model={config.name} ({text.model_type}) cannot be a target"
+    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(model_config) in kinds:
+        if getattr(kinds[type(model_config)], "_is_stateful", False):
+            raise ValueError(
+                f"{who}: it keeps a recurrent state (state-space or linear attention), from which"
+                " rejected tokens cannot be removed; choose a model with attention in every layer"
+            )
+    elif not config.trust_remote_code:
+        raise ValueError(f"{who}: Transformers knows it, but not as a causal language model")
+    layers = set(getattr(text, "layer_types", None) or ())
+    unknown = layers - {"full_attention", "sliding_attention", "chunked_attention"}
+    if unknown:
+        raise ValueError(
+            f"{who}: layers of kind {', '.join(sorted(unknown))} keep a state from which rejected"
+            " tokens cannot be removed; choose a model with attention in every layer"
+        )
+    positions = config.max_positions or text.max_position_embeddings
+    for field, kind in (
+        ("sliding_window", "sliding_attention"),
+        ("attention_chunk_size", "chunked_attention"),
+    ):
+        window = getattr(text, field, None)
+        if window is not None and (kind in layers or not layers) and window < positions:
+            raise ValueError(
+                f"{who}: {field}={window} is less than its {positions} positions, and a cache that"
+                " wraps cannot be rolled back; keep to the window with"
+                f" model.max_positions={window}"
+            )
+
+
+def read_out(model: Any) -> Readout:
     """Return the readout of a Transformers causal language model; tied weights share a tensor."""
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
+    text = model.config.get_text_config(decoder=True)
+    embedder, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = embedder.weight.detach()
+    tied = head.weight.data_ptr() == embedder.weight.data_ptr()
+    scale = getattr(embedder, "embed_scale", None)  # Gemma rounds it to the weights' dtype
+    if scale is None:
+        scale = getattr(text, "embedding_multiplier", None) or 1.0  # Granite
+    elif isinstance(scale, torch.Tensor):
+        scale = scale.to(embedding.dtype).item()
+    logit_scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
     return Readout(
-        embedding.detach(),
-        embedding.detach() if head is embedding else head.detach(),
-        norm=model.get_decoder().norm.weight.detach(),
+        embedding,
+        embedding if tied else head.weight.detach(),
+        norm=_gain(model.get_decoder().norm, embedding),
+        head_bias=None if head.bias is None else head.bias.detach(),
+        embedding_scale=float(scale),
+        logit_scale=logit_scale / (getattr(text, "logits_scaling", None) or 1.0),  # Granite
+        soft_cap=getattr(text, "final_logit_softcapping", None),
     )
+
+
+def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
+    # What the norm multiplies by, whatever it stores (Gemma stores it less 1): an input of
+    # alternating signs has mean 0 and root mean square 1, so every norm leaves it as it is.
+    signs = torch.ones(like.shape[1], dtype=like.dtype, device=like.device)
+    signs[1::2] = -1
+    with torch.no_grad():
+        gain = norm(signs[None])[0] * signs
+    weight = getattr(norm, "weight", None)
+    if isinstance(weight, torch.Tensor) and torch.allclose(weight, gain, rtol=1e-2, atol=1e-4):
+        return weight.detach()  # to the last bit
+    return gain
+
+
+def _first(text: Any, *names: str) -> float:
+    for name in names:
+        if getattr(text, name, None) is not None:
+            return float(getattr(text, name))
+    raise ValueError(f"model_type {text.model_type} must state one of {', '.join(names)}")
+
+
+def _rope_theta(text: Any) -> float:
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Models with two kinds of attention state it for each.
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" not in rope:
+        raise ValueError(
+            f"model_type {text.model_type} must have rotary positions: its configuration states no"
+            " rope_theta, and drafters of other kinds are not supported"
+        )
+    return float(rope["rope_theta"])
+
+
+def _eos(*sources: Any) -> tuple[int, ...]:
+    found: list[int] = []
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [item for item in values if item is not None and item not in found]
+    return tuple(found)

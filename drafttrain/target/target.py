@@ -9,29 +9,42 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from drafttrain.pretrained import ModelConfig, load_pretrained
+from drafttrain import pretrained
+from drafttrain.pretrained import ModelConfig
 from drafttrain.readout import Readout
-from drafttrain.target.describe import describe, read_out
+from drafttrain.target.describe import describe, read_out, refuse_unless_rollable
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
     """Load the target that `config` names, frozen, on one device."""
-    loaded = load_pretrained(config, dtype, device)
-    return Target(loaded.model, loaded.tokenizer, describe(config, loaded.model.config, ""))
+    model_config = pretrained.load_config(config)
+    refuse_unless_rollable(config, model_config)
+    tokenizer = pretrained.load_tokenizer(config)
+    model = pretrained.load_model(config, model_config, dtype, device)
+    mark = pretrained.fingerprint(config, dtype, device)
+    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
+    target = Target(model, tokenizer, spec)
+    target.check_readout()
+    return target
 
 
 class Target:
     """A frozen decoder. Nothing here has a gradient, and nothing belongs in an optimizer."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, spec: TargetSpec) -> None:
+    def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.spec = spec
-        self.readout: Readout = read_out(model)
         self.decoder = model.get_decoder()
+        if not (hasattr(self.decoder, "layers") and hasattr(self.decoder, "norm")):
+            raise ValueError(
+                f"model={spec.name} ({spec.architecture}) must be a decoder with `layers` and a"
+                " final `norm`, as Llama is; other structures cannot be targets yet"
+            )
         self.layers: Sequence[nn.Module] = self.decoder.layers
         self.final_norm: nn.Module = self.decoder.norm
+        self.readout: Readout = read_out(model)
         self.eager = model.config._attn_implementation == "eager"
 
     @property
@@ -124,6 +137,27 @@ class Target:
     def select(self, cache: DynamicCache, rows: Int[Tensor, " kept"]) -> None:
         """Keep only these rows of the batch."""
         cache.batch_select_indices(rows)
+
+    @torch.no_grad()
+    def check_readout(self) -> None:
+        """Raise ValueError unless the readout embeds and reads out exactly as the model does.
+
+        Architectures scale, cap and bias in ways of their own, and a drafter that reads another
+        distribution than the target's would train without an error and accept nothing.
+        """
+        tokens = torch.arange(min(8, self.spec.vocab_size), device=self.device)[None]
+        logits, features = self.step(self.begin(), tokens, captures=(0,))
+        expected = self.model(input_ids=tokens, use_cache=False).logits
+        for what, ours, theirs in (
+            ("embeds tokens", features.captured[0], self.readout.embed(tokens)),
+            ("computes logits", logits, expected),
+        ):
+            size = theirs.float().abs().max()
+            if not (ours.float() - theirs.float()).abs().max() <= 0.02 * size:
+                raise ValueError(
+                    f"model={self.spec.name} ({self.spec.architecture}) {what} in a way that"
+                    " drafttrain does not know; it cannot be a target yet"
+                )
 
     def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
         if not self.eager:

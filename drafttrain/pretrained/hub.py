@@ -1,0 +1,71 @@
+"""Fetching a model from the Hugging Face Hub, or saying in one sentence why that is impossible."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+ANSWER_S = 10.0  # how long the Hub may take to answer before it counts as unreachable
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
+# Subfolders hold other formats (original/*.pth), and Mistral's repositories the weights twice.
+NEVER = ["*/*", "consolidated*"]
+
+
+def download(
+    name: str, repo: str, revision: str | None, weights: bool, code: bool, pickle: bool
+) -> Path:
+    """Return the local folder of a repository at a revision, downloading what is not there yet.
+
+    Configuration and tokenizer always; weights if asked (safetensors, else pickled if allowed);
+    Python files only if `code`. Where the Hub cannot be reached, a copy in the local cache serves;
+    where there is none, the ValueError says what to do.
+    """
+    patterns = SMALL_FILES + (["*.py"] if code else [])
+    example = f"model.path=/models/{repo.rsplit('/', 1)[-1]}"
+    instead = f"point model.path at a local directory that holds the model, for example {example}"
+    try:
+        # Asked first because this one request fails at once, where a download retries for long.
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=ANSWER_S)
+        if weights:
+            safe = any(file.rfilename.endswith(".safetensors") for file in info.siblings or [])
+            if safe or pickle:
+                patterns.append("*.safetensors" if safe else "*.bin")
+        folder: str | None = huggingface_hub.snapshot_download(
+            repo, revision=info.sha, allow_patterns=patterns, ignore_patterns=NEVER
+        )
+    except errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{repo}"
+        raise ValueError(
+            f"model={name}: {repo} is gated: accept its licence at {page}, then log in with `hf"
+            f" auth login` or set HF_TOKEN; or {instead}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(
+            f"model.revision must be a branch, tag or commit of {repo}, got {revision!r}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"model={name}: the Hugging Face Hub has no {repo} that you may read; check model.repo,"
+            f" or log in with `hf auth login` or HF_TOKEN if it is private; or {instead}"
+        ) from error
+    except Exception as error:  # every transport has its own errors; all mean the same here
+        folder = _cached(repo, revision)
+        if folder is None:
+            raise ValueError(
+                f"model={name}: cannot reach the Hugging Face Hub for {repo}; {instead}"
+                f" ({_reason(error)})"
+            ) from error
+    assert folder is not None
+    return Path(folder)
+
+
+def _cached(repo: str, revision: str | None) -> str | None:
+    try:
+        return huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True)
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,332 @@
+"""Which target, and how Transformers loads its configuration, tokenizer and weights."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # lazy: the heavy parts are imported where they are first used
+
+from drafttrain.pretrained import files, hub
+
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+ATTENTION = ("auto", "sdpa", "eager")
+ARCHITECTURES = ("llama", "qwen3", "mistral")
+# Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
+# gets the same ones; larger ones where they will live, because drawing them twice takes minutes.
+PORTABLE_PARAMETERS = 2_000_000_000
+QUIET_BYTES = 1 << 30  # smaller models load too fast for a progress bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which target: a local directory, else the embedded one, else a Hub repository."""
+
+    name: str
+    path: str | None
+    repo: str | None
+    revision: str | None
+    embedded: bool
+    max_positions: int | None
+    attention: str
+    trust_remote_code: bool
+    allow_pickle: bool
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTION:
+            raise ValueError(
+                f"model.attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}"
+            )
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ValueError(
+                f"model.max_positions must be at least 1, got {self.max_positions};"
+                " null takes the model's own limit"
+            )
+        random = isinstance(self, RandomModelConfig)
+        if not (random or self.path or self.repo or self.embedded):
+            raise ValueError(
+                "model.path, model.repo or model.embedded must say where the target is, got none;"
+                " for example model.path=/models/Llama-3.1-8B-Instruct"
+            )
+
+    @property
+    def origin(self) -> str:
+        """The key and value that say where this target comes from, for messages."""
+        if self.path:
+            return f"model.path={self.path}"
+        return "model.embedded=true" if self.embedded else f"model.repo={self.repo}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModelConfig(ModelConfig):
+    """A target with random weights of any shape; it speaks through the embedded tokenizer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float
+    tie_embeddings: bool
+    initializer_range: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path or self.repo or self.embedded:
+            raise ValueError(
+                f"model={self.name} draws its weights, so {self.origin} must not be set;"
+                " choose another model= to load weights"
+            )
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"model.architecture must be one of {', '.join(ARCHITECTURES)},"
+                f" got {self.architecture!r}"
+            )
+        if self.max_positions is None:
+            raise ValueError("model.max_positions must be a number for a random target, got null")
+        for field in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"model.{field} must be at least 1, got {getattr(self, field)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.num_key_value_heads must divide model.num_attention_heads"
+                f" ({self.num_attention_heads}), got {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim must be even (rotary pairs), got {self.head_dim}")
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in the matrices, norms and biases left out."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        tables = 1 if self.tie_embeddings else 2
+        return self.num_layers * layer + tables * self.vocab_size * self.hidden_size
+
+    @property
+    def portable(self) -> bool:
+        """Whether every device and dtype draws the same weights."""
+        return self.num_parameters <= PORTABLE_PARAMETERS
+
+    @property
+    def origin(self) -> str:
+        """The key and value that say where this target comes from, for messages."""
+        return super().origin if self.path or self.repo or self.embedded else f"model={self.name}"
+
+
+def find(config: ModelConfig, weights: bool) -> Path | None:
+    """Return the complete directory of a target, downloading it if it must; None if it is random.
+
+    With weights=False only the configuration and the tokenizer need to be there.
+    ValueError says what is missing, or how to do without the Hub.
+    """
+    if isinstance(config, RandomModelConfig):
+        return None
+    if config.path:
+        folder = Path(config.path).expanduser()
+    elif config.embedded:
+        folder = EMBEDDED
+    else:
+        assert config.repo, "ModelConfig makes sure of it"
+        folder = hub.download(
+            config.name,
+            config.repo,
+            config.revision,
+            weights=weights,
+            code=config.trust_remote_code,
+            pickle=config.allow_pickle,
+        )
+    files.check(folder, config.origin, weights=weights, allow_pickle=config.allow_pickle)
+    return folder
+
+
+def load_config(config: ModelConfig) -> Any:
+    """Return Transformers' configuration of a target; no weight is read or downloaded."""
+    folder = find(config, weights=False)
+    if folder is None:
+        assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+        return _random_config(config)
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config.origin}: config.json is not valid JSON: {error}") from None
+    kind = raw.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
+        if "auto_map" in raw:
+            raise ValueError(
+                f"{config.origin} brings its own code (auto_map in config.json) for model_type"
+                f" {kind!r}, and code from a download runs only if you say so: read it, then set"
+                " model.trust_remote_code=true"
+            )
+        raise ValueError(
+            f"{config.origin}: config.json must name a model_type that Transformers"
+            f" {transformers.__version__} knows, got {kind!r}; a newer Transformers may know it"
+        )
+    return transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+    )
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the target's tokenizer, chat template included; a random target has the embedded one.
+
+    ValueError if the tokenizer needs code of its own and that is not allowed.
+    """
+    folder = find(config, weights=False) or EMBEDDED
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{config.origin}: the tokenizer cannot be loaded: {error}; if it brings its own code,"
+            " read it, then set model.trust_remote_code=true"
+        ) from error
+    if isinstance(config, RandomModelConfig) and config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"model.vocab_size must be at least {len(tokenizer)}, the embedded tokenizer's size,"
+            f" got {config.vocab_size}"
+        )
+    return tokenizer
+
+
+def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, device: str) -> Any:
+    """Return a Transformers causal language model in evaluation mode, without gradients.
+
+    ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
+    """
+    attention = config.attention
+    if attention == "auto":
+        capped = getattr(model_config, "attn_logit_softcapping", None) is not None
+        attention = "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
+    folder = find(config, weights=True)
+    if folder is None:
+        assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+        model = _draw(config, model_config, attention, dtype, device)
+    else:
+        model = _read(config, folder, model_config, attention, dtype, device)
+    return model.eval().requires_grad_(False)
+
+
+def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
+    """Return a hash of the target's configuration and weights: what features are bound to.
+
+    Of a directory it is the same wherever that lies and in whatever dtype it is loaded (see
+    `files.fingerprint`); of random weights it is over what determines them.
+    """
+    folder = find(config, weights=True)
+    if folder is not None:
+        return files.fingerprint(folder)
+    assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+    common = {field.name for field in dataclasses.fields(ModelConfig)}
+    drawn = {k: v for k, v in dataclasses.asdict(config).items() if k not in common}
+    if not config.portable:
+        drawn |= {"drawn_as": str(dtype), "drawn_on": torch.device(device).type}
+    return files.fingerprint_settings(drawn)
+
+
+def _read(
+    config: ModelConfig,
+    folder: Path,
+    model_config: Any,
+    attention: str,
+    dtype: torch.dtype,
+    device: str,
+) -> Any:
+    weights = files.weight_files(folder)
+    quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    try:
+        with _progress_bar(not quiet):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=attention,
+                # Straight to the device: host memory need not hold a 70B model.
+                device_map=None if device == "cpu" else {"": device},
+                use_safetensors=weights[0].suffix == ".safetensors",
+                weights_only=True,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ValueError(f"{config.origin}: the weights cannot be loaded: {error}") from error
+    except Exception as error:  # torch raises pickle's own errors, whose classes vary
+        if weights[0].suffix == ".safetensors":
+            raise
+        raise ValueError(
+            f"{config.origin}: the pickled weights hold more than tensors, so they are not loaded"
+            f" (weights_only=True); convert them to safetensors: {error}"
+        ) from error
+    model, report = loaded
+    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if wrong:
+        raise ValueError(
+            f"{config.origin}: the weights must fit config.json; missing or of another shape:"
+            f" {', '.join(sorted(wrong)[:5])}{' ...' if len(wrong) > 5 else ''} ({len(wrong)})"
+        )
+    return model
+
+
+def _random_config(config: RandomModelConfig) -> Any:
+    tokenizer = load_tokenizer(config)
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if config.architecture == "mistral":
+        settings["sliding_window"] = None  # as in every Mistral since 7B v0.2
+    return transformers.AutoConfig.for_model(config.architecture, **settings)
+
+
+def _draw(
+    config: RandomModelConfig, model_config: Any, attention: str, dtype: torch.dtype, device: str
+) -> Any:
+    place = "cpu" if config.portable else device
+    devices = [] if place == "cpu" else [torch.device(place)]
+    with torch.random.fork_rng(devices=devices), torch.device(place):
+        torch.manual_seed(config.seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            model_config,
+            dtype=torch.float32 if config.portable else dtype,
+            attn_implementation=attention,
+        )
+    for weight in model.parameters():  # not model.to(dtype): rotary frequencies stay float32
+        weight.data = weight.data.to(dtype)
+    return model.to(device)
+
+
+@contextlib.contextmanager
+def _progress_bar(show: bool) -> Iterator[None]:
+    was_shown = transformers.utils.logging.is_progress_bar_enabled()
+    if not show:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers.utils.logging.enable_progress_bar()
