@@ -7,7 +7,7 @@ and a test can put its own `Chance` in place and replay the loop over all answer
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ def draw_of(depth: int, purpose: Purpose) -> int:
     return depth * len(Purpose) + purpose
 
 
+@runtime_checkable
 class Chance(Protocol):
     """Answers choices; every argument is per row."""
 

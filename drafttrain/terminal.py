@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +20,7 @@ console = Console(soft_wrap=True, highlight=False)
 LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
 
 
+@runtime_checkable
 class Ticker(Protocol):
     """Advances a progress bar; `note` is a short text beside it, such as the current loss."""
 

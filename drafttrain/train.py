@@ -1,0 +1,234 @@
+"""THE training loop: one function, for every drafter, engine and source of features."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from drafttrain.checkpoint import Checkpoints, TrainState
+from drafttrain.data.batches import Batches, StepGroup
+from drafttrain.drafters.base import TrainingChance
+from drafttrain.engine import Engine
+from drafttrain.optim import SCHEDULES, lr_at
+from drafttrain.target.target import Target
+from drafttrain.terminal import progress
+from drafttrain.tracker import Tracker
+from drafttrain.types import weighted_sum
+
+METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long and how fast to train, and when to look and save."""
+
+    name: str
+    max_steps: int
+    tokens_per_step: int
+    lr: float
+    schedule: str
+    warmup_steps: int
+    final_lr_ratio: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    max_grad_norm: float
+    log_every: int
+    validate_every: int
+    validation_prompts: int
+    validation_tokens: int
+    save_every: int
+    keep_checkpoints: int
+
+    def __post_init__(self) -> None:
+        for key in ("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"):
+            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
+        for key in ("validation_prompts", "validation_tokens", "keep_checkpoints"):
+            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
+        for key in ("lr", "max_grad_norm"):
+            _require(key, getattr(self, key) > 0, "above 0", getattr(self, key))
+        for key in ("warmup_steps", "weight_decay"):
+            _require(key, getattr(self, key) >= 0, "at least 0", getattr(self, key))
+        for key in ("beta1", "beta2"):
+            _require(key, 0 <= getattr(self, key) < 1, "in [0, 1)", getattr(self, key))
+        _require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]", self.final_lr_ratio)
+        _require(
+            "schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}", self.schedule
+        )
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, from 0."""
+        return lr_at(
+            step,
+            peak=self.lr,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.max_steps,
+            final_ratio=self.final_lr_ratio,
+            schedule=self.schedule,
+        )
+
+
+def _require(key: str, holds: bool, what: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"trainer.{key} must be {what}, got {got}")
+
+
+class StepChance(TrainingChance):
+    """Randomness of one optimizer step: a conversation gets its own, wherever it is batched."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self.seed, self.step = seed, step
+
+    def uniform_like(
+        self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return uniforms in [0, 1) by conversation; zeros at padding."""
+        uniforms = torch.zeros_like(values)
+        generator = torch.Generator()
+        for row, documents in enumerate(document.cpu()):
+            for index in documents.unique().tolist():
+                if index < 0:
+                    continue
+                generator.manual_seed(hash((self.seed, self.step, index)))
+                place = documents == index
+                shape = (int(place.sum()), values.shape[-1])
+                drawn = torch.rand(shape, generator=generator)
+                uniforms[row, place.to(values.device)] = drawn.to(values)
+        return uniforms
+
+
+def train(
+    engine: Engine,
+    target: Target,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    config: TrainerConfig,
+    validate: Callable[[], dict[str, float]],
+    seed: int,
+) -> TrainState:
+    """Train the engine's drafter on what the frozen `target` says, from where `checkpoints` left off.
+
+    Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
+    batches, divided once by their number: the loss curve depends on neither. `validate` returns
+    metrics, METRIC among them, and runs on every rank. Raises NonFiniteError, with the step not
+    taken, where the loss or the gradient is not finite.
+    """
+    state = checkpoints.resume(engine)
+    if state is None:
+        state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, {})
+    else:
+        batches.load_state_dict(state.data)
+    meter = Meter(engine)
+    with progress("train", config.max_steps, state.step, show=engine.is_main) as tick:
+        while True:
+            last = state.step == config.max_steps  # so that the end validates and saves as well
+            improved = False
+            if last or (state.step and state.step % config.validate_every == 0):
+                metrics = validate()
+                tracker.log(state.step, metrics)
+                improved = state.best_metric is None or metrics[METRIC] > state.best_metric
+                state = state.after_validation(metrics[METRIC])
+                meter.forget_time()
+            if last or improved or (state.step and state.step % config.save_every == 0):
+                checkpoints.save(engine, state, best=improved)
+                meter.forget_time()
+            if last:
+                return state
+            group = batches.next_group()
+            lr = config.lr_at(state.step)
+            grad_norm = optimizer_step(engine, target, group, StepChance(seed, state.step), lr, meter)
+            state = state.after_step(group.tokens, batches.state_dict())
+            if state.step % config.log_every == 0 or state.step == config.max_steps:
+                metrics = meter.read()
+                metrics |= {"train/lr": lr, "train/grad_norm": grad_norm, "train/tokens": state.tokens}
+                tracker.log(state.step, metrics)
+                meter.note = f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
+            tick(1, meter.note)
+
+
+def optimizer_step(
+    engine: Engine,
+    target: Target,
+    group: StepGroup,
+    chance: TrainingChance,
+    lr: float,
+    meter: "Meter",
+) -> float:
+    """Accumulate the micro batches of one step and take it; return the gradient's norm."""
+    denominator = max(group.loss_tokens, 1)
+    for index, batch in enumerate(group.batches):
+        batch = batch.to(engine.device)
+        features = target.features(batch, engine.module.captures)
+        losses = engine.losses(batch, features, chance)
+        engine.backward(weighted_sum(losses) / denominator, last=index == len(group.batches) - 1)
+        for name, term in losses.items():
+            meter.add(name, term.weight, term.sum, term.count, term.correct, term.uncovered)
+    meter.steps(group.loss_tokens, group.tokens)
+    return engine.step(lr)
+
+
+class Meter:
+    """Sums of loss terms since the last line of metrics, reduced over ranks when read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.note = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.weights: dict[str, float] = {}
+        self.loss_tokens = self.tokens = 0
+        self.forget_time()
+        self.busy_s = 0.0
+
+    def forget_time(self) -> None:
+        """Leave out of tokens/s what happened since the last step (validation, saving)."""
+        self.since = time.monotonic()
+
+    def add(
+        self,
+        name: str,
+        weight: float,
+        total: Tensor,
+        count: Tensor,
+        correct: Tensor | None,
+        uncovered: Tensor | None,
+    ) -> None:
+        """Add one term of one micro batch."""
+        zero = torch.zeros((), device=total.device)
+        values = [total.detach(), count, correct, uncovered]
+        row = torch.stack([(zero if v is None else v).double() for v in values])
+        self.sums[name] = self.sums.get(name, torch.zeros_like(row)) + row
+        self.weights[name] = weight
+
+    def steps(self, loss_tokens: int, tokens: int) -> None:
+        """Count one optimizer step (numbers over all ranks)."""
+        self.loss_tokens += loss_tokens
+        self.tokens += tokens
+        now = time.monotonic()
+        self.busy_s += now - self.since
+        self.since = now
+
+    def read(self) -> dict[str, float]:
+        """Return metrics since the last reading and start afresh."""
+        names = sorted(self.sums)
+        table = self.engine.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
+        metrics: dict[str, float] = {}
+        loss, uncovered, counted = 0.0, 0.0, 0.0
+        for name, (total, count, correct, left_out) in zip(names, table.tolist(), strict=True):
+            loss += self.weights[name] * total
+            uncovered, counted = uncovered + left_out, counted + count
+            metrics[f"train/loss_{name}"] = total / max(self.loss_tokens, 1)
+            if correct:
+                metrics[f"train/accuracy_{name}"] = correct / max(count, 1)
+        metrics["train/loss"] = loss / max(self.loss_tokens, 1)
+        if uncovered:
+            metrics["train/uncovered"] = uncovered / max(counted, 1)
+        metrics["perf/tokens_per_s"] = self.tokens / max(self.busy_s, 1e-9)
+        self._reset()
+        return metrics
