@@ -1,0 +1,159 @@
+"""python -m drafttrain COMMAND [section=choice ...] [section.key=value ...]"""
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from drafttrain import __version__
+from drafttrain.config import COMMANDS, UsageError, command_groups, compose, did_you_mean, typed
+from drafttrain.run import CHECKPOINTS
+
+DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
+OPTIONS = ("--help", "--config", "--config-dir", "--version")
+
+
+@dataclass
+class Request:
+    """The command line, sorted."""
+
+    command: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    help: bool = False
+    show_config: bool = False
+    version: bool = False
+    config_dir: Path | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0, or 2 for what cannot be meant, or 1 for what failed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    folder = None
+    failed = 2
+    try:
+        request = read(arguments)
+        if request.version or request.help or request.command is None:
+            print(__version__ if request.version else _help(request))
+            return 0
+        config = compose(request.command, request.overrides, request.config_dir)
+        if request.show_config:
+            print(OmegaConf.to_yaml(config), end="")
+            return 0
+        loaded: Any = typed(config, COMMANDS[request.command])
+        folder, failed = Path(loaded.run.dir), 1
+        from drafttrain import commands
+
+        getattr(commands, request.command)(loaded)
+        return 0
+    except KeyboardInterrupt:
+        resume = folder is not None and (folder / CHECKPOINTS).is_dir()
+        _say("interrupted" + ("; go on with run.resume=true" if resume else ""))
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get(DEBUG) == "1":
+            raise
+        _say(f"error: {_explain(error, folder, arguments)}")
+        return failed
+
+
+def read(arguments: Sequence[str]) -> Request:
+    """Sort the command line; UsageError says what cannot be meant."""
+    request = Request()
+    rest = iter(arguments)
+    for text in rest:
+        name, equals, value = text.partition("=")
+        if name in ("--local_rank", "--local-rank"):  # DeepSpeed's launcher adds it
+            if not equals:
+                next(rest, None)
+        elif name in ("-h", "--help"):
+            request.help = True
+        elif name in ("-c", "--config", "--cfg"):
+            request.show_config = True
+        elif name == "--version":
+            request.version = True
+        elif name == "--config-dir":
+            request.config_dir = Path(value if equals else next(rest, ""))
+            if not request.config_dir.is_dir():
+                raise UsageError(f"--config-dir must name a folder, got {request.config_dir}")
+        elif text.startswith("-"):
+            raise UsageError(
+                f"no option is called {name}{did_you_mean(name, OPTIONS)} "
+                f"options: {', '.join(OPTIONS)}"
+            )
+        elif request.command is None:
+            if text not in COMMANDS:
+                raise UsageError(
+                    f"no command is called {text}{did_you_mean(text, COMMANDS)} "
+                    f"commands: {', '.join(COMMANDS)}"
+                )
+            request.command = text
+        else:
+            request.overrides.append(text)
+    return request
+
+
+def _help(request: Request) -> str:
+    from drafttrain.help import command_help, overview, section_help
+
+    if request.command is None:
+        return overview()
+    groups = command_groups(request.command)
+    texts = []
+    for text in request.overrides:  # --help SECTION or --help SECTION=CHOICE; keys say nothing here
+        section, _, choice = text.partition("=")
+        if "." in section:
+            continue
+        if section not in groups and section != "run":
+            options = [*groups, "run"]
+            raise UsageError(
+                f"no section is called {section}{did_you_mean(section, options)} "
+                f"sections: {', '.join(options)}"
+            )
+        choice = choice or groups.get(section, "")
+        texts.append(section_help(request.command, section, choice, request.config_dir))
+    return "\n\n".join(texts) or command_help(request.command, request.config_dir)
+
+
+def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str:
+    """Say in one line what went wrong; what nobody foresaw leaves its traceback in a file."""
+    text = " ".join(str(error).split())
+    if _foreseen(error):
+        return text
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
+    rank = os.environ.get("RANK", "0")
+    name = "error.log" if rank == "0" else f"error_rank{rank}.log"
+    log = folder / name if folder and folder.is_dir() else Path(f"drafttrain_{name}")
+    with log.open("a") as file:
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        file.write(f"{date} python -m drafttrain {shlex.join(arguments)}\n")
+        file.write("".join(traceback.format_exception(error)) + "\n")
+    where = f"the traceback is in {log}; {DEBUG}=1 shows it here"
+    return f"{type(error).__name__}: {text} ({where})"
+
+
+def _foreseen(error: Exception) -> bool:
+    """Whether this package raised the error for the user to read."""
+    if type(error).__module__.startswith("drafttrain."):
+        return True
+    frames = list(traceback.walk_tb(error.__traceback__))
+    raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    return isinstance(error, ValueError) and raised_in.startswith("drafttrain.")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

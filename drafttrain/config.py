@@ -1,0 +1,343 @@
+"""What a command is told: Hydra composes yaml, frozen dataclasses check it."""
+
+import difflib
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from drafttrain.run import RunConfig, load_config
+
+if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
+    from drafttrain.data.conversations import DataConfig
+    from drafttrain.drafters.base import DrafterConfig
+    from drafttrain.engine import DeepSpeedConfig
+    from drafttrain.evaluate import EvalConfig
+    from drafttrain.export import ExportConfig as FormatConfig
+    from drafttrain.hardware import HardwareConfig
+    from drafttrain.pretrained import ModelConfig
+    from drafttrain.tracker import TrackerConfig
+    from drafttrain.train import TrainerConfig
+
+# The class of each section. A yaml may name a subclass of it with `_target_`, and nothing else.
+SECTIONS = {
+    "run": "drafttrain.run.RunConfig",
+    "model": "drafttrain.pretrained.ModelConfig",
+    "data": "drafttrain.data.conversations.DataConfig",
+    "drafter": "drafttrain.drafters.base.DrafterConfig",
+    "trainer": "drafttrain.train.TrainerConfig",
+    "hardware": "drafttrain.hardware.HardwareConfig",
+    "deepspeed": "drafttrain.engine.DeepSpeedConfig",
+    "tracker": "drafttrain.tracker.TrackerConfig",
+    "eval": "drafttrain.evaluate.EvalConfig",
+    "export": "drafttrain.export.ExportConfig",
+}
+SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
+
+
+class UsageError(ValueError):
+    """What was typed cannot be meant: a command, a section, a choice, a key or a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything `train` is told."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    trainer: "TrainerConfig"
+    hardware: "HardwareConfig"
+    deepspeed: "DeepSpeedConfig"
+    tracker: "TrackerConfig"
+    eval: "EvalConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Everything `evaluate` is told: the saved run, with `eval` of its own."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    eval: "EvalConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Everything `export` is told: the saved run, and the format to write."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    export: "FormatConfig"
+
+
+COMMANDS: dict[str, type] = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
+Config = TypeVar("Config", TrainConfig, EvaluateConfig, ExportConfig)
+
+
+def conf_dir() -> Path:
+    """Return the folder of yaml: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise AssertionError(f"no conf/ in {package} or beside it: the installation is incomplete")
+
+
+def command_groups(command: str) -> dict[str, str]:
+    """Return the groups that a command composes, with the default choice of each."""
+    primary = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
+    return {
+        group: choice
+        for entry in primary["defaults"]
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+    }
+
+
+def choices(group: str, config_dir: Path | None = None) -> dict[str, Path]:
+    """Return the yaml files of a group by name, those of the user's own `config_dir` too."""
+    folders = [conf_dir(), config_dir] if config_dir else [conf_dir()]
+    files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+    return {file.stem: file for file in reversed(files)}
+
+
+def compose(command: str, overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:
+    """Return the resolved configuration of a command; nothing heavy is imported.
+
+    For every command but `train`, the choice `saved` of a group is what run.dir/config.yaml holds.
+    config_dir: a folder laid out like conf/, whose choices join ours.
+    Raises UsageError in one line for an unknown section, choice or key and for a missing value.
+    """
+    parsed = _parse(overrides)
+    groups = command_groups(command)
+    if SAVED in groups.values():
+        _offer_saved(_saved_run(command, parsed), [g for g in groups if groups[g] == SAVED])
+    sections = [field.name for field in fields(COMMANDS[command])]
+    chosen = []
+    for override in parsed:
+        section = _section_of(override, sections)
+        if section == override.key_or_group:
+            if section not in groups:
+                raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
+            saved = [SAVED] if groups[section] == SAVED else []
+            _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
+            chosen.append(str(override.input_line))
+    search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            before = hydra.compose(command, overrides=[*search, *chosen])
+            for override in parsed:
+                _check_key(override, before)
+            lines = [str(override.input_line) for override in parsed]
+            config = hydra.compose(command, overrides=[*search, *lines])
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
+        OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UsageError(_one_line(error)) from error
+    for section in sections:
+        target = config[section].get("_target_")
+        if target is not None:
+            _check_target(section, target, config_dir)
+    return OmegaConf.create({section: config[section] for section in sections})
+
+
+def typed(config: DictConfig, schema: type[Config]) -> Config:
+    """Return the frozen dataclasses of a composed configuration; this imports their modules.
+
+    Raises ValueError in one line that names section.key, what must hold and what was got.
+    """
+    return schema(**{field.name: _section(config, field.name) for field in fields(schema)})
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return '; did you mean X?' for the nearest option, or nothing."""
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ";"
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or text.startswith("~"):
+            run = f"; did you mean run.dir={text}?" if Path(text).is_dir() else ""
+            raise UsageError(
+                f"arguments must be section.key=value or section=choice, got {text!r}{run}"
+            )
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            try:
+                override = parser.parse_override(f"{key}={_quoted(value)}")
+            except HydraException:
+                raise UsageError(f"{key!r} cannot be a key, in {text!r}") from None
+        if override.is_sweep_override():
+            raise UsageError(
+                f"one run has one value, got {text!r}; a list is written [a,b], text with a comma "
+                f"in two kinds of quotes: {key}='\"a,b\"'"
+            )
+        parsed.append(override)
+    return parsed
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _section_of(override: Override, sections: list[str]) -> str:
+    section = override.key_or_group.split(".")[0]
+    if section not in sections:
+        raise UsageError(
+            f"no section is called {section}{did_you_mean(section, sections)} "
+            f"sections: {', '.join(sections)}"
+        )
+    return section
+
+
+def _check_choice(override: Override, options: list[str]) -> None:
+    section, value = override.key_or_group, override.value()
+    if value not in options:
+        raise UsageError(
+            f"{section}={value} is not a choice{did_you_mean(str(value), options)} "
+            f"choices: {', '.join(options)}"
+        )
+
+
+def _check_key(override: Override, config: DictConfig) -> None:
+    path = override.key_or_group.split(".")
+    if len(path) == 1 or (path[0] == "deepspeed" and override.type != OverrideType.CHANGE):
+        return
+    node: Any = config
+    for depth, key in enumerate(path):
+        keys = [str(k) for k in node] if isinstance(node, DictConfig) else []
+        if key not in keys:
+            name = config[path[0]].get("name") if depth == 1 else None
+            section = f"{path[0]}={name}" if name else ".".join(path[:depth])
+            raise UsageError(
+                f"{section} has no key {key}{did_you_mean(key, keys)} "
+                f"keys: {', '.join(k for k in keys if k != '_target_')}"
+            )
+        node = None if OmegaConf.is_missing(node, key) else node[key]
+
+
+def _check_target(section: str, target: str, config_dir: Path | None) -> None:
+    """Let a yaml name a class outside this package only if it is the user's own file."""
+    if target.startswith("drafttrain."):
+        return
+    own = [yaml.safe_load(file.read_text()) for file in choices(section, config_dir).values()]
+    if target not in [content.get("_target_") for content in own]:
+        raise UsageError(
+            f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
+            f"got {target}; add its yaml with --config-dir FOLDER (FOLDER/{section}/NAME.yaml)"
+        )
+
+
+def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]]:
+    named = [override.value() for override in parsed if override.key_or_group == "run.dir"]
+    if not named:
+        found = sorted(Path("outputs").glob("*/config.yaml"), key=lambda p: p.stat().st_mtime)
+        example = found[-1].parent if found else "outputs/demo"
+        raise UsageError(f"run.dir must be given: python -m drafttrain {command} run.dir={example}")
+    return load_config(Path(str(named[-1])))
+
+
+def _offer_saved(saved: dict[str, dict[str, Any]], groups: list[str]) -> None:
+    for group in groups:
+        if group not in saved:
+            raise UsageError(f"the config.yaml of run.dir has no section {group}")
+        ConfigStore.instance().store(group=group, name=SAVED, node=saved[group])
+
+
+def _section(config: DictConfig, key: str) -> Any:
+    base = _load_class(key, SECTIONS[key])
+    value = OmegaConf.to_container(config[key], resolve=True)
+    assert isinstance(value, dict)
+    target = value.pop("_target_", None)
+    kind = base if target is None else _load_class(key, target)
+    if not issubclass(kind, base):
+        raise UsageError(
+            f"{key}._target_ must name a subclass of {base.__name__}, got {kind.__name__}"
+        )
+    names = [field.name for field in fields(kind)]
+    # Under its own key, so that OmegaConf's errors name drafter.num_heads, not num_heads.
+    schema = OmegaConf.create({key: OmegaConf.structured(kind)})
+    OmegaConf.set_readonly(schema[key], False)  # frozen dataclasses arrive read-only
+    try:
+        merged = OmegaConf.select(OmegaConf.merge(schema, {key: value}), key)
+    except ConfigKeyError as error:
+        raise UsageError(
+            f"{error.full_key} is not a field of {kind.__name__}"
+            f"{did_you_mean(str(error.key), names)} fields: {', '.join(names)}"
+        ) from error
+    except OmegaConfBaseException as error:
+        raise UsageError(_wrong_value(error, kind, value)) from error
+    unset = [name for name in names if OmegaConf.is_missing(merged, name)]
+    if unset:
+        raise UsageError(f"{key}.{unset[0]} must be given, as in {key}.{unset[0]}=VALUE")
+    plain = OmegaConf.to_container(merged)
+    assert isinstance(plain, dict)
+    return kind(**{name: plain[name] for name in names})
+
+
+def _load_class(section: str, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
+        ) from error
+    if not isinstance(found, type):
+        raise UsageError(f"{section}._target_ must name a class, got {path}")
+    return found
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of integers such as [1,2]",
+    list[str]: "a list of texts such as [a,b]",
+}
+
+
+def _wrong_value(error: OmegaConfBaseException, kind: type, value: dict[Any, Any]) -> str:
+    key = str(error.full_key).split("[")[0]
+    name = key.split(".")[1]
+    hint = get_type_hints(kind)[name]
+    options = [hint, *getattr(hint, "__args__", ())]
+    words = next((WORDS[option] for option in options if option in WORDS), str(hint))
+    null = " or null" if type(None) in options else ""
+    got = "null" if value.get(name) is None else value.get(name)
+    return f"{key} must be {words}{null}, got {got}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,169 @@
+"""The run folder: what a run was told, where and by what code it was made, and whose it is."""
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import drafttrain
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "peft",
+    "deepspeed",
+    "wandb",
+    "hydra-core",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Which run this is, and where it leaves what it makes."""
+
+    name: str
+    dir: str
+    resume: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"run.name must be a name without slashes, got {self.name!r}")
+        if not self.dir:
+            raise ValueError("run.dir must name a folder, got nothing")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed must be in [0, 2**63), got {self.seed}")
+
+
+def write_config(config: Any, path: Path) -> None:
+    """Write the sections of a command, each with its class, so that `load_config` reads them back.
+
+    config: a dataclass of section dataclasses, such as `TrainConfig`.
+    """
+    plain = {}
+    for field in fields(config):
+        section = getattr(config, field.name)
+        kind = f"{type(section).__module__}.{type(section).__qualname__}"
+        plain[field.name] = {"_target_": kind, **asdict(section)}
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    os.replace(beside, path)
+
+
+def load_config(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections in the config.yaml of a run; ValueError if `folder` is not a run's."""
+    file = folder / CONFIG
+    if not file.is_file():
+        state = "has no config.yaml" if folder.is_dir() else "does not exist"
+        raise ValueError(
+            f"run.dir must be the folder of a run, got {folder}, which {state}; "
+            "`train` makes one: python -m drafttrain train run.name=demo"
+        )
+    try:
+        saved = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} must be yaml, got: {' '.join(str(error).split())}") from error
+    if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
+        raise ValueError(f"{file} must hold the sections of a run, got something else")
+    return saved
+
+
+def check_run_folder(config: Any) -> None:
+    """Refuse to write over an earlier run, or to resume one that was told something else.
+
+    config: what `train` is told, with the sections run, drafter and data.
+    """
+    folder = Path(config.run.dir)
+    checkpoints = folder / CHECKPOINTS
+    if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        return
+    if not config.run.resume:
+        raise ValueError(
+            f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
+            "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
+        )
+    saved = load_config(folder)
+    for section in ("drafter", "data"):
+        earlier = saved.get(section, {})
+        for key, value in asdict(getattr(config, section)).items():
+            if earlier.get(key) != value:
+                raise ValueError(
+                    f"{section}.{key} must be {earlier.get(key)} to resume, as in {folder}/{CONFIG}"
+                    f", got {value}; or start another run by run.name=ANOTHER_NAME"
+                )
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """Return what made a result: commit, versions, hardware, command and date.
+
+    argv: the arguments after `python -m drafttrain`.
+    """
+    return {
+        "command": shlex.join(["python", "-m", "drafttrain", *argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_commit(),
+        "versions": {"drafttrain": drafttrain.__version__, **_versions()},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hardware": _hardware(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """The commit of the checkout that this package lies in, if it lies in one."""
+    top = Path(drafttrain.__file__).resolve().parent.parent
+    if not (top / ".git").exists():
+        return {"commit": None, "dirty": None}
+    try:
+        commit = _git(top, "rev-parse", "HEAD")
+        dirty = bool(_git(top, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": dirty}
+
+
+def _git(top: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(top), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpus": gpus,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
