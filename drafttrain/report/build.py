@@ -1,0 +1,256 @@
+"""From raw measurements to the report: rows, verdict, flags, and the conditions they hold under."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import Any
+
+from drafttrain.report.definitions import DEFINITIONS
+from drafttrain.report.rows import Row, method_row, plain_row
+from drafttrain.report.statistics import (
+    NGRAM,
+    PLAIN,
+    PromptTotals,
+    Totals,
+    collect,
+    speedup_difference,
+)
+from drafttrain.report.wording import between, number
+from drafttrain.types import PromptResult, Sampling
+
+SCHEMA_VERSION = 1
+ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LosslessCheck:
+    """The verification rule, whether it is lossless by law, and greedy outputs against the oracle.
+
+    `dtype` is that of the check. Each divergence is a plain mapping (prompt, position, gap ...).
+    """
+
+    rule: str
+    lossless: bool
+    dtype: str
+    greedy_identical: int
+    greedy_total: int
+    divergences: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TimingInfo:
+    """What timings were taken with; `blocks` is how often each prompt was timed, interleaved."""
+
+    dtype: str
+    threads: int
+    blocks: int
+    device: str
+
+
+def build_report(
+    results: Sequence[PromptResult],
+    *,
+    target: str,
+    drafter: str,
+    depth: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    lossless: LosslessCheck,
+    timing: TimingInfo,
+    provenance: Mapping[str, Any],
+    prompts: Mapping[str, Any],
+    notes: Sequence[str],
+    seed: int,
+) -> Report:
+    """Return everything a report says, as what JSON can hold: no NaN, no infinity.
+
+    `results` has every prompt, turn and block by every method; `drafter` is the method whose rows
+    head the report, all others but the plain loop stand under `methods`. The seed is that of the
+    bootstrap. Raises ValueError when the results cannot be compared as pairs.
+    """
+    totals = collect(results)
+    if drafter not in totals or drafter == PLAIN:
+        raise ValueError(
+            f"the drafter of a report must be one of the drafting methods of its results, got "
+            f"{drafter!r}; they have {sorted(set(totals) - {PLAIN})}"
+        )
+    plain = totals[PLAIN]
+    blocks = max(len(prompt.block_seconds) for prompt in plain.values())
+    if blocks != timing.blocks:
+        raise ValueError(
+            f"timing.blocks must be the number of blocks in the results, got {timing.blocks} where "
+            f"the results have {blocks}"
+        )
+    rows = {
+        method: _method(totals[method], plain, depth, seed) for method in totals if method != PLAIN
+    }
+    report: Report = {
+        "schema_version": SCHEMA_VERSION,
+        "target": target,
+        "drafter": drafter,
+        "depth": depth,
+        "sampling": {**asdict(sampling), "max_new_tokens": max_new_tokens},
+        "summary": rows[drafter]["summary"],
+        "tasks": rows[drafter]["tasks"],
+        "methods": {
+            PLAIN: _plain(plain),
+            **{method: rows[method] for method in rows if method != drafter},
+        },
+        "lossless": {**asdict(lossless), "statement": _lossless_statement(lossless)},
+        "beats_ngram": _beats_ngram(totals, drafter, seed),
+        "timing": asdict(timing),
+        "prompts": dict(prompts),
+        "notes": list(notes),
+        "measurements": _measurements(totals),
+        "definitions": DEFINITIONS,
+        "provenance": dict(provenance),
+    }
+    report["verdict"] = _verdict(report)
+    report["flags"] = _flags(report, totals, sampling, timing)
+    return {key: _plain_value(value) for key, value in report.items()}
+
+
+def _by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
+    tasks: dict[str, list[PromptTotals]] = {}
+    for prompt in totals.values():
+        tasks.setdefault(prompt.task, []).append(prompt)
+    return tasks
+
+
+def _method(totals: Totals, plain: Totals, depth: int, seed: int) -> dict[str, Any]:
+    mine, theirs = _by_task(totals), _by_task(plain)
+    return {
+        "summary": method_row(list(totals.values()), list(plain.values()), depth, seed),
+        "tasks": {task: method_row(mine[task], theirs[task], depth, seed) for task in mine},
+    }
+
+
+def _plain(plain: Totals) -> dict[str, Any]:
+    tasks = {task: plain_row(prompts) for task, prompts in _by_task(plain).items()}
+    return {"summary": plain_row(list(plain.values())), "tasks": tasks}
+
+
+def _lossless_statement(check: LosslessCheck) -> str:
+    rule = f"rule {check.rule} is {'lossless' if check.lossless else 'NOT lossless'}"
+    if not check.greedy_total:
+        return f"{rule}; greedy outputs were not checked"
+    counted = f"{check.greedy_identical} of {check.greedy_total} greedy outputs identical"
+    return f"{rule}; {counted} to plain decoding in {check.dtype}"
+
+
+def _beats_ngram(totals: dict[str, Totals], drafter: str, seed: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {"answer": None, "speedup_difference": {"value": None, "ci95": None}}
+    if drafter == NGRAM or NGRAM not in totals:
+        why = "the drafter is prompt lookup itself" if drafter == NGRAM else "it was not measured"
+        return {**answer, "statement": f"Not compared with prompt lookup (ngram): {why}."}
+    mine, theirs, plain = (list(totals[method].values()) for method in (drafter, NGRAM, PLAIN))
+    difference = speedup_difference(mine, theirs, plain, seed)
+    value, ci95 = difference["value"], difference["ci95"]
+    answer["speedup_difference"] = difference
+    if value is None:
+        return {**answer, "statement": "Not compared with prompt lookup (ngram): nothing timed."}
+    if ci95 is None:
+        which = "no interval from a single prompt"
+    else:
+        which = f"95 % interval {between(ci95)}"
+        answer["answer"] = "yes" if ci95[0] > 0 else "no" if ci95[1] < 0 else "undecided"
+    words = {
+        "yes": f"{drafter} beats prompt lookup (ngram)",
+        "no": f"{drafter} does not beat prompt lookup (ngram), so it has learned nothing",
+    }.get(answer["answer"], f"Whether {drafter} beats prompt lookup (ngram) is undecided")
+    return {**answer, "statement": f"{words}: speedup difference {number(value)}, {which}."}
+
+
+def _verdict(report: Report) -> str:
+    speedup, drafter = report["summary"]["speedup"], report["drafter"]
+    value, ci95 = speedup["value"], speedup["ci95"]
+    if value is None:
+        return f"No speedup could be computed for {drafter} on {report['target']}."
+    times = f"{report['target']} decodes {number(value)} times as fast with {drafter} as alone"
+    if ci95 is None:
+        return f"{times}, from a single prompt and so without an interval."
+    sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
+    return f"{times} (95 % interval {between(ci95)}){sure}."
+
+
+def _flags(
+    report: Report, totals: dict[str, Totals], sampling: Sampling, timing: TimingInfo
+) -> list[dict[str, str]]:
+    drafted = {report["drafter"]: report, **report["methods"]}
+    flags = []
+    for method, rows in drafted.items():
+        for name, row in {"all": rows["summary"], **rows["tasks"]}.items():
+            text = "" if method == PLAIN else _handicap(row)
+            if text:
+                flags.append(
+                    {"kind": "handicapped_baseline", "row": f"{method}: {name}", "text": text}
+                )
+    lossless = report["lossless"]
+    if not lossless["lossless"] or lossless["greedy_identical"] < lossless["greedy_total"]:
+        flags.append({"kind": "lossless", "row": "all", "text": lossless["statement"]})
+    if timing.blocks < ENOUGH_BLOCKS:
+        text = (
+            f"timing blocks: {timing.blocks}; fewer than {ENOUGH_BLOCKS} leave noise in the speedup"
+        )
+        flags.append({"kind": "timing", "row": "all", "text": text})
+    for method, rows in drafted.items():
+        row = f"{method}: all"
+        unstable = sum(prompt.num_unstable_turns for prompt in totals[method].values())
+        if unstable:
+            text = f"{unstable} outputs were not the same in every timing block"
+            flags.append({"kind": "unstable_output", "row": row, "text": text})
+        differing = rows["summary"].get("outputs_differing")
+        if sampling.greedy and differing and differing["num"]:
+            text = (
+                f"{differing['num']} of {differing['of']} greedy outputs differ from the plain "
+                f"loop's in {timing.dtype}, the dtype of the timing"
+            )
+            flags.append({"kind": "outputs_differing", "row": row, "text": text})
+    return flags
+
+
+def _handicap(row: Row) -> str:
+    ci95, length = row["speedup"]["ci95"], row["acceptance_length"]["micro"]
+    if ci95 is None or length is None or ci95[0] <= length:
+        return ""
+    return (
+        f"speedup is at least {number(ci95[0])} but acceptance length is {number(length)}: the "
+        f"plain loop was handicapped"
+    )
+
+
+def _measurements(totals: dict[str, Totals]) -> list[dict[str, Any]]:
+    """Return one entry per prompt and method: enough to compute every summary again."""
+    return [
+        {
+            "task": prompt.task,
+            "prompt_id": prompt.prompt_id,
+            "method": method,
+            "num_output_tokens": prompt.num_output_tokens,
+            "num_target_passes": prompt.num_target_passes,
+            "num_drafts": prompt.trimmed.num_drafts,
+            "num_draft_tokens": prompt.trimmed.num_draft_tokens,
+            "num_accepted_tokens": prompt.trimmed.num_accepted_tokens,
+            "seconds": asdict(prompt.seconds),
+        }
+        for method, prompts in totals.items()
+        for prompt in prompts.values()
+    ]
+
+
+def _plain_value(value: Any) -> Any:
+    """Return what JSON can hold: non-finite numbers become None, other objects their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str | int) or value is None:
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"a report cannot hold {type(value).__name__}: {value!r}")

@@ -1,0 +1,50 @@
+"""What every number of a report means, in one sentence each: printed wherever the number is."""
+
+DEFINITIONS: dict[str, str] = {
+    "num_prompts": "Prompts measured; the turns of one prompt count as one, and one prompt is the "
+    "unit that the bootstrap resamples.",
+    "num_turns": "Outputs measured: every turn of every prompt.",
+    "num_output_tokens": "Tokens that reached the output, trimmed at the end token (which counts) "
+    "and at the limit; each prompt counts once, however many timing blocks repeat it.",
+    "num_target_passes": "Forward passes of the target after the prefill: one per cycle of draft "
+    "and verification.",
+    "num_drafts": "Proposals made; the prefill is not one.",
+    "num_draft_tokens": "Nodes submitted to verification.",
+    "num_accepted_tokens": "Drafted tokens that were accepted and reached the output, without the "
+    "bonus token.",
+    "acceptance_length": "1 + accepted / drafts: tokens per target pass, bonus counted, prefill "
+    "not counted (tau; vLLM's mean acceptance length). micro: over all drafts; macro: mean of the "
+    "prompts' own lengths, prompts without a draft left out; ci95: interval of micro.",
+    "acceptance_rate": "Accepted / drafted tokens.",
+    "acceptance_per_position": "Share of all drafts whose i-th token was accepted (vLLM's rate per "
+    "position).",
+    "conditional_acceptance": "Share of the drafts whose first i - 1 tokens were accepted in which "
+    "the i-th was accepted too (EAGLE's n-alpha); a draft that ended earlier counts as rejected.",
+    "tokens_per_second": "Output tokens over seconds from first prompt token to last output "
+    "token, prefill included; for each turn the median over the timing blocks, summed over turns. "
+    "autoregressive: the plain loop; speculative: with the drafter.",
+    "speedup": "Tokens per second over those of the plain autoregressive loop: same process, "
+    "prompts, batch, sampling, trimmed output, blocks interleaved. ci95: paired by prompt; blocks: "
+    "the same ratio within each timing block.",
+    "predicted_speedup": "acceptance_length * t_plain / (t_draft + t_verify), t_plain being the "
+    "target's time for one plain step; it leaves out prefill and the loop's own time, and a pass "
+    "without a draft counts as a draft with nothing accepted.",
+    "time_ms": "Milliseconds. draft, verify, other (the loop's own time): per target pass after "
+    "the prefill; prefill: per turn. Means over passes or turns of each turn's median over the "
+    "timing blocks. Plain decoding has verify (its step) and other.",
+    "repetition_rate": "Share of output tokens that end a run of 4 tokens which stood earlier in "
+    "the same output: text in loops is easy to draft.",
+    "outputs_differing": "Turns whose output is not, token for token, that of the plain loop in "
+    "the timing dtype, out of how many; under sampling they may differ, their law may not.",
+    "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
+    "them.",
+    "ci95": "95 % interval by bootstrap over prompts (BCa, 10,000 resamples); none from a single "
+    "prompt.",
+    "lossless": "Whether the verification rule leaves the target's law unchanged, and how many "
+    "greedy outputs were token for token those of the plain loop, in the dtype stated there, which "
+    "is not always the dtype of the timing.",
+    "beats_ngram": "Speedup of the drafter minus speedup of prompt lookup (ngram), paired by "
+    "prompt: a drafter that does not beat it has learned nothing worth its weights.",
+    "flags": "Rows to distrust: such as a speedup whose lower bound exceeds its acceptance length, "
+    "which means that the plain loop was handicapped.",
+}

@@ -1,0 +1,50 @@
+"""The report as one HTML file that loads nothing: a page to show a colleague."""
+
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from drafttrain.report import plots, wording
+from drafttrain.report.markdown import methods_of
+from drafttrain.report.statistics import PLAIN
+
+
+def html(report: dict[str, Any]) -> str:
+    """Return the page: style and plots inline, every text of the report escaped."""
+    environment = Environment(
+        loader=PackageLoader("drafttrain.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    rows, drafter = methods_of(report), report["drafter"]
+    summaries = {method: tasks["all"] for method, tasks in rows.items()}
+    plain = report["methods"][PLAIN]["summary"]
+    timed = any(row["speedup"]["value"] for row in summaries.values())
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        rows=rows,
+        main=summaries[drafter],
+        others={method: row for method, row in rows.items() if method != drafter},
+        step_ms=plain["time_ms"],
+        plots={
+            "speedup": plots.speedup_plot(rows, drafter) if timed else None,
+            "acceptance": plots.acceptance_plot(summaries, drafter),
+            "time": plots.time_plot(summaries, plain, drafter)
+            if plain["num_target_passes"]
+            else None,
+            "speed": plots.speed_plot(rows, drafter) if timed else None,
+        },
+        spark=plots.spark,
+        words=wording,
+        widest=_widest(rows[drafter]),
+    )
+
+
+def _widest(rows: dict[str, Any]) -> dict[str, float]:
+    """Return what a full bar in a table cell stands for."""
+    return {
+        "length": max(row["acceptance_length"]["micro"] or 0.0 for row in rows.values()) or 1.0,
+        "speedup": max(row["speedup"]["value"] or 0.0 for row in rows.values()) or 1.0,
+    }

@@ -1,0 +1,148 @@
+"""The report as Markdown: for a pull request, a model card, a log."""
+
+import re
+from html import escape
+from typing import Any
+
+from drafttrain.report.rows import Row
+from drafttrain.report.statistics import PLAIN
+from drafttrain.report.wording import (
+    NOTHING,
+    estimate,
+    flat,
+    number,
+    percent,
+    positions,
+    speed,
+)
+
+
+def escaped(value: object) -> str:
+    """Return text that neither Markdown nor HTML takes for markup; line ends become spaces."""
+    text = escape(" ".join(str(value).split()), quote=False)
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text) or NOTHING
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    """Return a Markdown table; cells are escaped already."""
+    aligned = ["---", *["---:"] * (len(columns) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, aligned, *rows)]
+
+
+def methods_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
+    """Return the rows of each drafting method, the report's drafter first, "all" first in each."""
+    drafted = {report["drafter"]: report}
+    drafted |= {name: rows for name, rows in report["methods"].items() if name != PLAIN}
+    return {name: {"all": rows["summary"], **rows["tasks"]} for name, rows in drafted.items()}
+
+
+def measured_table(report: dict[str, Any]) -> list[str]:
+    """Return the table of what was measured, every method: the one that a model card shows."""
+    columns = [
+        "task",
+        "acceptance length [95 %]",
+        "macro",
+        "per position",
+        "tokens/s plain",
+        "tokens/s drafted",
+        "speedup [95 %]",
+    ]
+    lines: list[str] = []
+    for method, rows in methods_of(report).items():
+        cells = [
+            [
+                escaped(name),
+                estimate(row["acceptance_length"]),
+                number(row["acceptance_length"]["macro"]),
+                positions(row["acceptance_per_position"]),
+                speed(row["tokens_per_second"]["autoregressive"]),
+                speed(row["tokens_per_second"]["speculative"]),
+                estimate(row["speedup"]),
+            ]
+            for name, row in rows.items()
+        ]
+        lines += [f"**{escaped(method)}**", "", *table(columns, cells), ""]
+    return lines
+
+
+def counts_table(report: dict[str, Any]) -> list[str]:
+    """Return the counters and times of the report's drafter."""
+    columns = [
+        "task",
+        "prompts",
+        "tokens",
+        "drafts",
+        "drafted",
+        "accepted",
+        "rate",
+        "draft ms",
+        "verify ms",
+        "other ms",
+        "prefill ms",
+        "predicted speedup",
+        "repetition",
+    ]
+    cells = [
+        [
+            escaped(name),
+            number(row["num_prompts"], 0),
+            number(row["num_output_tokens"], 0),
+            number(row["num_drafts"], 0),
+            number(row["num_draft_tokens"], 0),
+            number(row["num_accepted_tokens"], 0),
+            number(row["acceptance_rate"]),
+            *(number(row["time_ms"][part]) for part in ("draft", "verify", "other", "prefill")),
+            number(row["predicted_speedup"]),
+            percent(row["repetition_rate"]),
+        ]
+        for name, row in methods_of(report)[report["drafter"]].items()
+    ]
+    return table(columns, cells)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the whole report as one document."""
+    flags = [f"- **{escaped(flag['row'])}**: {escaped(flag['text'])}" for flag in report["flags"]]
+    timing, sampling = report["timing"], report["sampling"]
+    divergences = [
+        f"- {escaped(', '.join(f'{key} {value}' for key, value in flat(divergence)))}"
+        for divergence in report["lossless"]["divergences"]
+    ]
+    lists = {
+        "Flags": flags,
+        "Greedy divergences": divergences,
+        "Notes": [f"- {escaped(note)}" for note in report["notes"]],
+        "Prompts": [f"- {escaped(key)}: {escaped(text)}" for key, text in flat(report["prompts"])],
+        "Definitions": [
+            f"- `{key}`: {escaped(text)}" for key, text in report["definitions"].items()
+        ],
+        "Provenance": [
+            f"- {escaped(key)}: {escaped(text)}" for key, text in flat(report["provenance"])
+        ],
+    }
+    lines = [
+        f"# {escaped(report['drafter'])} on {escaped(report['target'])}",
+        "",
+        escaped(report["verdict"]),
+        "",
+        escaped(report["beats_ngram"]["statement"]),
+        "",
+        f"Lossless: {escaped(report['lossless']['statement'])}.",
+        "",
+        f"Depth {report['depth']}, temperature {sampling['temperature']}, top-k "
+        f"{sampling['top_k']}, top-p {sampling['top_p']}, at most {sampling['max_new_tokens']} new "
+        f"tokens. Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])}, "
+        f"{timing['threads']} threads, {timing['blocks']} interleaved blocks.",
+        "",
+        "## Measured",
+        "",
+        *measured_table(report),
+        f"## Counters and times, {escaped(report['drafter'])}",
+        "",
+        *counts_table(report),
+        "",
+    ]
+    for title, items in lists.items():
+        if items:
+            lines += [f"## {title}", "", *items, ""]
+    return "\n".join(lines)

@@ -1,0 +1,285 @@
+"""What the report counts and times per prompt, and intervals by bootstrap over prompts."""
+
+import statistics
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import DegenerateDataWarning, bootstrap
+
+from drafttrain.types import Counters, PromptResult
+
+PLAIN = "autoregressive"
+NGRAM = "ngram"
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
+
+Interval = list[float]
+Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
+Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time of a prompt went: for each turn the median over its blocks, summed."""
+
+    total: float
+    prefill: float
+    draft: float
+    verify: float
+    other: float
+
+
+@dataclass(frozen=True)
+class PromptTotals:
+    """One prompt decoded by one method, its turns taken together.
+
+    Outputs and counters are those of the first block; `num_unstable_turns` counts the turns whose
+    output was another in a later block. `block_seconds` is the total of each block, in order.
+    """
+
+    task: str
+    prompt_id: str
+    outputs: tuple[tuple[int, ...], ...]  # by turn
+    num_target_passes: int
+    trimmed: Counters
+    untrimmed: Counters
+    seconds: Seconds
+    block_seconds: tuple[float, ...]
+    num_unstable_turns: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that reached the output, over all turns."""
+        return sum(len(output) for output in self.outputs)
+
+
+Totals = dict[Key, PromptTotals]
+
+
+def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
+    """Return the totals of each method by prompt, in the order of the results.
+
+    Raises ValueError when a measurement is there twice, when plain decoding is missing, or when a
+    method did not decode what plain decoding did: such rows could not be compared as pairs.
+    """
+    measured: dict[str, dict[Key, dict[tuple[int, int], PromptResult]]] = {}
+    for result in results:
+        prompts = measured.setdefault(result.method, {})
+        cells = prompts.setdefault((result.task, result.prompt_id), {})
+        if (result.turn, result.block) in cells:
+            raise ValueError(
+                f"a report must have each measurement once, got turn {result.turn} of "
+                f"{result.prompt_id!r} by {result.method} twice in block {result.block}"
+            )
+        cells[result.turn, result.block] = result
+    if PLAIN not in measured:
+        raise ValueError(
+            f"a report must have results of method {PLAIN!r} to compare with, got "
+            f"{sorted(measured) or 'no results at all'}"
+        )
+    wanted = {(key, cell) for key, cells in measured[PLAIN].items() for cell in cells}
+    for method, prompts in measured.items():
+        odd = wanted ^ {(key, cell) for key, cells in prompts.items() for cell in cells}
+        if odd:
+            (_, prompt_id), (turn, block) = min(odd)
+            raise ValueError(
+                f"every method must decode the same prompts, turns and blocks as {PLAIN}, but "
+                f"{method} differs in {len(odd)} of them, such as turn {turn} of {prompt_id!r} in "
+                f"block {block}"
+            )
+    return {
+        method: {key: _totals(key, prompts[key]) for key in measured[PLAIN]}
+        for method, prompts in measured.items()
+    }
+
+
+def _totals(key: Key, cells: dict[tuple[int, int], PromptResult]) -> PromptTotals:
+    turns: dict[int, list[PromptResult]] = defaultdict(list)
+    for _, result in sorted(cells.items()):
+        turns[result.turn].append(result)
+    blocks: dict[int, float] = defaultdict(float)
+    for (_, block), result in cells.items():
+        blocks[block] += result.stats.total_s
+    first = [results[0] for results in turns.values()]
+
+    def seconds(part: str) -> float:
+        return sum(
+            statistics.median(getattr(result.stats, part) for result in results)
+            for results in turns.values()
+        )
+
+    return PromptTotals(
+        task=key[0],
+        prompt_id=key[1],
+        outputs=tuple(result.tokens for result in first),
+        num_target_passes=sum(result.stats.num_target_passes for result in first),
+        trimmed=sum((result.stats.trimmed for result in first), Counters()),
+        untrimmed=sum((result.stats.untrimmed for result in first), Counters()),
+        seconds=Seconds(
+            total=seconds("total_s"),
+            prefill=seconds("prefill_s"),
+            draft=seconds("draft_s"),
+            verify=seconds("verify_s"),
+            other=seconds("other_s"),
+        ),
+        block_seconds=tuple(blocks[block] for block in sorted(blocks)),
+        num_unstable_turns=sum(
+            any(result.tokens != results[0].tokens for result in results)
+            for results in turns.values()
+        ),
+    )
+
+
+def repeated_tokens(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> int:
+    """Return how many tokens end an n-gram that stood earlier in the same sequence."""
+    seen: set[tuple[int, ...]] = set()
+    repeated = 0
+    for end in range(length, len(tokens) + 1):
+        gram = tuple(tokens[end - length : end])
+        repeated += gram in seen
+        seen.add(gram)
+    return repeated
+
+
+def ratio(numerator: int | float, denominator: int | float) -> float | None:
+    """Return the quotient, or None where there is nothing to divide by."""
+    return numerator / denominator if denominator > 0 else None
+
+
+def interval(
+    statistic: Callable[..., Values], columns: Sequence[Sequence[float]], seed: int
+) -> Interval | None:
+    """Return the 95 % interval of a statistic of whole prompts, or None for fewer than two.
+
+    `columns` are values by prompt; prompts are resampled whole, so that columns stay paired, with
+    bias correction and acceleration (BCa; Efron 1987). The statistic takes the columns and `axis`.
+    """
+    if len(columns[0]) < 2:
+        return None
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    with warnings.catch_warnings():
+        # All prompts alike: no acceleration can be estimated, and the interval is one point.
+        warnings.simplefilter("ignore", DegenerateDataWarning)
+        warnings.filterwarnings("ignore", "invalid value|divide by zero", RuntimeWarning)
+        result = bootstrap(
+            arrays,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            batch=max(1, 1_000_000 // len(arrays[0])),
+            confidence_level=CONFIDENCE,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
+    bounds = result.confidence_interval.low, result.confidence_interval.high
+    if not np.isfinite(bounds).all():
+        tail = (1 - CONFIDENCE) / 2
+        bounds = np.quantile(result.bootstrap_distribution, [tail, 1 - tail])
+    return [float(bound) for bound in bounds]
+
+
+def _acceptance_length(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Values:
+    return 1 + accepted.sum(axis) / drafts.sum(axis)
+
+
+def _speedup(
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    plain_tokens: np.ndarray,
+    plain_seconds: np.ndarray,
+    axis: int,
+) -> Values:
+    plain = plain_tokens.sum(axis) / plain_seconds.sum(axis)
+    return tokens.sum(axis) / seconds.sum(axis) / plain
+
+
+def _difference(
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    other_tokens: np.ndarray,
+    other_seconds: np.ndarray,
+    plain_tokens: np.ndarray,
+    plain_seconds: np.ndarray,
+    axis: int,
+) -> Values:
+    mine = _speedup(tokens, seconds, plain_tokens, plain_seconds, axis)
+    return mine - _speedup(other_tokens, other_seconds, plain_tokens, plain_seconds, axis)
+
+
+def acceptance_length(prompts: Sequence[PromptTotals], seed: int) -> dict[str, Any]:
+    """Return micro and macro acceptance length, and the interval of the micro one."""
+    drafted = [prompt for prompt in prompts if prompt.trimmed.num_drafts]
+    accepted = [float(prompt.trimmed.num_accepted_tokens) for prompt in drafted]
+    drafts = [float(prompt.trimmed.num_drafts) for prompt in drafted]
+    if not drafted:
+        return {"micro": None, "macro": None, "ci95": None}
+    lengths = [1 + a / d for a, d in zip(accepted, drafts, strict=True)]
+    return {
+        "micro": 1 + sum(accepted) / sum(drafts),
+        "macro": statistics.fmean(lengths),
+        "ci95": interval(_acceptance_length, [accepted, drafts], seed),
+    }
+
+
+def speed(prompts: Sequence[PromptTotals]) -> float | None:
+    """Return tokens per second: all tokens over all seconds."""
+    return ratio(
+        sum(prompt.num_output_tokens for prompt in prompts),
+        sum(prompt.seconds.total for prompt in prompts),
+    )
+
+
+def _columns(prompts: Sequence[PromptTotals]) -> list[list[float]]:
+    return [
+        [float(prompt.num_output_tokens) for prompt in prompts],
+        [prompt.seconds.total for prompt in prompts],
+    ]
+
+
+def _timed(prompts: Sequence[PromptTotals]) -> bool:
+    return all(prompt.num_output_tokens and prompt.seconds.total > 0 for prompt in prompts)
+
+
+def speedup(
+    prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], seed: int
+) -> dict[str, Any]:
+    """Return how many times as fast as plain decoding: value, interval, and value by block."""
+    fast, slow = speed(prompts), speed(plain)
+    if not (fast and slow and _timed(prompts) and _timed(plain)):
+        return {"value": None, "ci95": None, "blocks": []}
+    tokens = sum(prompt.num_output_tokens for prompt in prompts)
+    plain_tokens = sum(prompt.num_output_tokens for prompt in plain)
+    blocks = []
+    # Prompts may differ in their number of blocks; a block counts when all of them have it.
+    for block in range(min(len(prompt.block_seconds) for prompt in prompts)):
+        seconds = sum(prompt.block_seconds[block] for prompt in prompts)
+        plain_seconds = sum(prompt.block_seconds[block] for prompt in plain)
+        blocks.append(tokens / seconds / (plain_tokens / plain_seconds))
+    return {
+        "value": fast / slow,
+        "ci95": interval(_speedup, [*_columns(prompts), *_columns(plain)], seed),
+        "blocks": blocks,
+    }
+
+
+def speedup_difference(
+    prompts: Sequence[PromptTotals],
+    others: Sequence[PromptTotals],
+    plain: Sequence[PromptTotals],
+    seed: int,
+) -> dict[str, Any]:
+    """Return speedup minus the other method's speedup, paired by prompt."""
+    groups = (prompts, others, plain)
+    speeds = [speed(group) for group in groups]
+    if not all(speeds) or not all(_timed(group) for group in groups):
+        return {"value": None, "ci95": None}
+    mine, theirs, slow = (value for value in speeds if value)
+
+    columns = [column for group in groups for column in _columns(group)]
+    return {"value": (mine - theirs) / slow, "ci95": interval(_difference, columns, seed)}

@@ -1,0 +1,56 @@
+"""How the report writes a number: one rounding for terminal, Markdown and HTML."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Number = int | float
+NOTHING = "\N{EN DASH}"
+
+
+def number(value: Number | None, digits: int = 2) -> str:
+    """Return the value with so many decimals, or a dash where there is none."""
+    return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+def speed(value: Number | None) -> str:
+    """Return tokens per second with as many digits as anybody can use."""
+    return number(value, 1 if value is not None and value < 100 else 0)
+
+
+def percent(value: Number | None) -> str:
+    """Return a share as a percentage."""
+    return NOTHING if value is None else f"{100 * value:.0f} %"
+
+
+def between(interval: Sequence[Number] | None) -> str:
+    """Return the bounds of an interval in words."""
+    return NOTHING if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+
+
+def estimate(measured: Mapping[str, Any]) -> str:
+    """Return value and 95 % interval: `1.52 [1.44, 1.60]`."""
+    value = measured["value"] if "value" in measured else measured["micro"]
+    if value is None or measured["ci95"] is None:
+        return number(value)
+    low, high = measured["ci95"]
+    return f"{number(value)} [{number(low)}, {number(high)}]"
+
+
+def positions(values: Sequence[Number | None]) -> str:
+    """Return rates by position, without their leading zeros to fit a narrow column."""
+    texts = [number(value) for value in values]
+    return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the leaves of nested mappings as (dotted key, text)."""
+    leaves: list[tuple[str, str]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            leaves += flat(value, f"{name}.")
+        elif isinstance(value, list | tuple):
+            leaves.append((name, ", ".join(str(item) for item in value) or NOTHING))
+        else:
+            leaves.append((name, NOTHING if value is None or value == {} else str(value)))
+    return leaves

@@ -1,0 +1,450 @@
+"""The report: exact numbers on small measurements, honest intervals, and pages that are safe."""
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from drafttrain.report import (
+    LosslessCheck,
+    TimingInfo,
+    build_report,
+    summary_table,
+    write_report,
+)
+from drafttrain.report.statistics import collect, interval, repeated_tokens
+from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, Sampling
+
+EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
+
+
+def counters(drafts: list[tuple[int, int]]) -> Counters:
+    total = Counters()
+    for drafted, accepted in drafts:
+        total.add(drafted, accepted)
+    return total
+
+
+def measured(
+    method: str,
+    prompt_id: str,
+    drafts: list[tuple[int, int]] | None = None,
+    *,
+    tokens: tuple[int, ...] = tuple(range(10)),
+    seconds: tuple[float, float, float, float] = (0.1, 0.0, 0.9, 0.0),
+    task: str = "math",
+    turn: int = 0,
+    block: int = 0,
+    untrimmed: list[tuple[int, int]] | None = None,
+) -> PromptResult:
+    """One measurement; `drafts`: (drafted, accepted); `seconds`: prefill, draft, verify, other."""
+    passes = len(tokens) - 1 if drafts is None else len(drafts)
+    stats = DecodeStats(
+        counters(drafts or []),
+        counters(untrimmed or drafts or []),
+        passes,
+        *seconds,
+    )
+    return PromptResult(prompt_id, turn, task, method, block, 5, tokens, stats)
+
+
+def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
+    blocks = len({result.block for result in results})
+    arguments: dict[str, Any] = {
+        "target": "tiny",
+        "drafter": "eagle3",
+        "depth": 2,
+        "sampling": GREEDY,
+        "max_new_tokens": 16,
+        "lossless": EXACT,
+        "timing": TimingInfo("float32", 2, blocks, "cpu"),
+        "provenance": {"commit": "abc", "versions": {"torch": "2.13.0"}},
+        "prompts": {"source": "tiny.jsonl"},
+        "notes": ["one note"],
+        "seed": 0,
+    }
+    return build_report(results, **{**arguments, **changes})
+
+
+def two_prompts() -> list[PromptResult]:
+    """Plain: 1 s for 10 tokens each. eagle3: 4 and 6 drafts. ngram: accepts less, also faster."""
+    return [
+        measured("autoregressive", "a"),
+        measured("autoregressive", "b"),
+        measured(
+            "eagle3",
+            "a",
+            [(2, 2), (2, 2), (2, 1), (2, 1)],
+            seconds=(0.1, 0.04, 0.20, 0.06),
+            untrimmed=[(2, 2), (2, 2), (2, 1), (2, 2)],
+        ),
+        measured("eagle3", "b", [(2, 1), (2, 1), (2, 1), (2, 0), (2, 0), (2, 0)]),
+        measured("ngram", "a", [(2, 1)] * 4 + [(2, 0)]),
+        measured("ngram", "b", [(2, 0)] * 9),
+    ]
+
+
+def many_prompts(seed: int = 0, prompts: int = 30, blocks: int = 5) -> list[PromptResult]:
+    """Prompts whose length and speed vary much, and whose speedup varies little."""
+    random = np.random.default_rng(seed)
+    results = []
+    for index in range(prompts):
+        length = int(random.integers(10, 200))
+        rate = float(random.uniform(0.5, 2.0))  # slow and fast prompts
+        tokens = tuple(int(token) for token in random.integers(0, 50, length))
+        accepted = [int(count) for count in random.binomial(2, 0.6, length // 2)]
+        gain = float(random.normal(1.6, 0.05))
+        for block in range(blocks):
+            for method, factor in (("autoregressive", 1.0), ("eagle3", gain), ("ngram", 1.1)):
+                drafts = None if method == "autoregressive" else [(2, count) for count in accepted]
+                if method == "ngram":
+                    drafts = [(2, 1)] * (length // 2)
+                spent = length * rate / factor
+                results.append(
+                    measured(
+                        method,
+                        f"prompt {index}",
+                        drafts,
+                        tokens=tokens,
+                        seconds=(0.01, 0.1 * spent, 0.8 * spent, 0.1 * spent),
+                        task=("math", "coding")[index % 2],
+                        block=block,
+                    )
+                )
+    return results
+
+
+@pytest.fixture(scope="module")
+def varied() -> dict[str, Any]:
+    return report_of(many_prompts())
+
+
+def test_numbers_of_two_prompts_are_those_computed_by_hand():
+    report = report_of(two_prompts())
+    row = report["summary"]
+    assert row["num_prompts"] == 2
+    assert row["num_output_tokens"] == 20
+    assert (row["num_drafts"], row["num_draft_tokens"], row["num_accepted_tokens"]) == (10, 20, 9)
+    assert row["acceptance_length"]["micro"] == pytest.approx(1 + 9 / 10)
+    assert row["acceptance_length"]["macro"] == pytest.approx(((1 + 6 / 4) + (1 + 3 / 6)) / 2)
+    assert row["acceptance_rate"] == pytest.approx(9 / 20)
+    assert row["acceptance_per_position"] == pytest.approx([7 / 10, 2 / 10])
+    assert row["conditional_acceptance"] == pytest.approx([7 / 10, 2 / 7])
+    assert row["tokens_per_second"]["autoregressive"] == pytest.approx(20 / 2.0)
+    assert row["tokens_per_second"]["speculative"] == pytest.approx(20 / (0.4 + 1.0))
+    assert row["speedup"]["value"] == pytest.approx(2.0 / 1.4)
+    assert row["speedup"]["blocks"] == pytest.approx([2.0 / 1.4])
+    assert row["time_ms"]["draft"] == pytest.approx(1000 * 0.04 / 10)
+    assert row["time_ms"]["verify"] == pytest.approx(1000 * (0.20 + 0.9) / 10)
+    assert row["time_ms"]["other"] == pytest.approx(1000 * 0.06 / 10)
+    assert row["time_ms"]["prefill"] == pytest.approx(1000 * 0.2 / 2)
+    assert row["predicted_speedup"] == pytest.approx(1.9 * 100 / (4 + 110))
+    assert row["outputs_differing"] == {"num": 0, "of": 2}
+    assert row["untrimmed"]["num_accepted_tokens"] == 10
+    assert row["untrimmed"]["num_accepted_tokens_per_position"] == [7, 3]
+    assert row["untrimmed"]["acceptance_length"] == pytest.approx(2.0)
+    assert row["repetition_rate"] == 0
+    assert report["tasks"]["math"] == row
+    plain = report["methods"]["autoregressive"]["summary"]
+    assert plain["time_ms"]["verify"] == pytest.approx(1000 * 1.8 / 18)
+    assert report["methods"]["ngram"]["summary"]["num_drafts"] == 14
+    assert report["beats_ngram"]["speedup_difference"]["value"] == pytest.approx(2.0 / 1.4 - 1)
+
+
+def test_turns_of_a_prompt_are_one_unit_and_blocks_count_tokens_once():
+    results = []
+    for block, factor in enumerate((1.0, 1.1, 9.0)):  # the median is that of block 1
+        for turn in (0, 1):
+            for method in ("autoregressive", "eagle3"):
+                drafts = None if method == "autoregressive" else [(2, 2), (2, 2), (2, 2)]
+                speed = factor if method == "eagle3" else 2.0
+                results.append(
+                    measured(
+                        method, "a", drafts, seconds=(0.0, 0.0, speed, 0.0), turn=turn, block=block
+                    )
+                )
+    row = report_of(results)["summary"]
+    assert (row["num_prompts"], row["num_turns"], row["num_output_tokens"]) == (1, 2, 20)
+    assert row["num_drafts"] == 6
+    assert row["speedup"]["value"] == pytest.approx(2.0 / 1.1)
+    assert row["speedup"]["blocks"] == pytest.approx([2.0, 2.0 / 1.1, 2.0 / 9])
+    assert row["speedup"]["ci95"] is None
+
+
+def test_interval_of_a_mean_agrees_with_the_closed_form():
+    values = np.random.default_rng(1).normal(3.0, 1.0, 200)
+    low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], seed=0)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
+    assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
+    assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    random = np.random.default_rng(2)
+    covered = 0
+    for _ in range(60):
+        values = random.exponential(1.0, 40)
+        low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], seed=0)
+        covered += low <= 1.0 <= high
+    assert 51 <= covered <= 60  # 95 % of 60 is 57; fewer than 51 has odds of 1 in 10,000
+
+
+def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied: dict[str, Any]):
+    low, high = varied["summary"]["speedup"]["ci95"]
+    assert low < 1.6 < high
+    totals = collect(many_prompts())
+
+    def speeds(method: str) -> list[list[float]]:
+        prompts = totals[method].values()
+        return [
+            [float(prompt.num_output_tokens) for prompt in prompts],
+            [prompt.seconds.total for prompt in prompts],
+        ]
+
+    def speed(tokens: np.ndarray, seconds: np.ndarray, axis: int) -> np.ndarray:
+        return tokens.sum(axis) / seconds.sum(axis)
+
+    slow, fast = (
+        interval(speed, speeds(method), seed=0) for method in ("autoregressive", "eagle3")
+    )
+    assert high - low < 0.2 * (fast[1] / slow[0] - fast[0] / slow[1])
+
+
+def test_interval_is_one_point_when_all_prompts_are_alike():
+    results = [
+        measured(method, prompt_id, drafts)
+        for prompt_id in "abc"
+        for method, drafts in (("autoregressive", None), ("eagle3", [(2, 1)] * 5))
+    ]
+    row = report_of(results)["summary"]
+    assert row["acceptance_length"]["ci95"] == pytest.approx([2.0, 2.0])
+    assert row["speedup"]["ci95"] == pytest.approx([1.0, 1.0])
+
+
+def test_beating_ngram_is_decided_by_the_interval_of_the_paired_difference(varied: dict[str, Any]):
+    low, high = varied["beats_ngram"]["speedup_difference"]["ci95"]
+    assert varied["beats_ngram"]["answer"] == "yes"
+    assert 0 < low < 0.5 < high
+    swapped = report_of(
+        [
+            PromptResult(
+                **{
+                    **vars(r),
+                    "method": {"eagle3": "ngram", "ngram": "eagle3"}.get(r.method, r.method),
+                }
+            )
+            for r in many_prompts()
+        ]
+    )
+    assert swapped["beats_ngram"]["answer"] == "no"
+    assert "learned nothing" in swapped["beats_ngram"]["statement"]
+    alone = report_of([r for r in many_prompts() if r.method != "ngram"])
+    assert alone["beats_ngram"]["answer"] is None
+    assert "not measured" in alone["beats_ngram"]["statement"]
+
+
+def test_a_handicapped_baseline_is_flagged_and_a_fair_one_is_not(varied: dict[str, Any]):
+    assert varied["flags"] == []
+    slow = [
+        PromptResult(
+            **{**vars(r), "stats": DecodeStats(Counters(), Counters(), 9, 0.0, 0.0, 900.0, 0.0)}
+        )
+        if r.method == "autoregressive"
+        else r
+        for r in many_prompts()
+    ]
+    flags = report_of(slow)["flags"]
+    assert {flag["kind"] for flag in flags} == {"handicapped_baseline"}
+    assert {flag["row"] for flag in flags} >= {"eagle3: all", "eagle3: math", "ngram: coding"}
+
+
+def test_flags_name_what_weakens_a_report():
+    results = two_prompts()
+    results[2] = PromptResult(**{**vars(results[2]), "tokens": tuple(range(1, 11))})
+    lossy = LosslessCheck("typical", False, "bfloat16", 1, 2, [{"prompt_id": "a", "position": 3}])
+    kinds = {flag["kind"] for flag in report_of(results, lossless=lossy)["flags"]}
+    assert kinds == {"lossless", "timing", "outputs_differing"}
+    sampled = report_of(results, sampling=Sampling(1.0, 0, 1.0))
+    assert {flag["kind"] for flag in sampled["flags"]} == {"timing"}
+    changed = [
+        PromptResult(**{**vars(r), "block": 1, "tokens": r.tokens[::-1]}) for r in two_prompts()
+    ]
+    flags = report_of(two_prompts() + changed)["flags"]
+    assert [flag["row"] for flag in flags if flag["kind"] == "unstable_output"] == [
+        "eagle3: all",
+        "autoregressive: all",
+        "ngram: all",
+    ]
+
+
+def empty_report() -> dict[str, Any]:
+    """One prompt that ended at its first token, timed by a clock that stood still."""
+    return report_of(
+        [
+            measured(
+                method,
+                "a",
+                None if method == "autoregressive" else [],
+                tokens=(7,),
+                seconds=(0.0,) * 4,
+            )
+            for method in ("autoregressive", "eagle3", "ngram")
+        ],
+        provenance={"memory": math.inf, "share": math.nan, "path": Path("/x")},
+    )
+
+
+def test_a_report_of_nothing_has_nulls_and_no_nan(tmp_path: Path):
+    report = empty_report()
+    row = report["summary"]
+    assert row["acceptance_length"] == {"micro": None, "macro": None, "ci95": None}
+    assert row["acceptance_per_position"] == [None, None]
+    assert row["speedup"]["value"] is None
+    assert report["provenance"] == {"memory": None, "share": None, "path": "/x"}
+    write_report(report, tmp_path)
+    assert "NaN" not in (tmp_path / "report.json").read_text()
+    Console(file=io.StringIO()).print(summary_table(report))
+
+
+def test_zero_accepted_tokens_give_length_one_and_no_conditional_beyond():
+    results = [
+        measured(method, prompt_id, None if method == "autoregressive" else [(2, 0)] * 9)
+        for prompt_id in "ab"
+        for method in ("autoregressive", "eagle3")
+    ]
+    row = report_of(results)["summary"]
+    assert row["acceptance_length"]["micro"] == 1
+    assert row["acceptance_length"]["ci95"] == [1, 1]
+    assert row["conditional_acceptance"] == [0, None]
+
+
+def test_repeated_tokens_end_a_run_of_four_seen_before():
+    assert repeated_tokens((1, 2, 3, 4, 5, 6)) == 0
+    assert repeated_tokens((1, 2, 3, 4, 1, 2, 3, 4, 1)) == 2
+    assert repeated_tokens((5,) * 10) == 6
+    assert repeated_tokens((1, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda results: results[:2], "the drafter of a report must be one of"),
+        (lambda results: results[2:], "must have results of method 'autoregressive'"),
+        (
+            lambda results: results[:3],
+            "eagle3 differs in 1 of them, such as turn 0 of 'b' in block 0",
+        ),
+        (
+            lambda results: [*results, results[0]],
+            "turn 0 of 'a' by autoregressive twice in block 0",
+        ),
+    ],
+)
+def test_results_that_cannot_be_paired_are_refused(spoil: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        report_of(spoil(two_prompts()))
+
+
+def test_a_wrong_number_of_blocks_is_refused():
+    with pytest.raises(ValueError, match=r"timing.blocks must be .*got 5 where the results have 1"):
+        report_of(two_prompts(), timing=TimingInfo("float32", 2, 5, "cpu"))
+
+
+def test_every_key_of_a_row_is_defined(varied: dict[str, Any]):
+    defined = set(varied["definitions"])
+    assert set(varied["summary"]) <= defined
+    assert set(varied["methods"]["autoregressive"]["summary"]) <= defined
+    assert {"ci95", "lossless", "beats_ngram", "flags"} <= defined
+
+
+def numbers_in(tree: Any) -> list[float]:
+    if isinstance(tree, dict):
+        return [number for value in tree.values() for number in numbers_in(value)]
+    if isinstance(tree, list):
+        return [number for value in tree for number in numbers_in(value)]
+    if isinstance(tree, str):
+        return [float(text) for text in re.findall(r"\d+\.?\d*", tree)]
+    return [float(tree)] if isinstance(tree, int | float) else []
+
+
+def test_every_number_in_the_tables_is_one_of_the_json(varied: dict[str, Any], tmp_path: Path):
+    write_report(varied, tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    known = numbers_in(report)
+    written = {f"{number:.{digits}f}" for number in known for digits in (0, 1, 2)}
+    written |= {f"{100 * number:.0f}" for number in known}
+    shown = [
+        number
+        for line in (tmp_path / "report.md").read_text().splitlines()
+        if line.startswith("|")
+        for number in re.findall(r"\d*\.\d+|\d+", line.replace(",", "").replace("95 %", ""))
+    ]
+    assert len(shown) > 100
+    assert {number if number[0] != "." else f"0{number}" for number in shown} <= written
+
+
+def nasty_report() -> dict[str, Any]:
+    nasty = '<script>alert("x")</script>|`*'
+    results = [
+        PromptResult(**{**vars(r), "task": nasty, "prompt_id": nasty + r.prompt_id})
+        for r in many_prompts(prompts=4)
+    ]
+    return report_of(
+        results,
+        target=nasty,
+        notes=[nasty],
+        prompts={nasty: nasty},
+        provenance={"command": nasty},
+        lossless=LosslessCheck(nasty, True, nasty, 1, 2, [{"prompt_id": nasty}]),
+    )
+
+
+def test_the_page_escapes_all_text_and_loads_nothing(tmp_path: Path):
+    write_report(nasty_report(), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.search(r"""(src|href|srcset|action)\s*=|@import|url\(|https?://""", page)
+    assert page.count("<svg") == 4 + 2 * 2  # the plots, and a little one in each table row
+    markdown = (tmp_path / "report.md").read_text()
+    assert "<" not in markdown
+    tables = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {8, 14}
+
+
+def test_writing_leaves_three_files_and_replaces_old_ones(tmp_path: Path):
+    folder = tmp_path / "evaluations" / "last"
+    write_report(empty_report(), folder)
+    write_report(report_of(two_prompts()), folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+    ]
+    assert json.loads((folder / "report.json").read_text())["summary"]["num_prompts"] == 2
+
+
+def test_the_same_measurements_give_the_same_report(varied: dict[str, Any]):
+    assert report_of(many_prompts()) == varied
+
+
+def test_the_terminal_table_fits_80_columns_and_has_every_row(varied: dict[str, Any]):
+    output = io.StringIO()
+    Console(file=output, width=80).print(summary_table(varied))
+    text = output.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for words in (
+        "math",
+        "coding",
+        "all, eagle3",
+        "all, ngram",
+        "Lossless: rule greedy is lossless",
+    ):
+        assert words in text
+    assert "2 of 2 greedy outputs identical" in " ".join(text.split())
