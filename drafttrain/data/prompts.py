@@ -1,0 +1,233 @@
+"""Evaluation prompts: the embedded ones or a file, and how much of them training text holds."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafttrain.data.conversations import file_records
+from drafttrain.data.records import Unusable, checked_text
+from drafttrain.data.skips import NothingUsable, SkipReport
+
+BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
+OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
+
+OverlapRecord = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The user's turns of one conversation; the target answers each in its place."""
+
+    id: str
+    task: str
+    category: str
+    turns: tuple[str, ...]
+    reference: Any = None
+    licence: str | None = None
+
+
+def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
+    """Read a .jsonl file of prompts; at most the first `limit` of each task, None for all.
+
+    A line is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
+    are any. Unusable lines are skipped, counted, and named by line. Raises ValueError when the
+    file is not there or nothing in it can be used.
+    """
+    file = Path(path).expanduser()
+    if limit is not None and limit < 1:
+        raise ValueError(f"the number of prompts per task must be at least 1, got {limit}")
+    if not file.is_file():
+        raise ValueError(
+            f"eval.prompts must name a file of prompts, got {path}, which is not one; a line of it "
+            'is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}'
+        )
+    report = SkipReport()
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    for where, record in file_records(file):
+        report.num_read += 1
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            prompt = _prompt(record)
+            if prompt.id in seen:
+                raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
+        except Unusable as error:
+            report.skip(error.reason, where, error.detail)
+            continue
+        seen[prompt.id] = where
+        kept[prompt.task] = kept.get(prompt.task, 0) + 1
+        if limit is None or kept[prompt.task] <= limit:
+            prompts.append(prompt)
+    if not prompts:
+        advice = "correct the lines named below" if report.counts else "give it some prompts"
+        what = f"eval.prompts={path} must hold usable prompts, got none"
+        raise NothingUsable(what, report, advice)
+    return prompts, report
+
+
+def _prompt(record: Any) -> Prompt:
+    if not isinstance(record, dict):
+        raise Unusable("not an object", type(record).__name__)
+    for key in ("id", "task", "turns"):
+        if record.get(key) is None:
+            raise Unusable(f"without {key}")
+    turns = record["turns"]
+    if not isinstance(turns, list):
+        raise Unusable("turns are not a list", type(turns).__name__)
+    if not turns:
+        raise Unusable("an empty prompt", "no turns")
+    for place, turn in enumerate(turns, 1):
+        if not checked_text(turn, f"turn {place}").strip():
+            raise Unusable("an empty prompt", f"turn {place}")
+    licence = record.get("licence")
+    return Prompt(
+        id=str(record["id"]),
+        task=str(record["task"]),
+        category=str(record.get("category") or record["task"]),
+        turns=tuple(turns),
+        reference=record.get("reference"),
+        licence=None if licence is None else str(licence),
+    )
+
+
+def normalised(text: str) -> str:
+    """Return the text as overlap is counted: lower case, words only, one space between."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def _word_grams(text: str) -> Iterator[tuple[str, ...]]:
+    words = normalised(text).split()
+    for start in range(len(words) - OVERLAP_WORDS + 1):
+        yield tuple(words[start : start + OVERLAP_WORDS])
+
+
+def count_overlap(
+    prompts: Sequence[Prompt], conversations: Iterable[Sequence[str]]
+) -> dict[str, Any]:
+    """Count what prompts share with training text: equal first prompts, and 8-grams of words.
+
+    `conversations` are the texts of the turns in order. Case, spacing and punctuation do not count.
+    """
+    first = {normalised(prompt.turns[0]) for prompt in prompts}
+    grams = {prompt.id: {g for turn in prompt.turns for g in _word_grams(turn)} for prompt in prompts}
+    wanted = set().union(*grams.values())
+    equal: set[str] = set()
+    shared: set[tuple[str, ...]] = set()
+    num_conversations = 0
+    for turns in conversations:
+        num_conversations += 1
+        opening = normalised(turns[0])
+        if opening in first:
+            equal.add(opening)
+        for turn in turns:
+            shared.update(gram for gram in _word_grams(turn) if gram in wanted)
+
+    def counts(group: Sequence[Prompt]) -> dict[str, Any]:
+        own = set().union(*(grams[prompt.id] for prompt in group))
+        return {
+            "num_prompts": len(group),
+            "num_equal_prompts": sum(normalised(prompt.turns[0]) in equal for prompt in group),
+            "num_ngrams": len(own),
+            "num_shared_ngrams": len(own & shared),
+            "shared_ngram_share": len(own & shared) / len(own) if own else None,
+        }
+
+    tasks: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        tasks.setdefault(prompt.task, []).append(prompt)
+    return {
+        "ngram_words": OVERLAP_WORDS,
+        "num_training_conversations": num_conversations,
+        **counts(prompts),
+        "tasks": {task: counts(group) for task, group in tasks.items()},
+    }
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def overlap_path(path: str | Path) -> Path:
+    """Return where the overlap record of a file of prompts stands: beside it."""
+    return Path(path).expanduser().with_suffix(".overlap.json")
+
+
+def overlap_record(path: str | Path) -> OverlapRecord | None:
+    """Return the recorded overlap of a file of prompts with the target's training text.
+
+    None when nobody counted it. Raises ValueError when the record is of other prompts than these.
+    """
+    place = overlap_path(path)
+    if not place.is_file():
+        return None
+    record: OverlapRecord = json.loads(place.read_text())
+    found = sha256_of(Path(path).expanduser())
+    if record["prompts_sha256"] != found:
+        raise ValueError(
+            f"{place} must be the overlap of {path}, got one of a file with other content; remove "
+            "it, or count again with scripts/count_prompt_overlap.py"
+        )
+    return record
+
+
+def overlap_line(record: OverlapRecord | None) -> str:
+    """Return what a command prints about a record."""
+    if record is None:
+        return "overlap of the prompts with the target's training text: not known"
+    share = record["shared_ngram_share"]
+    return (
+        f"overlap with the target's training text: {record['num_equal_prompts']} of "
+        f"{record['num_prompts']} prompts equal a first prompt, and "
+        f"{record['num_shared_ngrams']:,} of {record['num_ngrams']:,} "
+        f"{record['ngram_words']}-grams of words occur"
+        + (f" ({100 * share:.1f} %)" if share is not None else "")
+    )
+
+
+def overlap_with_samples(
+    prompts_tokens: Sequence[Sequence[int]], samples_tokens: Iterable[Any], n: int
+) -> dict[str, Any]:
+    """Count the token n-grams of the prompts that occur in the samples a drafter was trained on.
+
+    Give the prompts' own tokens, without the chat template around them: every sample has that.
+    Samples are sequences or tensors of tokens. `num_prompts_covered` counts the prompts of which
+    every n-gram occurs; a prompt shorter than n has none and is counted under `num_prompts_short`.
+    """
+    grams = [
+        {tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)} for tokens in prompts_tokens
+    ]
+    wanted = set().union(*grams)
+    shared: set[tuple[int, ...]] = set()
+    # Hashes find the few windows worth comparing; the comparison itself is exact.
+    factors = np.random.default_rng(0).integers(1, 2**63, n, dtype=np.uint64) | np.uint64(1)
+    hashes = _hashes(np.array(sorted(wanted), dtype=np.uint64).reshape(-1, n), factors)
+    for sample in samples_tokens:
+        tokens = np.asarray(sample, dtype=np.int64)
+        if len(tokens) < n or not wanted:
+            continue
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, n)
+        candidates = windows[np.isin(_hashes(windows.astype(np.uint64), factors), hashes)]
+        shared.update(gram for gram in map(tuple, candidates.tolist()) if gram in wanted)
+    return {
+        "n": n,
+        "num_prompts": len(grams),
+        "num_prompts_short": sum(not own for own in grams),
+        "num_prompts_covered": sum(bool(own) and own <= shared for own in grams),
+        "num_ngrams": len(wanted),
+        "num_shared_ngrams": len(shared),
+        "shared_ngram_share": len(shared) / len(wanted) if wanted else None,
+    }
+
+
+def _hashes(windows: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    return (windows * factors).sum(-1, dtype=np.uint64)
