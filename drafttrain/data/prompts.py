@@ -47,7 +47,7 @@ def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], Ski
             f"eval.prompts must name a file of prompts, got {path}, which is not one; a line of it "
             'is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}'
         )
-    report = SkipReport()
+    report = SkipReport(what="prompts")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     kept: dict[str, int] = {}
@@ -117,7 +117,9 @@ def count_overlap(
     `conversations` are the texts of the turns in order. Case, spacing and punctuation do not count.
     """
     first = {normalised(prompt.turns[0]) for prompt in prompts}
-    grams = {prompt.id: {g for turn in prompt.turns for g in _word_grams(turn)} for prompt in prompts}
+    grams = {
+        prompt.id: {g for turn in prompt.turns for g in _word_grams(turn)} for prompt in prompts
+    }
     wanted = set().union(*grams.values())
     equal: set[str] = set()
     shared: set[tuple[str, ...]] = set()

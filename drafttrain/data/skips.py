@@ -13,6 +13,7 @@ class SkipReport:
     num_read: int = 0  # records looked at, skipped ones with them
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    what: str = "conversations"  # what a record is, for the printed line
 
     def skip(self, reason: str, where: str, detail: str = "") -> None:
         """Count one skipped record; `where` is its file and line."""
@@ -23,7 +24,7 @@ class SkipReport:
 
     def __add__(self, other: "SkipReport") -> "SkipReport":
         """Return the report of two stations one after the other: the first one did the reading."""
-        total = SkipReport(max(self.num_read, other.num_read))
+        total = SkipReport(max(self.num_read, other.num_read), what=self.what)
         for report in (self, other):
             for reason, count in report.counts.items():
                 total.counts[reason] = total.counts.get(reason, 0) + count
@@ -40,7 +41,7 @@ class SkipReport:
         """Return what to print: nothing if nothing was skipped."""
         if not self.counts:
             return []
-        lines = [f"skipped {self.num_skipped:,} of {self.num_read:,} conversations:"]
+        lines = [f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}:"]
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             places = ", ".join(self.examples[reason])
             more = ", ..." if count > len(self.examples[reason]) else ""

@@ -1,0 +1,170 @@
+"""Evaluation prompts: what ships, what a user's file may hold, and overlap with training text."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.data.prompts import (
+    BUILTIN_PROMPTS,
+    Prompt,
+    count_overlap,
+    overlap_line,
+    overlap_path,
+    overlap_record,
+    overlap_with_samples,
+    read_prompts,
+    sha256_of,
+)
+
+
+def prompt(text: str, task: str = "math") -> Prompt:
+    return Prompt(text, task, task, (text,))
+
+
+def written(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_eight_tasks_of_ten_prompts_ship():
+    prompts, report = read_prompts(BUILTIN_PROMPTS, None)
+    assert Counter(prompt.task for prompt in prompts) == dict.fromkeys(
+        (
+            "math",
+            "coding",
+            "shell",
+            "task_dialogue",
+            "chitchat",
+            "story",
+            "literature",
+            "instruction",
+        ),
+        10,
+    )
+    assert report.num_skipped == 0
+    assert {prompt.licence for prompt in prompts} == {"Apache-2.0"}
+    assert len({prompt.turns for prompt in prompts}) == 80
+    two_turns = Counter(prompt.task for prompt in prompts if len(prompt.turns) == 2)
+    assert set(two_turns) == {"task_dialogue", "chitchat"}
+
+
+def test_a_limit_keeps_the_first_prompts_of_each_task():
+    prompts, _ = read_prompts(BUILTIN_PROMPTS, 2)
+    assert len(prompts) == 16
+    assert [prompt.id for prompt in prompts[:3]] == [
+        "tiny_math_01",
+        "tiny_math_02",
+        "tiny_coding_01",
+    ]
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        read_prompts(BUILTIN_PROMPTS, 0)
+
+
+def test_unusable_lines_are_counted_and_named_by_line(tmp_path: Path):
+    path = written(
+        tmp_path,
+        '{"id": 1, "task": "a", "turns": ["one", "two"]}',
+        '{"id": 2, "task": "a", "turns": ["cut off',
+        "",
+        '{"id": 3, "task": "a", "turns": []}',
+        '{"id": 4, "task": "a", "turns": ["fine", "  "]}',
+        '{"id": 5, "turns": ["x"]}',
+        '{"task": "a", "turns": ["x"]}',
+        '{"id": 7, "task": "a"}',
+        '{"id": 8, "task": "a", "turns": "x"}',
+        '{"id": 9, "task": "a", "turns": [3]}',
+        '{"id": 1, "task": "a", "turns": ["again"]}',
+        '["list"]',
+    )
+    prompts, report = read_prompts(path, None)
+    assert prompts == [Prompt("1", "a", "a", ("one", "two"))]
+    assert report.counts == {
+        "not JSON": 1,
+        "an empty prompt": 2,
+        "without task": 1,
+        "without id": 1,
+        "without turns": 1,
+        "turns are not a list": 1,
+        "content is not a string": 1,
+        "an id seen before": 1,
+        "not an object": 1,
+    }
+    assert report.examples["an empty prompt"] == [f"{path}:4 (no turns)", f"{path}:5 (turn 2)"]
+    assert report.examples["an id seen before"] == [f"{path}:11 ('1' is at {path}:1)"]
+    assert report.lines()[0] == "skipped 10 of 11 prompts:"
+
+
+def test_a_file_without_prompts_is_an_error_that_says_what_to_do(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"eval\.prompts must name a file .* got nowhere\.jsonl"):
+        read_prompts("nowhere.jsonl", None)
+    path = written(tmp_path, '{"task": "a", "turns": ["x"]}')
+    with pytest.raises(ValueError, match=re.escape(f"1 x without id: {path}:1")):
+        read_prompts(path, None)
+
+
+def test_overlap_counts_equal_prompts_and_shared_ngrams_of_words():
+    text = "One two three, four five six seven eight nine ten."
+    prompts = [prompt(text), prompt("An entirely other prompt.", "story")]
+    record = count_overlap(
+        prompts,
+        [
+            ["  one TWO three four five six seven eight nine ten", "answer"],
+            ["so: two three four five six seven eight nine", "an entirely other prompt"],
+        ],
+    )
+    assert record["num_training_conversations"] == 2
+    assert record["num_equal_prompts"] == 1
+    assert (record["num_ngrams"], record["num_shared_ngrams"]) == (3, 3)
+    assert record["tasks"]["story"] == {
+        "num_prompts": 1,
+        "num_equal_prompts": 0,
+        "num_ngrams": 0,
+        "num_shared_ngrams": 0,
+        "shared_ngram_share": None,
+    }
+    partly = count_overlap(prompts, [["x", "zero one two three four five six seven eight"]])
+    assert (partly["num_equal_prompts"], partly["num_shared_ngrams"]) == (0, 1)
+
+
+def test_the_shipped_record_is_of_the_shipped_prompts():
+    record = overlap_record(BUILTIN_PROMPTS)
+    assert record is not None
+    assert record["num_prompts"] == 80
+    assert record["num_equal_prompts"] == 0
+    assert record["shared_ngram_share"] < 0.05
+    prompts, _ = read_prompts(BUILTIN_PROMPTS, None)
+    assert record["num_ngrams"] == count_overlap(prompts, [])["num_ngrams"]
+    assert "0 of 80 prompts equal a first prompt" in overlap_line(record)
+
+
+def test_a_record_of_other_prompts_is_refused(tmp_path: Path):
+    path = written(tmp_path, '{"id": 1, "task": "a", "turns": ["x"]}')
+    assert overlap_record(path) is None
+    assert "not known" in overlap_line(None)
+    overlap_path(path).write_text(json.dumps({"prompts_sha256": sha256_of(path)}))
+    assert overlap_record(path) == {"prompts_sha256": sha256_of(path)}
+    written(tmp_path, '{"id": 1, "task": "a", "turns": ["y"]}')
+    with pytest.raises(ValueError, match="got one of a file with other content"):
+        overlap_record(path)
+
+
+def test_overlap_with_samples_equals_a_search_in_plain_python():
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(0, 4, (60,), generator=generator) for _ in range(5)]
+    prompts = [torch.randint(0, 4, (12,), generator=generator).tolist() for _ in range(6)]
+    prompts += [samples[2][7:20].tolist(), [1, 2]]
+    for n in (1, 3, 5):
+        found = {tuple(s[i : i + n].tolist()) for s in samples for i in range(len(s) - n + 1)}
+        own = [{tuple(p[i : i + n]) for i in range(len(p) - n + 1)} for p in prompts]
+        overlap = overlap_with_samples(prompts, samples, n)
+        wanted = set().union(*own)
+        assert overlap["num_ngrams"] == len(wanted)
+        assert overlap["num_shared_ngrams"] == len(wanted & found)
+        assert overlap["num_prompts_covered"] == sum(bool(g) and g <= found for g in own)
+        assert overlap["num_prompts_short"] == sum(len(p) < n for p in prompts)
+    assert overlap_with_samples([[1]], samples, 5)["shared_ngram_share"] is None
