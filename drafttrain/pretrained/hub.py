@@ -1,5 +1,6 @@
 """Fetching a model from the Hugging Face Hub, or saying in one sentence why that is impossible."""
 
+import functools
 from pathlib import Path
 
 import huggingface_hub
@@ -11,6 +12,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 NEVER = ["*/*", "consolidated*"]
 
 
+@functools.cache
 def download(
     name: str, repo: str, revision: str | None, weights: bool, code: bool, pickle: bool
 ) -> Path:
@@ -18,7 +20,7 @@ def download(
 
     Configuration and tokenizer always; weights if asked (safetensors, else pickled if allowed);
     Python files only if `code`. Where the Hub cannot be reached, a copy in the local cache serves;
-    where there is none, the ValueError says what to do.
+    where there is none, the ValueError says what to do. Asked once per process.
     """
     patterns = SMALL_FILES + (["*.py"] if code else [])
     example = f"model.path=/models/{repo.rsplit('/', 1)[-1]}"
@@ -30,8 +32,9 @@ def download(
             safe = any(file.rfilename.endswith(".safetensors") for file in info.siblings or [])
             if safe or pickle:
                 patterns.append("*.safetensors" if safe else "*.bin")
+        # By the name that the user gave, so that the cache finds it by that name without the Hub.
         folder: str | None = huggingface_hub.snapshot_download(
-            repo, revision=info.sha, allow_patterns=patterns, ignore_patterns=NEVER
+            repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER
         )
     except errors.GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{repo}"
@@ -49,7 +52,7 @@ def download(
             f" or log in with `hf auth login` or HF_TOKEN if it is private; or {instead}"
         ) from error
     except Exception as error:  # every transport has its own errors; all mean the same here
-        folder = _cached(repo, revision)
+        folder = _cached(repo, revision, [*patterns, "*.safetensors"] if weights else patterns)
         if folder is None:
             raise ValueError(
                 f"model={name}: cannot reach the Hugging Face Hub for {repo}; {instead}"
@@ -59,9 +62,15 @@ def download(
     return Path(folder)
 
 
-def _cached(repo: str, revision: str | None) -> str | None:
+def _cached(repo: str, revision: str | None, patterns: list[str]) -> str | None:
     try:
-        return huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True)
+        return huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=NEVER,
+            local_files_only=True,
+        )
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return None
 

@@ -173,9 +173,13 @@ def load_config(config: ModelConfig) -> Any:
             f"{config.origin}: config.json must name a model_type that Transformers"
             f" {transformers.__version__} knows, got {kind!r}; a newer Transformers may know it"
         )
-    return transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-    )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # the model's own code, or a validator of Transformers
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{config.origin}: config.json cannot be used: {reason}") from error
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -169,18 +169,19 @@ class Target:
 
     @contextmanager
     def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        captured: dict[int, Tensor] = {}
-        handles = []
         for layer in captures:
             if not 0 <= layer <= len(self.layers):
                 raise ValueError(
                     f"captured layers must be in 0..{len(self.layers)} for model={self.spec.name},"
                     f" got {layer}"
                 )
-            module = self.final_norm if layer == len(self.layers) else self.layers[layer]
-            hook = _keep_input(captured, layer)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        captured: dict[int, Tensor] = {}
+        handles = []
         try:
+            for layer in captures:
+                module = self.final_norm if layer == len(self.layers) else self.layers[layer]
+                hook = _keep_input(captured, layer)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             yield captured
         finally:
             for handle in handles:
