@@ -1,11 +1,15 @@
-"""The optimizer's pure parts: the learning rate of a step, and which weights decay."""
+"""The optimizer's plain parts: rate of a step, which weights decay, the file of its state."""
 
 import math
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 SCHEDULES = ("cosine", "constant")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter, besides the step
 
 
 def lr_at(
@@ -47,3 +51,32 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def save_moments(path: Path, step: int, moments: dict[str, Tensor]) -> None:
+    """Write the optimizer's state as safetensors: the finished steps, and "moment.parameter"."""
+    tensors = {name: tensor.contiguous() for name, tensor in moments.items()}
+    save_file({"step": torch.tensor(step), **tensors}, path)
+
+
+def load_moments(path: Path, shapes: dict[str, torch.Size]) -> tuple[int, dict[str, Tensor]]:
+    """Return the finished steps and the moments of what `save_moments` wrote, on the CPU.
+
+    shapes: what must be there, "moment.parameter" by shape. Raises ValueError naming what differs.
+    """
+    moments = load_file(path)
+    step = int(moments.pop("step"))
+    differences = [f"{name} is missing" for name in shapes.keys() - moments.keys()]
+    differences += [f"{name} is unknown" for name in moments.keys() - shapes.keys()]
+    differences += [
+        f"{name} is {list(moments[name].shape)}, not {list(shapes[name])}"
+        for name in shapes.keys() & moments.keys()
+        if moments[name].shape != shapes[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"{path} must hold the optimizer state of this drafter, got another's: "
+            f"{', '.join(sorted(differences)[:3])}{', ...' if len(differences) > 3 else ''}; "
+            "resume with the drafter settings that the run was started with"
+        )
+    return step, moments

@@ -1,0 +1,103 @@
+"""Ranks agree on sums and messages, and one that is lost is noticed at once.
+
+Run as a script, this file is one rank that does what its argument says.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.ranks import LostRankError, Ranks, join_ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_ranks(task: str, count: int = 2) -> list[str]:
+    """Start ranks without torchrun, which would kill the others when one dies; return outputs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(count):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(count),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+        }
+        command = [sys.executable, __file__, task]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    return [process.communicate(timeout=100)[0].strip() for process in ranks]
+
+
+def test_a_process_alone_is_its_own_world() -> None:
+    alone = join_ranks("cpu")
+    assert (alone.rank, alone.world_size, alone.is_main) == (0, 1, True)
+    value = torch.tensor([1.0, 2.0])
+    assert torch.equal(alone.sum_over_ranks(value), value)
+    assert alone.sum_over_ranks(value) is not value
+    assert alone.broadcast_object({"a": 1}) == {"a": 1}
+    alone.barrier()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"hardware\.device=cuda needs GPU 0.* shows 0; start"):
+        join_ranks("cuda")
+
+
+@pytest.mark.slow
+def test_three_ranks_agree() -> None:
+    for rank, output in enumerate(run_ranks("agree", count=3)):
+        assert output == f"{rank} sum 6.0 max [3, -1] object {{'from': 0}}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["barrier", "sum"])
+def test_a_rank_that_dies_is_noticed_by_the_other_at_once(task: str) -> None:
+    survivor, dead = run_ranks(task)
+    assert dead == "gone"
+    message, seconds = survivor.rsplit(" ", 1)
+    assert message.startswith("rank 0 lost another of the 2 ranks")
+    assert "run.resume=true" in message
+    assert float(seconds) < 20
+
+
+def agree(ranks: Ranks) -> None:
+    total = ranks.sum_over_ranks(torch.tensor(ranks.rank + 1.0))
+    most = ranks.max_over_ranks(torch.tensor([ranks.rank + 1, -1 - ranks.rank]))
+    message = ranks.broadcast_object({"from": ranks.rank})
+    ranks.barrier()
+    print(ranks.rank, "sum", total.item(), "max", most.tolist(), "object", message)
+
+
+def die(ranks: Ranks, task: str) -> None:
+    ranks.barrier()
+    if not ranks.is_main:
+        print("gone", flush=True)
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        if task == "barrier":
+            ranks.barrier()
+        else:
+            ranks.sum_over_ranks(torch.ones(3))
+    except LostRankError as error:
+        print(error, time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    joined = join_ranks("cpu")
+    if sys.argv[1] == "agree":
+        agree(joined)
+    else:
+        die(joined, sys.argv[1])
