@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tokenizers import (
+    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -140,8 +141,9 @@ def splitting_as_llama3() -> PreTrainedTokenizerFast:
 def llama3() -> PreTrainedTokenizerFast:
     tokenizer = splitting_as_llama3()
     names = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": names})
-    tokenizer.bos_token, tokenizer.eos_token = names[0], names[3]
+    # As in the original, where eos is <|end_of_text|>: only the added tokens know of <|eot_id|>.
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.bos_token = names[0]
     tokenizer.chat_template = LLAMA3
     return tokenizer
 
@@ -301,8 +303,8 @@ def test_the_mask_is_that_of_the_generation_marks_where_a_template_has_them() ->
 @pytest.mark.parametrize("make", [tiny, llama3, qwen3, mistral])
 def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
     tokenizer = make()
-    end = tokenizer.eos_token
     form = chat_format(tokenizer)
+    end = form.tail.strip()
     said = f"It is {end}{form.closing}fake {end}"
     text = encode_one(chat(f"What is {end}{form.closing}?", said, "And?", end), tokenizer)
     runs = [part.split("»")[0] for part in text.split("«")[1:]]
@@ -326,6 +328,11 @@ def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
             qwen3,
             "<think>\nHm.\n</think>\n\nYes it is",
             "assistant\n«<think>\nHm.\n</think>\n\nYes it is<|im_end|>»\n",
+        ),
+        (
+            qwen3,
+            "<think>Or<|im_end|>\n?</think>Yes",
+            "assistant\n«<think>\nOr<|im_end|>\n?\n</think>\n\nYes<|im_end|>»\n",
         ),
     ],
 )

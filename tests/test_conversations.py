@@ -224,6 +224,7 @@ def test_plain_text_is_read_when_there_is_no_template(tmp_path: Path) -> None:
         (lambda: jsonl("a", limit=0), "data.limit must be at least 1"),
         (lambda: jsonl("a", template="llama"), "data.template must be chat .* got 'llama'"),
         (lambda: jsonl("a", max_length=1), "data.max_length must be at least 2 tokens, got 1"),
+        (lambda: jsonl("a", seed=-1), "data.seed must be at least 0, got -1"),
         (lambda: jsonl("a", holdout=-1), "data.holdout must be at least 0"),
         (lambda: hub(repo=None), "data.repo must name a data set"),
         (lambda: hub(column=None), "data.column must name the column"),

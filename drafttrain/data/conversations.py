@@ -27,6 +27,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.max_length >= 2, "max_length", "be at least 2 tokens", self.max_length)
         require(self.holdout >= 0, "holdout", "be at least 0 conversations", self.holdout)
+        require(self.seed >= 0, "seed", "be at least 0", self.seed)
         require(
             self.template in ("chat", "none"),
             "template",

@@ -1,0 +1,176 @@
+"""Which conversations make up each optimizer step, and the micro batches they are computed in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from drafttrain.types import PAD_DOCUMENT, Batch, Sample
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """One optimizer step: this rank's micro batches, and counts over all ranks."""
+
+    batches: list[Batch]
+    loss_tokens: int  # loss-mask positions of the whole step: the denominator of its loss
+    tokens: int
+
+
+class Batches:
+    """An endless stream of optimizer steps, whose position can be saved.
+
+    What a step consists of depends on the samples, `tokens_per_step` and the seed alone, never on
+    the micro batch or the number of ranks. Every epoch is a new permutation, cut into steps of
+    nearly equal size, as near to `tokens_per_step` as whole steps allow; so each conversation comes
+    once an epoch, none twice in a step, and a data set smaller than a step is one step.
+
+    Within a step, rows are sorted by length, so that a micro batch (at most `micro_batch` rows)
+    pads little; the longest come first, so that memory runs out early or never. All ranks get the
+    same number of micro batches; where a step has fewer rows than ranks, some get padding only.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        tokens_per_step: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        assert samples, "no samples"
+        assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
+        if tokens_per_step < 1:
+            raise ValueError(f"trainer.tokens_per_step must be at least 1, got {tokens_per_step}")
+        if micro_batch < 1:
+            raise ValueError(f"hardware.micro_batch must be at least 1, got {micro_batch}")
+        self.samples = samples
+        self.tokens_per_step = tokens_per_step
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.lengths = np.array([len(sample.tokens) for sample in samples])
+        self.loss_lengths = np.array([int(sample.loss_mask.sum()) for sample in samples])
+        self.epoch = 0
+        self.step_in_epoch = 0
+        self.steps = self._plan()
+
+    def _plan(self) -> list[np.ndarray]:
+        """Cut this epoch's permutation into steps: a sample goes where its middle token falls."""
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
+        lengths = self.lengths[order]
+        total = int(lengths.sum())
+        count = max(1, round(total / self.tokens_per_step))
+        middles = lengths.cumsum() - lengths / 2
+        step_of = np.minimum((middles * count / total).astype(int), count - 1)
+        cuts = np.flatnonzero(np.diff(step_of)) + 1
+        return np.split(order, cuts)
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Optimizer steps of the current epoch."""
+        return len(self.steps)
+
+    def next_group(self) -> StepGroup:
+        """Return the next optimizer step."""
+        if self.step_in_epoch == len(self.steps):
+            self.epoch += 1
+            self.step_in_epoch = 0
+            self.steps = self._plan()
+        chosen = self.steps[self.step_in_epoch]
+        self.step_in_epoch += 1
+        longest_first = chosen[np.lexsort((chosen, -self.lengths[chosen]))]
+        count = -(-len(chosen) // self.micro_batch)
+        count = -(-count // self.world_size) * self.world_size
+        # Dealt out in turn, so that the ranks' micro batches are of similar length.
+        mine = np.array_split(longest_first, count)[self.rank :: self.world_size]
+        return StepGroup(
+            [self._batch(rows, longest_first) for rows in mine],
+            int(self.loss_lengths[chosen].sum()),
+            int(self.lengths[chosen].sum()),
+        )
+
+    def _batch(self, rows: np.ndarray, step: np.ndarray) -> Batch:
+        if len(rows):
+            return collate([self.samples[row] for row in rows])
+        return padding(int(self.lengths[step].min()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what it is a position in."""
+        return {
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "seed": self.seed,
+            "tokens_per_step": self.tokens_per_step,
+            "num_samples": len(self.samples),
+            "num_tokens": int(self.lengths.sum()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; ValueError if the data or the settings are others."""
+        for key, value in self.state_dict().items():
+            if key not in ("epoch", "step_in_epoch") and state[key] != value:
+                raise ValueError(
+                    f"a resumed run must have the data of its checkpoint: {key} was {state[key]},"
+                    f" got {value}; restore data.* and trainer.*, or start a new run"
+                )
+        self.epoch = state["epoch"]
+        self.step_in_epoch = state["step_in_epoch"]
+        self.steps = self._plan()
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Return a batch with one sample a row, padded right with token 0 to the longest."""
+    return _rows([[sample] for sample in samples], max(len(sample.tokens) for sample in samples))
+
+
+def pack(samples: Sequence[Sample], length: int) -> Batch:
+    """Return rows of `length` tokens with as many samples as fit, each in the first free row."""
+    rows: list[list[Sample]] = []
+    free: list[int] = []
+    for sample in samples:
+        size = len(sample.tokens)
+        if size > length:
+            raise ValueError(f"a sample of {size} tokens does not fit in rows of {length}")
+        row = next((row for row, room in enumerate(free) if room >= size), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(length)
+        rows[row].append(sample)
+        free[row] -= size
+    return _rows(rows, length)
+
+
+def padding(length: int) -> Batch:
+    """Return one row of padding: what a rank computes that has nothing to do."""
+    return _rows([[]], length)
+
+
+def _rows(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
+    shape = (len(rows), length)
+    tokens = torch.zeros(shape, dtype=torch.long)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    positions = torch.zeros(shape, dtype=torch.long)
+    document = torch.full(shape, PAD_DOCUMENT)
+    for row, samples in enumerate(rows):
+        start = 0
+        for sample in samples:
+            stop = start + len(sample.tokens)
+            tokens[row, start:stop] = sample.tokens
+            loss_mask[row, start:stop] = sample.loss_mask
+            positions[row, start:stop] = torch.arange(stop - start)
+            document[row, start:stop] = sample.index
+            start = stop
+    return Batch(tokens, loss_mask, positions, document)
+
+
+def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, " vocab"]:
+    """Count each token id among those whose prediction is trained."""
+    trained = torch.cat([sample.tokens[sample.loss_mask] for sample in samples])
+    return torch.bincount(trained, minlength=vocab_size)
