@@ -135,23 +135,25 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
     if SAVED in groups.values():
         _offer_saved(_saved_run(command, parsed), [g for g in groups if groups[g] == SAVED])
     sections = [field.name for field in fields(COMMANDS[command])]
-    chosen = []
+    chosen, values = [], []
     for override in parsed:
         section = _section_of(override, sections)
-        if section == override.key_or_group:
-            if section not in groups:
-                raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
-            saved = [SAVED] if groups[section] == SAVED else []
-            _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
-            chosen.append(str(override.input_line))
+        if section != override.key_or_group:
+            values.append(override)
+            continue
+        if section not in groups:
+            raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
+        saved = [SAVED] if groups[section] == SAVED else []
+        _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
+        chosen.append(str(override.input_line))
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            before = hydra.compose(command, overrides=[*search, *chosen])
-            for override in parsed:
-                _check_key(override, before)
-            lines = [str(override.input_line) for override in parsed]
-            config = hydra.compose(command, overrides=[*search, *lines])
+            config = hydra.compose(command, overrides=[*search, *chosen])
+        for override in values:
+            key, added = override.key_or_group, override.type != OverrideType.CHANGE
+            _check_key(key, added, config)
+            OmegaConf.update(config, key, override.value(), merge=True, force_add=added)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
@@ -229,9 +231,9 @@ def _check_choice(override: Override, options: list[str]) -> None:
         )
 
 
-def _check_key(override: Override, config: DictConfig) -> None:
-    path = override.key_or_group.split(".")
-    if len(path) == 1 or (path[0] == "deepspeed" and override.type != OverrideType.CHANGE):
+def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
+    path = dotted.split(".")
+    if added and path[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
         return
     node: Any = config
     for depth, key in enumerate(path):

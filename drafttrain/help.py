@@ -128,7 +128,10 @@ def headline(file: Path) -> str:
 
 
 def documented(file: Path) -> dict[str, tuple[str, str]]:
-    """Return (the comment above, the value as written) of every key, by its dotted name."""
+    """Return (the comment above, the value as written) of every key, by its dotted name.
+
+    Below the first level only what has a comment counts: DeepSpeed's own keys have none.
+    """
     found: dict[str, tuple[str, str]] = {}
     comment: list[str] = []
     parent = ""
@@ -138,11 +141,12 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
             comment.append(text.lstrip("# "))
             continue
         key, colon, value = text.partition(":")
+        nested = line.startswith(" ")
         if colon and not text.startswith("- ") and key not in ("_target_", "defaults"):
-            name = f"{parent}{key}" if line.startswith(" ") else key
-            if not line.startswith(" "):
-                parent = f"{key}."
-            if value.strip() or comment:
+            if not nested:
+                parent = key
+            if comment or (value and not nested):
+                name = f"{parent}.{key}" if nested else key
                 found[name] = (" ".join(comment), value.strip())
         comment = []
     return found

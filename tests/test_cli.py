@@ -1,0 +1,246 @@
+"""What a user meets at the command line: help, mistakes answered in one line, errors that help."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import drafttrain.__main__ as cli
+from drafttrain.config import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb")
+
+
+def python_m(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run the command line as a user does; return what it said and the seconds it took."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "drafttrain", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )
+    return done, time.monotonic() - start
+
+
+def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported() -> None:
+    """Seconds depend on the machine, imports do not; both answers take 0.5 s on two idle cores."""
+    program = (
+        "import sys\n"
+        "from drafttrain.__main__ import main\n"
+        "codes = [main(['--help']), main(['train', '--help']), main(['train', 'drafter=eagel']),\n"
+        "         main(['train', 'drafter.nm_heads=3']), main(['train', '--config'])]\n"
+        f"print(codes, [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2, 0] []"
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    done, seconds = python_m("train", "drafter=eagel")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: drafter=eagel is not a choice; did you mean eagle? "
+        "choices: eagle, eagle3, medusa, ngram\n"
+    )
+    assert seconds < 10, "0.5 s on an idle machine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("trian", "no command is called trian; did you mean train? commands: train, evaluate"),
+        ("train --hepl", "no option is called --hepl; did you mean --help? options: --help"),
+        ("train --config-dir nowhere", "--config-dir must name a folder, got nowhere"),
+        ("train eagle", "arguments must be section.key=value or section=choice, got 'eagle'"),
+        ("train ~drafter", "arguments must be section.key=value or section=choice, got '~draf"),
+        ("train modle=tiny", "no section is called modle; did you mean model? sections: run, mo"),
+        ("train +modle.x=1", "no section is called modle; did you mean model?"),
+        ("train hydra.run.dir=x", "no section is called hydra"),
+        ("train drafter=eagel", "drafter=eagel is not a choice; did you mean eagle? choices:"),
+        ("train drafter=null", "drafter=None is not a choice; choices: eagle"),
+        ("train run=x", "run is a section: set its keys, as in run.dir=..."),
+        ("train trainer.max_step=3", "trainer=default has no key max_step; did you mean max_ste"),
+        ("train +drafter.x=3", "drafter=eagle3 has no key x; keys: name, "),
+        ("train drafter.unroll.x=3", "drafter.unroll has no key x;"),
+        ("train trainer.lr=1e-3,1e-4", "one run has one value, got 'trainer.lr=1e-3,1e-4'"),
+        ("train a~b=3", "'a~b' cannot be a key, in 'a~b=3'"),
+        ("train drafter._target_=os.system", "drafter._target_ must name a class of drafttrain"),
+        ("train drafter.unroll=four", "drafter.unroll must be an integer, got four"),
+        ("train drafter.unroll=1.5", "drafter.unroll must be an integer, got 1.5"),
+        ("train drafter.unroll=null", "drafter.unroll must be an integer, got null"),
+        ("train drafter=medusa drafter.num_heads=0", "drafter.num_heads must be at least 1, got 0"),
+        ("train trainer.lr=fast", "trainer.lr must be a number, got fast"),
+        ("train run.resume=maybe", "run.resume must be true or false, got maybe"),
+        ("train drafter.layers=[a]", "drafter.layers must be a list of integers such as [1,2] or"),
+        ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
+        ("train run.name=a/b", "run.name must be a name without slashes, got 'a/b'"),
+        ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
+        ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir=outputs/demo"),
+        ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
+        ("export run.dir=tests", "run.dir must be the folder of a run, got tests, which"),
+        ("train --help modle", "no section is called modle; did you mean model?"),
+    ],
+)
+def test_a_mistake_is_answered(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli.main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {said}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_folder_in_place_of_run_dir_is_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["evaluate", str(tmp_path)]) == 2
+    assert f"did you mean run.dir={tmp_path}?" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_the_example_when_run_dir_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("new", "old")):
+        file = tmp_path / "outputs" / name / "config.yaml"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (1000 - age, 1000 - age))
+    assert cli.main(["evaluate"]) == 2
+    assert capsys.readouterr().err.endswith("evaluate run.dir=outputs/new\n")
+
+
+def test_help_explains_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        assert cli.main(arguments) == 0
+        text = capsys.readouterr().out
+        for command in COMMANDS:
+            assert f"\n  {command} " in text
+        assert "python -m drafttrain train run.name=demo" in text
+
+
+def test_help_of_a_command_shows_choices_and_keys_with_their_comments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "  drafter=eagle3 * " in text
+    assert "  model=tiny * " in text
+    assert "  trainer.max_steps=" in text
+    assert "Optimizer steps." in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert cli.main(["evaluate", "--help"]) == 0
+    assert "  drafter=saved * " in capsys.readouterr().out
+
+
+def test_help_of_a_section_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "drafter=medusa", "run"]) == 0
+    text = capsys.readouterr().out
+    assert "  drafter.num_heads=" in text
+    assert "  run.seed=0" in text
+
+
+def test_config_is_printed_and_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", "run.name=x", "--local_rank=1"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("run:\n  name: x\n  dir: outputs/x\n")
+
+
+def test_paths_need_no_quotes_for_hydra(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("~/models/x", "/data/a=b", "/it's here/x y", "C:\\x"):
+        assert cli.main(["train", "-c", f"model.path={path}"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == path
+
+
+def test_deepspeeds_launcher_is_understood() -> None:
+    for extra in (["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]):
+        request = cli.read(["train", *extra, "run.name=x"])
+        assert request.overrides == ["run.name=x"]
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that runs `train` with a command that raises what it is given."""
+    from drafttrain import commands
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(error: BaseException, code: str = "raise error") -> int:
+        def command(config: object) -> None:
+            exec(code, {"error": error, "__name__": where})
+
+        where = "drafttrain.somewhere" if isinstance(error, ValueError) else "torch.somewhere"
+        monkeypatch.setattr(commands, "train", command)
+        return cli.main(["train", f"run.dir={tmp_path}/run"])
+
+    return run
+
+
+def test_an_error_for_the_user_is_one_line(failing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(ValueError("data.path must exist,\n got nothing")) == 1
+    assert capsys.readouterr().err == "error: data.path must exist, got nothing\n"
+
+
+def test_an_unforeseen_error_leaves_its_traceback_in_a_file(
+    failing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    assert failing(KeyError("lost")) == 1
+    said = capsys.readouterr().err
+    log = tmp_path / "run" / "error.log"
+    assert said == (
+        f"error: KeyError: 'lost' (the traceback is in {log}; DRAFTTRAIN_DEBUG=1 shows it here)\n"
+    )
+    assert "Traceback" in log.read_text()
+    assert f"python -m drafttrain train run.dir={tmp_path}/run" in log.read_text()
+
+
+def test_a_library_s_value_error_is_not_taken_for_the_users(
+    failing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(KeyError(), code="import json; json.loads('{')") == 1
+    assert "the traceback is in drafttrain_error.log" in capsys.readouterr().err
+    assert (tmp_path / "drafttrain_error.log").is_file()
+
+
+def test_debug_shows_the_traceback(failing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTTRAIN_DEBUG", "1")
+    with pytest.raises(KeyError):
+        failing(KeyError("lost"))
+
+
+def test_interruption_says_how_to_go_on(
+    failing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert failing(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "interrupted; go on with run.resume=true\n"
+
+
+def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFixture[str]) -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    assert failing(OutOfMemoryError("CUDA out of memory")) == 1
+    assert "lower hardware.micro_batch" in capsys.readouterr().err

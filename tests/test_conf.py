@@ -1,0 +1,260 @@
+"""conf/ composes, types, documents itself, and says which data a target is trained on."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from drafttrain.config import (
+    COMMANDS,
+    SECTIONS,
+    TrainConfig,
+    choices,
+    command_groups,
+    compose,
+    conf_dir,
+    typed,
+)
+from drafttrain.help import EXAMPLES, MOST_USED, documented, headline
+from drafttrain.run import RunConfig, check_run_folder, load_config, write_config
+
+GOLDEN = Path(__file__).parent / "golden" / "config_train.yaml"
+YAML = sorted(conf_dir().rglob("*.yaml"))
+GROUPS = {
+    group: sorted(choices(group))
+    for group in SECTIONS
+    if group != "run" and any(group in command_groups(command) for command in COMMANDS)
+}
+# What a choice cannot know.
+MUST_GIVE = {"data=jsonl": "data.path=talk.jsonl", "data=hub": "data.repo=owner/name"}
+
+
+def overrides_with(group: str, choice: str) -> list[str]:
+    override = f"{group}={choice}"
+    return [override, MUST_GIVE[override]] if override in MUST_GIVE else [override]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run as `train` records it when told nothing."""
+    config = typed(compose("train", [f"run.dir={tmp_path}"]), TrainConfig)
+    write_config(config, tmp_path / "config.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", range(max(len(names) for names in GROUPS.values())))
+def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
+    """One composition takes the row-th choice of all groups: as few as cover every choice."""
+    wanted = {group: names[row] for group, names in GROUPS.items() if row < len(names)}
+    export = wanted.pop("export", None)
+    overrides = [text for group, name in wanted.items() for text in overrides_with(group, name)]
+    config = typed(compose("train", overrides), TrainConfig)
+    for group, name in wanted.items():
+        assert getattr(config, group).name == name, "a file's stem is the name it gives"
+    if export is not None:
+        raw = yaml.safe_load(choices("export")[export].read_text())
+        assert raw["name"] == export
+
+
+@pytest.mark.parametrize("file", YAML, ids=lambda file: str(file.relative_to(conf_dir())))
+def test_yaml_documents_itself(file: Path) -> None:
+    text = file.read_text()
+    assert headline(file), "the first line says what the choice is for"
+    assert headline(file).endswith("."), "the first comment is a sentence"
+    for key, (comment, _) in documented(file).items():
+        assert comment, f"{key} needs a comment above"
+    assert not [line for line in text.splitlines() if " #" in line.split("'")[0].lstrip(" #")], (
+        "comments stand above, not behind"
+    )
+    assert file.stem == file.stem.lower()
+    assert file.stem.isidentifier()
+    assert text.endswith("\n")
+    assert "\t" not in text
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_group_files_set_each_field_of_their_class_once_and_nothing_else(group: str) -> None:
+    for name, file in choices(group).items():
+        raw = yaml.safe_load(file.read_text())
+        inherits = any(
+            not isinstance(entry, dict) or "override" not in next(iter(entry))
+            for entry in raw.get("defaults", [])
+        )
+        if inherits:  # a variant of another file says only what differs
+            continue
+        command = "export" if group == "export" else "train"
+        assert command in COMMANDS
+        kind = class_of(group, raw.get("_target_"))
+        keys = set(raw) - {"_target_", "defaults"}
+        assert keys == {field.name for field in fields(kind)}, name
+        assert set(documented(file)) >= keys, name
+
+
+def class_of(group: str, target: str | None) -> type:
+    import importlib
+
+    module, _, name = (target or SECTIONS[group]).rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_a_field_that_yaml_lacks_or_invents_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    own = tmp_path / "drafter" / "mine.yaml"
+    own.write_text("# Mine.\n_target_: drafttrain.drafters.ngram.NgramConfig\nname: mine\n")
+    with pytest.raises(ValueError, match=r"drafter\.max_ngram must be given"):
+        typed(compose("train", ["drafter=mine"], tmp_path), TrainConfig)
+    own.write_text(own.read_text() + "max_ngram: 3\nmin_ngram: 1\nmid_ngram: 2\n")
+    with pytest.raises(ValueError, match=r"drafter\.mid_ngram is not a field of NgramConfig; did"):
+        typed(compose("train", ["drafter=mine"], tmp_path), TrainConfig)
+
+
+def test_composed_default_is_the_golden_one() -> None:
+    """A changed default is a visible diff: python scripts/update_golden.py."""
+    assert OmegaConf.to_yaml(compose("train", [])) == GOLDEN.read_text()
+
+
+def test_tiny_trains_on_its_own_words_and_real_models_on_real_data() -> None:
+    for name in choices("model"):
+        config = compose("train", [f"model={name}"])
+        assert (config.data.name == "selfgen") == (config.model.repo is None), name
+        assert config.model.repo is None or config.data.repo, name
+
+
+def test_data_on_the_command_line_wins_over_the_models_own() -> None:
+    for overrides in (["model=llama8b", "data=selfgen"], ["data=selfgen", "model=llama8b"]):
+        assert compose("train", overrides).data.name == "selfgen"
+    assert compose("train", ["model=llama70b", "data.limit=7"]).data.limit == 7
+
+
+def test_a_run_is_read_back_as_it_was_told(run_folder: Path) -> None:
+    told = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
+    for command in ("evaluate", "export"):
+        config = typed(compose(command, [f"run.dir={run_folder}"]), COMMANDS[command])
+        for section in ("run", "model", "data", "drafter", "hardware"):
+            assert getattr(config, section) == getattr(told, section)
+
+
+def test_the_command_line_wins_over_what_a_run_was_told(run_folder: Path) -> None:
+    config = compose(
+        "evaluate",
+        [f"run.dir={run_folder}", "hardware=cpu", "model.path=/models/x", "drafter=medusa"],
+    )
+    assert config.hardware.name == "cpu"
+    assert config.model.path == "/models/x"
+    assert config.model.name == "tiny"
+    assert config.drafter.name == "medusa"
+    assert config.run.dir == str(run_folder)
+
+
+def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (run_folder / "config.yaml").rename(moved / "config.yaml")
+    assert compose("evaluate", [f"run.dir={moved}"]).run.dir == str(moved)
+
+
+def test_each_command_asks_for_sections_it_knows() -> None:
+    for command, schema in COMMANDS.items():
+        assert {field.name for field in fields(schema)} == set(command_groups(command)) | {"run"}
+        composed = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
+        assert set(composed) == {"defaults", "run"}
+    told = documented(conf_dir() / "train.yaml")
+    assert set(told) == {f"run.{field.name}" for field in fields(RunConfig)}
+
+
+def test_most_used_keys_and_examples_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "demo").mkdir(parents=True)
+    saved = typed(compose("train", ["run.name=demo"]), TrainConfig)
+    write_config(saved, tmp_path / "outputs" / "demo" / "config.yaml")
+    for command, keys in MOST_USED.items():
+        base = [] if command == "train" else ["run.dir=outputs/demo"]
+        config = compose(command, base)
+        for key in keys:
+            assert OmegaConf.select(config, key, default="absent") != "absent", key
+        for example in EXAMPLES[command]:
+            name, *overrides = example.split()
+            assert name == command
+            compose(command, overrides)
+
+
+def test_a_checkpointed_run_is_not_overwritten(run_folder: Path) -> None:
+    (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
+    config = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
+    with pytest.raises(ValueError, match=r"earlier run; go on with it by run\.resume=true, or"):
+        check_run_folder(config)
+
+
+def test_a_run_resumes_only_as_what_it_was(run_folder: Path) -> None:
+    (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
+    same = ["run.resume=true", f"run.dir={run_folder}"]
+    check_run_folder(typed(compose("train", same), TrainConfig))
+    other = typed(compose("train", [*same, "drafter.unroll=9"]), TrainConfig)
+    with pytest.raises(ValueError, match=r"drafter\.unroll must be \d+ to resume, .*got 9"):
+        check_run_folder(other)
+
+
+def test_a_run_without_checkpoints_may_start_again(run_folder: Path) -> None:
+    (run_folder / "checkpoints").mkdir()
+    check_run_folder(typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig))
+
+
+OWN_DRAFTER = """
+from dataclasses import dataclass
+from drafttrain.drafters.base import DrafterConfig
+
+@dataclass(frozen=True, kw_only=True)
+class MineConfig(DrafterConfig):
+    width: int
+"""
+
+
+def test_a_drafter_of_ones_own_needs_no_fork(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_drafter.py").write_text(OWN_DRAFTER)
+    (tmp_path / "my_conf" / "drafter").mkdir(parents=True)
+    own = tmp_path / "my_conf"
+    yaml_text = "# Mine.\n_target_: my_drafter.MineConfig\n\n# Its width.\nwidth: 3\n\nname: mine\n"
+    (own / "drafter" / "mine.yaml").write_text(yaml_text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = typed(compose("train", ["drafter=mine", "drafter.width=4"], own), TrainConfig)
+    assert type(config.drafter).__name__ == "MineConfig"
+    assert config.drafter.width == 4  # type: ignore[attr-defined]
+    # What a run folder says is trusted only with the user's own yaml beside it.
+    write_config(config, run_folder / "config.yaml")
+    with pytest.raises(ValueError, match=r"_target_ must name a class of drafttrain or of a yaml"):
+        compose("evaluate", [f"run.dir={run_folder}"])
+    assert compose("evaluate", [f"run.dir={run_folder}"], own).drafter.width == 4
+    sys.modules.pop("my_drafter")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("os.system", "must name a class of drafttrain or of a yaml of yours, got os.system"),
+        ("drafttrain.run.RunConfig", "must name a subclass of DrafterConfig, got RunConfig"),
+        ("drafttrain.drafters.base.torch", "must name a class, got"),
+        ("drafttrain.drafters.nothing.X", "must name a class that can be imported, got"),
+    ],
+)
+def test_target_names_a_subclass_of_its_section_and_nothing_else(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        typed(compose("train", [f"drafter._target_={target}"]), TrainConfig)
+
+
+def test_a_run_whose_config_is_broken_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.dir must be the folder of a run, .* no config"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"config\.yaml must be yaml, got"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold the sections of a run"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("run: {}")
+    with pytest.raises(ValueError, match="has no section"):
+        compose("evaluate", [f"run.dir={tmp_path}"])
