@@ -32,6 +32,7 @@ class EvalConfig:
     top_p: float
     max_new_tokens: int
     blocks: int
+    repeats: int
     lossless_prompts: int
     resamples: int
 
@@ -40,6 +41,10 @@ class EvalConfig:
         for key in ("depth", "max_new_tokens", "blocks"):
             if getattr(self, key) < 1:
                 raise ValueError(f"eval.{key} must be at least 1, got {getattr(self, key)}")
+        if not 1 <= self.repeats <= self.blocks:
+            raise ValueError(
+                f"eval.repeats must be in 1..eval.blocks ({self.blocks}), got {self.repeats}"
+            )
         if self.prompts_per_task is not None and self.prompts_per_task < 1:
             raise ValueError(
                 f"eval.prompts_per_task must be at least 1 or null, got {self.prompts_per_task}"
@@ -129,23 +134,25 @@ def measure(
 ) -> list[PromptResult]:
     """Decode every turn of every prompt by every method; return one result each.
 
-    The prompts are dealt into `config.blocks` blocks. Within a block each turn goes through all
-    methods one after the other, in an order that rotates, so that a change in the machine's speed
-    meets all of them. Later turns follow the plain loop's answers, the same for every method.
+    The prompts are dealt into `config.blocks` blocks, each into `config.repeats` of them. Within a
+    block each turn goes through all methods one after the other, in an order that rotates, so that
+    a change in the machine's speed meets all of them. Later turns follow the plain loop's answers,
+    the same for every method.
     """
     methods = methods_of(target, drafters, config, seed)
     names = list(methods)
     for name in names:  # first calls pay for allocations that later ones do not
         methods[name](first_turn(prompts[0], target, template)[:64], 0)
     results: list[PromptResult] = []
-    total = sum(len(prompt.turns) for prompt in prompts)
+    total = sum(len(prompt.turns) for prompt in prompts) * config.repeats
     gc.collect()
     gc.disable()  # a collection inside a timed cycle would be charged to one method
     try:
         with progress("evaluate", total, show=show) as tick:
             for block in range(config.blocks):
-                for place in range(block, len(prompts), config.blocks):
-                    prompt = prompts[place]
+                for place, prompt in enumerate(prompts):
+                    if (block - place) % config.blocks >= config.repeats:
+                        continue
                     messages: list[tuple[str, str]] = []
                     for turn, text in enumerate(prompt.turns):
                         messages.append(("user", text))

@@ -39,22 +39,24 @@ class HardwareConfig:
             raise ValueError(f"hardware.micro_batch must be at least 1, got {self.micro_batch}")
 
 
-def choose_device(config: HardwareConfig, local_rank: int) -> torch.device:
-    """Return the device of this rank and set the CPU threads; ValueError where it is not there."""
+def choose_device(config: HardwareConfig) -> str:
+    """Return the device that `config` asks for and set the CPU threads of this process.
+
+    ValueError where there is no such device. Each of several ranks on a machine takes its share of
+    the cores; which GPU a rank takes is for `join_ranks`.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or max(1, (cores or 1) // ranks_here))
-    wanted = config.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted.startswith("cuda"):
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
-                "found none; use hardware=cpu or hardware=auto"
-            )
-        return torch.device(wanted if ":" in wanted else f"cuda:{local_rank}")
-    return torch.device("cpu")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
+            "found none; use hardware=cpu or hardware=auto"
+        )
+    return device
 
 
 def choose_train_dtype(config: HardwareConfig, device: torch.device) -> torch.dtype:

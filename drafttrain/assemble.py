@@ -1,0 +1,113 @@
+"""From sections of a configuration to the objects that commands put to work."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.checkpoint import Checkpoints, load_state, load_weights
+from drafttrain.data.chat import encode
+from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.hardware import DtypeChoice, HardwareConfig, choose_dtype
+from drafttrain.pretrained import ModelConfig
+from drafttrain.regenerate import selfgen
+from drafttrain.run import CHECKPOINTS
+from drafttrain.target.target import Target, load_target
+from drafttrain.types import Sample, TargetSpec
+
+
+def load_samples(
+    config: DataConfig, target: Target, show: bool
+) -> tuple[list[Sample], list[str], dict[str, Any]]:
+    """Return conversations as tokens, lines to print about them, and a record of what was skipped."""
+    if isinstance(config, SelfgenConfig):
+        generated = selfgen(target, config, show)
+        return generated.samples, generated.report.lines(), generated.report.to_dict()
+    conversations, unread = read(config)
+    samples, unfit = encode(conversations, target.tokenizer, config, show)
+    report = unread + unfit
+    return samples, report.lines(), report.to_dict()
+
+
+def load_drafter(
+    run: Path, config: DrafterConfig, spec: TargetSpec
+) -> tuple[Drafter, Path | None]:
+    """Return a run's drafter with the weights of its best checkpoint, in float32 on the CPU.
+
+    A drafter without weights comes as it is. ValueError where the run has no checkpoint, or was
+    trained on another target.
+    """
+    drafter = config.build(spec)
+    if not drafter.capabilities.trainable:
+        return drafter, None
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
+    folder = checkpoints.best() or checkpoints.latest()
+    if folder is None:
+        raise ValueError(
+            f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
+            "(trainer.save_every)"
+        )
+    state = load_state(folder)
+    if state.fingerprint != spec.fingerprint:
+        raise ValueError(
+            f"{folder} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
+            f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
+            "trained on: point model.path at those, or train a drafter for this target"
+        )
+    drafter.load_weights(load_weights(folder))
+    return drafter, folder
+
+
+def load_target_to_decode(
+    model: ModelConfig, hardware: HardwareConfig, reference: Target
+) -> tuple[Target, DtypeChoice]:
+    """Return the target in the dtype that `hardware` asks for, and why; `reference` is in float32."""
+    device = reference.device
+    targets = {torch.float32: reference}
+
+    def target_in(dtype: torch.dtype) -> Target:
+        if dtype not in targets:
+            targets[dtype] = load_target(model, dtype, str(device))
+        return targets[dtype]
+
+    def pass_of(dtype: torch.dtype) -> Callable[[int], None]:
+        target = target_in(dtype)
+        cache = target.begin()
+        context = torch.zeros(1, 64, dtype=torch.long, device=device)
+
+        @torch.inference_mode()
+        def run(num_tokens: int) -> None:
+            target.step(cache, context[:, :num_tokens])
+            target.rollback(cache, num_tokens)
+
+        with torch.inference_mode():
+            target.step(cache, context)
+        return run
+
+    choice = choose_dtype(hardware, device, pass_of)
+    return target_in(choice.dtype), choice
+
+
+def describe_target(target: Target, started: float) -> str:
+    """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
+    spec = target.spec
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    dtype = str(target.dtype).removeprefix("torch.")
+    return (
+        f"target: {spec.name}, {spec.architecture}, {size / 1e6:,.1f}M parameters in {dtype}, "
+        f"loaded in {time.monotonic() - started:.1f} s"
+    )
+
+
+def describe_drafter(drafter: Drafter) -> str:
+    """Return a line about an untrained drafter."""
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    line = f"drafter: {drafter.config.name}, {size / 1e6:,.2f}M parameters"
+    if drafter.captures:
+        line += f", reads layers {', '.join(map(str, drafter.captures))}"
+    if drafter.vocab is not None:
+        line += f", can say {drafter.vocab.size:,} of {drafter.spec.vocab_size:,} tokens"
+    return line
