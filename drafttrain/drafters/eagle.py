@@ -187,13 +187,16 @@ class Eagle(Drafter):
         return Expansion(self._logits(state.access, state.hidden))
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the SafeAILab layout; fc.bias is zero, for engines whose fc always has one."""
+        """Return the SafeAILab layout; fc.bias is zero, for engines whose fc always has one.
+
+        SafeAILab's `bias` key stays out: both engines would take it for a bias of the attention,
+        find none in the file, and draft from uninitialised memory.
+        """
         spec = self.spec
         config = {
             # SGLang takes the first it knows; vLLM refuses the first name and wraps the second.
             "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
             "model_type": "llama",
-            "bias": True,
             **llama_shape(spec, self.config.intermediate_size),
         }
         tensors = dict(self.state_dict())

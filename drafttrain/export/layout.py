@@ -114,6 +114,7 @@ _LLAMA_KEYS = {
     "num_hidden_layers": 1,  # SGLang reads a second EAGLE-3 layer differently from vLLM
     "tie_word_embeddings": False,  # true would draft with the embedding for a head
     "attention_bias": False,
+    "bias": False,  # engines take it for the attention's too, and find none to load
     "mlp_bias": False,
     "hidden_act": "silu",
 }
@@ -128,7 +129,7 @@ _REQUIRED_KEYS: dict[str, Config] = {
     "eagle": {**_LLAMA_KEYS, "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"]},
     "medusa": {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True},
 }
-_FALSE_BY_DEFAULT = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FALSE_BY_DEFAULT = ("bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def check(

@@ -1,0 +1,100 @@
+"""Targets and quickly trained drafters for the serving suite: acceptance must not be zero."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from drafttrain.chance import SeededChance
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.drafters.eagle import EagleConfig
+from drafttrain.drafters.eagle3 import Eagle3Config
+from drafttrain.drafters.medusa import MedusaConfig
+from drafttrain.pretrained import ModelConfig
+from drafttrain.target.target import Target, load_target
+from drafttrain.types import GREEDY, PAD_DOCUMENT, Batch, weighted_sum
+
+CONF = Path(__file__).parents[2] / "conf"
+FAMILIES = {"eagle3": Eagle3Config, "eagle": EagleConfig, "medusa": MedusaConfig}
+LEARNING_RATE = 2e-3
+
+
+class NoChance(TrainingChance):
+    """The middle of every interval: feature noise of zero."""
+
+    def uniform_like(self, values: Tensor, document: Tensor) -> Tensor:
+        """Return one half everywhere."""
+        return torch.full_like(values, 0.5)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, and what the target says to it by itself, greedily, past any end of text."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def target_at(folder: Path) -> Target:
+    """Load a target from a directory, in float32."""
+    values = yaml.safe_load((CONF / "model" / "tiny.yaml").read_text())
+    del values["_target_"]
+    config = ModelConfig(**{**values, "name": folder.name, "path": str(folder)})
+    return load_target(config, torch.float32, "cpu")
+
+
+def plain_texts(target: Target, prompts: list[list[int]], max_new_tokens: int) -> list[Text]:
+    """Let the target answer every prompt in our own plain loop."""
+    return [
+        Text(prompt, list(autoregressive(target, prompt, max_new_tokens))) for prompt in prompts
+    ]
+
+
+def autoregressive(target: Target, prompt: list[int], max_new_tokens: int) -> tuple[int, ...]:
+    """Return new tokens of the plain loop; nothing ends them but the limit."""
+    decoded = autoregressive_decode(
+        target,
+        prompt,
+        sampling=GREEDY,
+        max_new_tokens=max_new_tokens,
+        chance=SeededChance(0),
+        stop_tokens=(),
+    )
+    return decoded.tokens
+
+
+def overfit(family: str, target: Target, texts: list[Text], steps: int, **changes: Any) -> Drafter:
+    """Train a drafter on the target's own answers until it drafts some of them."""
+    torch.manual_seed(0)
+    values = yaml.safe_load((CONF / "drafter" / f"{family}.yaml").read_text())
+    del values["_target_"]
+    drafter = FAMILIES[family](**{**values, **changes}).build(target.spec)
+    batch = _batch(texts)
+    counts = torch.bincount(batch.tokens[batch.loss_mask], minlength=target.spec.vocab_size)
+    drafter.prepare(counts, target.readout)
+    features = target.features(batch, drafter.captures)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=LEARNING_RATE)
+    for _ in range(steps):
+        loss = weighted_sum(drafter(batch, features, NoChance())) / batch.loss_mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+def _batch(texts: list[Text]) -> Batch:
+    length = max(len(text.prompt) + len(text.answer) for text in texts)
+    tokens = torch.zeros(len(texts), length, dtype=torch.long)
+    mask = torch.zeros(len(texts), length, dtype=torch.bool)
+    document = torch.full((len(texts), length), PAD_DOCUMENT)
+    for row, text in enumerate(texts):
+        whole = text.prompt + text.answer
+        tokens[row, : len(whole)] = torch.tensor(whole)
+        mask[row, len(text.prompt) : len(whole)] = True
+        document[row, : len(whole)] = row
+    positions = torch.arange(length).expand(len(texts), length).contiguous()
+    return Batch(tokens, mask, positions, document)

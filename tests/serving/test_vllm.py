@@ -1,0 +1,240 @@
+"""A real vLLM loads our exports, says what we say, and counts what we count.
+
+Run by scripts/serving_suite.sh, which makes the environment that vLLM lives in. Everything is
+float32 and greedy, a chain of depth 3, one prompt at a time, and nothing ends a text but the limit.
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import character_tokenizer
+from overfit import CONF, Text, overfit, plain_texts, target_at
+
+from drafttrain.chance import SeededChance
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
+from drafttrain.export import ExportConfig
+from drafttrain.export.card import CardData
+from drafttrain.export.vllm import export_vllm
+from drafttrain.pretrained.models import EMBEDDED
+from drafttrain.target.target import Target
+from drafttrain.types import GREEDY, Counters
+
+pytestmark = pytest.mark.serving
+
+DEPTH, MAX_NEW_TOKENS, NUM_PROMPTS = 3, 64, 8
+TIMEOUT_S = 900
+QUESTIONS = (
+    "Hello! How are you today?",
+    "What is the capital of France?",
+    "Write a short story about a cat and a dog.",
+    "What is 7 plus 5?",
+    "Give me three tips for sleeping well.",
+    "Why is the sky blue?",
+    "Say the words red, green, blue and red, green, blue again.",
+    "How do I make tea?",
+)
+# name: target, family, training steps, changes to its yaml. Few steps, so that some drafts fail.
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "eagle3": ("embedded", "eagle3", 25, {"draft_vocab_coverage": 0.95}),
+    "eagle": ("embedded", "eagle", 25, {}),
+    "medusa": ("embedded", "medusa", 8, {"num_heads": 4}),
+    "shallow": ("shallow", "eagle3", 40, {}),
+    "qwen3": ("qwen3", "eagle3", 50, {"draft_vocab_size": 128}),
+    "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96}),
+}
+
+
+@dataclass
+class Served:
+    """What both sides said to the same prompts."""
+
+    texts: dict[str, list[Text]] = field(default_factory=dict)  # our plain loop, by target
+    ours: dict[str, list[tuple[tuple[int, ...], Counters]]] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)  # vLLM's answers, by case
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Train, export and decode every case here, then let one vLLM process serve them all."""
+    python = os.environ.get("DRAFTTRAIN_VLLM_PYTHON", "")
+    if not Path(python).is_file():
+        pytest.fail(
+            "DRAFTTRAIN_VLLM_PYTHON must name the interpreter of an environment with vLLM, got "
+            f"{python!r}: run scripts/serving_suite.sh"
+        )
+    folder = tmp_path_factory.mktemp("serving")
+    served, requests = Served(), []
+    folders = {
+        "embedded": EMBEDDED,
+        "shallow": random_target(folder / "shallow", "llama", num_layers=4),
+        "qwen3": random_target(folder / "qwen3", "qwen3", num_layers=7),
+    }
+    targets = {name: target_at(path) for name, path in folders.items()}
+    for name, target in targets.items():
+        served.texts[name] = plain_texts(target, prompts_of(name, target), MAX_NEW_TOKENS)
+        requests.append(request(name, folders[name], served.texts[name], None))
+    for name, (where, family, steps, changes) in CASES.items():
+        texts = served.texts[where]
+        drafter = overfit(family, targets[where], texts, steps, **changes)
+        out = folder / "exports" / name
+        export_vllm(drafter, str(folders[where]), out, export_config(), card_of(family))
+        served.ours[name] = [decode(targets[where], drafter, text.prompt) for text in texts]
+        speculative = {"method": family, "model": str(out), "num_speculative_tokens": DEPTH}
+        requests.append(request(name, folders[where], texts, speculative))
+    served.theirs = ask_vllm(python, folder, requests)
+    return served
+
+
+def random_target(folder: Path, architecture: str, num_layers: int) -> Path:
+    """Write a random target that differs from the embedded one in whatever an export may forget."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,  # not hidden / heads
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,  # wide enough that the greedy choice is never a tie
+        "bos_token_id": 1,
+        "eos_token_id": 5,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    if architecture == "llama":
+        rope = {"rope_type": "default", "rope_theta": 500.0}
+        config = LlamaConfig(**shape, rope_parameters=rope, tie_word_embeddings=False)
+        model = LlamaForCausalLM(config)
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1000000.0}
+        config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prompts_of(name: str, target: Target) -> list[list[int]]:
+    """Return eight prompts: chats for the embedded target, random tokens for random ones."""
+    if name == "embedded":
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        return [
+            target.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+            for chat in chats
+        ]
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(6, target.spec.vocab_size, (5 + 3 * i,), generator=generator).tolist()
+        for i in range(NUM_PROMPTS)
+    ]
+
+
+def export_config() -> ExportConfig:
+    values = yaml.safe_load((CONF / "export" / "vllm.yaml").read_text())
+    return ExportConfig(**{**values, "dtype": "float32"})
+
+
+def card_of(family: str) -> CardData:
+    return CardData("serving suite", family, "a target", None, "other", {}, {}, {})
+
+
+def request(
+    name: str, target: Path, texts: list[Text], speculative: dict[str, Any] | None
+) -> dict[str, Any]:
+    prompts = [text.prompt for text in texts]
+    return {
+        "name": name if speculative else f"plain {name}",
+        "target": str(target),
+        "prompts": prompts,
+        "speculative_config": speculative,
+        "max_model_len": 256,
+    }
+
+
+def decode(target: Target, drafter: Drafter, prompt: list[int]) -> tuple[tuple[int, ...], Counters]:
+    decoded = speculative_decode(
+        target,
+        drafter,
+        prompt,
+        depth=DEPTH,
+        sampling=GREEDY,
+        max_new_tokens=MAX_NEW_TOKENS,
+        chance=SeededChance(0),
+        stop_tokens=(),
+    )
+    return decoded.tokens, decoded.stats.untrimmed
+
+
+def ask_vllm(python: str, folder: Path, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Run every request in one process of the other environment."""
+    paths = folder / "request.json", folder / "answer.json"
+    paths[0].write_text(json.dumps({"max_tokens": MAX_NEW_TOKENS, "cases": requests}))
+    client = Path(__file__).with_name("vllm_client.py")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, str(client), *map(str, paths)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    answer = json.loads(paths[1].read_text())
+    print(f"vLLM {answer['vllm']}:", {name: c["seconds"] for name, c in answer["cases"].items()})
+    return answer["cases"]
+
+
+def said(served: Served, case: str) -> list[list[int]]:
+    answer = served.theirs[case]
+    assert "error" not in answer, answer["error"]
+    return answer["tokens"]
+
+
+@pytest.mark.parametrize("target", ["embedded", "shallow", "qwen3"])
+def test_plain_decoding_is_the_same_in_both(served: Served, target: str) -> None:
+    assert said(served, f"plain {target}") == [text.answer for text in served.texts[target]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_output_is_that_of_plain_decoding(served: Served, case: str) -> None:
+    target = CASES[case][0]
+    assert said(served, case) == said(served, f"plain {target}")
+    assert [list(tokens) for tokens, _ in served.ours[case]] == said(served, f"plain {target}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_counts_the_same_drafts_and_acceptances_as_we_do(served: Served, case: str) -> None:
+    counted = served.theirs[case]["counters"]
+    ours = [counters for _, counters in served.ours[case]]
+    total = sum(ours, Counters())
+    print(case, total)
+    for mine, theirs in zip(ours, counted, strict=True):
+        assert theirs == {
+            "num_drafts": mine.num_drafts,
+            "num_draft_tokens": mine.num_draft_tokens,
+            "num_accepted_tokens": mine.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": mine.num_accepted_tokens_per_position,
+        }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal_counters_mean_something(served: Served, case: str) -> None:
+    """Drafts must fail and succeed at every depth, or a drafter that says nothing would pass."""
+    total = sum((counters for _, counters in served.ours[case]), Counters())
+    assert total.num_accepted_tokens > 0.1 * total.num_draft_tokens, total
+    assert total.num_accepted_tokens < 0.95 * total.num_draft_tokens, total
+    assert all(total.num_accepted_tokens_per_position), total

@@ -1,0 +1,486 @@
+"""Exports: engines accept anything, so everything they would misread must be an error here."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.eagle import EagleConfig
+from drafttrain.drafters.eagle3 import Eagle3Config
+from drafttrain.drafters.medusa import MedusaConfig
+from drafttrain.drafters.ngram import NgramConfig
+from drafttrain.export import ExportConfig, layout
+from drafttrain.export.card import CardData, model_card, read_run
+from drafttrain.export.vllm import Exported, export_vllm, read_back
+from drafttrain.readout import Readout
+from drafttrain.report import LosslessCheck, TimingInfo, build_report
+from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, TargetSpec
+
+FAMILIES = ("eagle3", "eagle", "medusa")
+VOCAB, HIDDEN = 200, 32
+CARD = CardData(
+    title="tiny-eagle3",
+    family="eagle3",
+    target="tiny",
+    base_model="ada/tiny",
+    license="apache-2.0",
+    training={"data": {"name": "selfgen", "conversations": 512}, "steps": 300},
+    provenance={"commit": "0123abc", "versions": {"torch": "2.13.0"}},
+    reports={},
+)
+
+
+def spec(num_layers: int = 8) -> TargetSpec:
+    return TargetSpec(
+        name="tiny",
+        fingerprint="f00d",
+        architecture="llama",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,  # not hidden / heads: the head_dim key matters
+        rms_norm_eps=1e-5,
+        rope_theta=50000.0,
+        max_positions=64,
+        eos_token_ids=(5, 6),
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None) -> Drafter:
+    """A drafter with random weights everywhere, and a reduced vocabulary of 64 for eagle3."""
+    torch.manual_seed(0)
+    config = {
+        "eagle3": Eagle3Config(
+            name="eagle3",
+            layers=layers,
+            intermediate_size=40,
+            draft_vocab_size=64,
+            draft_vocab_coverage=1.0,
+            unroll=3,
+            depth_decay=0.8,
+        ),
+        "eagle": EagleConfig(
+            name="eagle",
+            intermediate_size=None,
+            feature_weight=1.0,
+            token_weight=0.1,
+            feature_noise=0.0,
+        ),
+        "medusa": MedusaConfig(name="medusa", num_heads=3, num_layers=2, head_decay=0.8),
+    }[family]
+    drafter = config.build(spec(num_layers))
+    readout = Readout(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
+    drafter.prepare(torch.randint(1, 99, (VOCAB,)), readout)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return drafter
+
+
+def config_of(**changes: Any) -> ExportConfig:
+    file = Path(__file__).parent.parent / "conf" / "export" / "vllm.yaml"
+    return ExportConfig(**{**yaml.safe_load(file.read_text()), **changes})
+
+
+def export(drafter: Drafter, folder: Path, **changes: Any) -> Exported:
+    card = dataclasses.replace(CARD, family=drafter.config.name)
+    return export_vllm(drafter, "/models/tiny", folder, config_of(**changes), card)
+
+
+def serving(family: str, **options: Any) -> tuple[Drafter, dict[str, Any], dict[str, torch.Tensor]]:
+    drafter = drafter_of(family, **options)
+    return drafter, *drafter.to_serving()
+
+
+def complaint(
+    drafter: Drafter, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> str | None:
+    try:
+        layout.check(config, tensors, drafter.spec, drafter.captures)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_holds_every_tensor_of_its_layout_and_loads_back(
+    family: str, tmp_path: Path
+) -> None:
+    drafter = drafter_of(family)
+    done = export(drafter, tmp_path / "out", dtype="float32")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(done.sizes)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = {name: e for name, e in layout.expected_tensors(config).items() if e.required}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: expected.shape for name, expected in wanted.items()
+    }
+    assert config["torch_dtype"] == "float32"
+    assert done.rounding.largest_difference == 0
+    assert done.rounding.same_choice == 1
+    fresh = drafter.config.build(drafter.spec)
+    fresh.from_serving(config, tensors)
+    original = drafter.state_dict()
+    assert fresh.state_dict().keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in fresh.state_dict().items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_rounds_the_weights_and_says_how_far_that_moved_the_logits(
+    family: str, tmp_path: Path
+) -> None:
+    done = export(drafter_of(family), tmp_path / "out", dtype="bfloat16")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    floats = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    assert floats == {torch.bfloat16}
+    assert 0 < done.rounding.largest_difference < 1
+    text = "\n".join(done.lines())
+    assert "loaded back: logits equal to those of the same weights, bit for bit" in text
+    assert "rounding to bfloat16 moved logits by at most" in text
+
+
+def test_weights_that_are_not_the_drafters_are_noticed_when_read_back(tmp_path: Path) -> None:
+    drafter = drafter_of("eagle")
+    export(drafter, tmp_path / "out", dtype="float32")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    read_back(tmp_path / "out", drafter, torch.float32)
+    tensors["layers.0.mlp.up_proj.weight"][3, 4] += 1e-3
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match="does not give back the drafter: its logits differ"):
+        read_back(tmp_path / "out", drafter, torch.float32)
+
+
+# All or nothing
+
+
+def test_a_failed_export_leaves_nothing_behind_and_an_earlier_one_untouched(tmp_path: Path) -> None:
+    drafter = drafter_of("medusa")
+    folder = tmp_path / "out"
+    card = dataclasses.replace(CARD, family="medusa", reports={"quick": {"drafter": "medusa"}})
+    with pytest.raises(ValueError, match=r"evaluation quick has a report\.json that a card cannot"):
+        export_vllm(drafter, "/models/tiny", folder, config_of(), card)
+    assert list(tmp_path.iterdir()) == []
+    export(drafter, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="evaluation quick"):
+        export_vllm(drafter, "/models/tiny", folder, config_of(overwrite=True), card)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_is_replaced_only_when_asked_and_only_if_it_is_an_export(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    export(drafter_of("medusa"), folder)
+    with pytest.raises(ValueError, match=r"export.dir must be empty, .* export.overwrite=true"):
+        export(drafter_of("eagle"), folder)
+    export(drafter_of("eagle"), folder, overwrite=True)
+    assert "fc.weight" in load_file(folder / "model.safetensors")
+    assert folder.stat().st_mode & 0o777 == 0o755
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"holds thesis.tex; choose another folder"):
+        export(drafter_of("eagle"), folder, overwrite=True)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(ValueError, match=r"export\.dir must be a folder, got the file"):
+        export(drafter_of("eagle"), folder / "thesis.tex", overwrite=True)
+
+
+# What engines do not check
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_missing_unknown_or_misshapen_tensor_is_named(family: str) -> None:
+    drafter, config, tensors = serving(family)
+    assert complaint(drafter, config, tensors) is None
+    for name, tensor in tensors.items():
+        without = {other: value for other, value in tensors.items() if other != name}
+        shape = list(tensor.shape)
+        assert f"missing {name} of shape {shape}" in (complaint(drafter, config, without) or "")
+        wide = {**tensors, name: torch.cat([tensor, tensor])}
+        text = f"{name} must be {shape}, got {[2 * shape[0], *shape[1:]]}"
+        assert text in (complaint(drafter, config, wide) or "")
+        half = {**tensors, name: tensor.to(torch.float16)}
+        assert f"{name} must be torch." in (complaint(drafter, config, half) or "")
+    unknown = {**tensors, "model.fc.weight": torch.zeros(1)}
+    assert "unknown model.fc.weight" in (complaint(drafter, config, unknown) or "")
+
+
+def test_all_faults_are_named_at_once_and_nothing_is_written(tmp_path: Path) -> None:
+    drafter, config, tensors = serving("eagle3")
+    del tensors["midlayer.mlp.down_proj.weight"]
+    tensors["foo"] = tensors["norm.weight"]
+    text = complaint(drafter, config, tensors) or ""
+    assert "this eagle3 drafter cannot be served: missing midlayer.mlp.down_proj.weight" in text
+    assert "unknown foo" in text
+    with torch.no_grad():
+        drafter.fc.weight[0, :3] = torch.nan
+    with pytest.raises(ValueError, match=r"fc\.weight holds 3 values that are not finite"):
+        export(drafter, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("vocab_size", VOCAB + 1),
+        ("hidden_size", HIDDEN * 2),
+        ("tie_word_embeddings", True),
+        ("attention_bias", True),
+        ("num_hidden_layers", 2),
+        ("rope_theta", 10000.0),
+        ("norm_before_residual", True),
+        ("norm_output", True),
+    ],
+)
+def test_a_configuration_that_engines_would_take_for_another_model_is_refused(
+    key: str, value: Any
+) -> None:
+    drafter, config, tensors = serving("eagle3")
+    text = complaint(drafter, {**config, key: value}, tensors) or ""
+    assert f"config.json's {key} must be {config.get(key, False)}, got {value}" in text
+
+
+def test_medusa_says_that_its_blocks_have_biases_since_vllm_drops_them_otherwise() -> None:
+    drafter, config, tensors = serving("medusa")
+    assert config["medusa_fc_bias"] is True
+    without = {key: value for key, value in config.items() if key != "medusa_fc_bias"}
+    assert "medusa_fc_bias must be True, got None" in (complaint(drafter, without, tensors) or "")
+
+
+def test_medusa_heads_bound_the_depth_that_vllm_accepts(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="num_speculative_tokens must be at most 3 for this medusa"
+    ):
+        export(drafter_of("medusa"), tmp_path / "out", num_speculative_tokens=4)
+
+
+def test_eagle_carries_a_zero_bias_and_names_that_both_engines_take() -> None:
+    drafter, config, tensors = serving("eagle")
+    assert not tensors["fc.bias"].any()
+    assert config["architectures"] == ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    tensors["fc.bias"][0] = 1
+    assert "fc.bias must be zero" in (complaint(drafter, config, tensors) or "")
+    biased = complaint(drafter, {**config, "bias": True}, tensors) or ""
+    assert "config.json's bias must be False, got True" in biased
+    alone = {**config, "architectures": ["LlamaForCausalLMEagle"]}
+    assert "architectures must be" in (complaint(drafter, alone, tensors) or "")
+
+
+def test_d2t_is_an_offset_and_t2d_its_mask() -> None:
+    drafter, config, tensors = serving("eagle3")
+    ids = tensors["d2t"] + torch.arange(64)
+    assert config["draft_vocab_size"] == 64
+    assert torch.equal(ids, drafter.vocab.target_ids)
+    absolute = complaint(drafter, config, {**tensors, "d2t": ids}) or ""
+    assert "d2t must be an offset (target id = i + d2t[i])" in absolute
+    other = tensors["t2d"].roll(1)
+    assert "t2d must mark exactly" in (complaint(drafter, config, {**tensors, "t2d": other}) or "")
+    without = {name: tensor for name, tensor in tensors.items() if name != "d2t"}
+    assert "missing d2t of shape [64]" in (complaint(drafter, config, without) or "")
+
+
+def test_a_whole_vocabulary_needs_no_maps(tmp_path: Path) -> None:
+    drafter = drafter_of("eagle3")
+    whole = drafter.config.build(drafter.spec)
+    export(whole, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "d2t" not in tensors
+    assert tensors["lm_head.weight"].shape == (VOCAB, HIDDEN)
+
+
+def test_default_layers_write_no_ids_and_shallow_targets_write_both_spellings(
+    tmp_path: Path,
+) -> None:
+    _, config, _ = serving("eagle3", num_layers=8)
+    assert "eagle_aux_hidden_state_layer_ids" not in config
+    assert "eagle_config" not in config
+    shallow = drafter_of("eagle3", num_layers=4)
+    assert shallow.captures == (1, 2, 3)
+    done = export(shallow, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert any("Reads target layers [1, 2, 3]" in line for line in done.lines())
+
+
+def test_layer_ids_that_either_engine_would_read_otherwise_are_refused() -> None:
+    drafter, config, tensors = serving("eagle3", layers=[1, 4, 6])
+    assert complaint(drafter, config, tensors) is None
+    top = {key: value for key, value in config.items() if key != "eagle_config"}
+    text = complaint(drafter, top, tensors) or ""
+    assert "SGLang would read layers [2, 4, 5], trained on [1, 4, 6]" in text
+    assert "vLLM" not in text
+    nested = {k: v for k, v in config.items() if k != "eagle_aux_hidden_state_layer_ids"}
+    text = complaint(drafter, nested, tensors) or ""
+    assert "vLLM would read layers [0, 3, 5], trained on [1, 4, 6]" in text
+    neither = {key: value for key, value in top.items() if key in config and "eagle" not in key}
+    text = complaint(drafter, neither, tensors) or ""
+    assert "vLLM would read layers [2, 4, 5]" in text
+    assert "SGLang would read layers [2, 4, 5]" in text
+
+
+def test_a_drafter_without_weights_cannot_be_exported(tmp_path: Path) -> None:
+    ngram = NgramConfig(name="ngram", max_ngram=3, min_ngram=1).build(spec())
+    with pytest.raises(ValueError, match="drafter=ngram has no serving format: it has no weights"):
+        export_vllm(ngram, "/models/tiny", tmp_path / "out", config_of(), CARD)
+
+
+# Serving and configuration
+
+
+def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> None:
+    done = export(drafter_of("eagle3"), tmp_path / "it's here", num_speculative_tokens=5)
+    words = shlex.split(done.commands["vLLM"])
+    assert words[:4] == ["vllm", "serve", "/models/tiny", "--speculative-config"]
+    assert json.loads(words[4]) == {
+        "method": "eagle3",
+        "model": str(tmp_path / "it's here"),
+        "num_speculative_tokens": 5,
+    }
+    words = shlex.split(done.commands["SGLang"])
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options == {
+        "--model-path": "/models/tiny",
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": str(tmp_path / "it's here"),
+        "--speculative-num-steps": "5",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "6",
+    }
+    pushed = export(drafter_of("medusa"), tmp_path / "medusa", push="ada/tiny-medusa")
+    assert '"model": "ada/tiny-medusa"' in pushed.commands["vLLM"]
+    assert "SGLang" not in pushed.commands
+    assert "SGLang has no Medusa" in pushed.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"dtype": "float16"},
+            "export.dtype must be one of auto, float32, bfloat16, got 'float16'",
+        ),
+        ({"num_speculative_tokens": 0}, "export.num_speculative_tokens must be at least 1, got 0"),
+        ({"push": "tiny"}, "export.push must be user/repo, got 'tiny'; for example"),
+        ({"dry_run": True}, "export.dry_run=true must come with export.push=user/repo"),
+        ({"license": "The MIT"}, "export.license must be a licence id of the Hub"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text.replace("(", r"\(")):
+        config_of(**changes)
+
+
+# The card
+
+
+def evaluation() -> dict[str, Any]:
+    def result(method: str, task: str, prompt: int, seconds: float, accepted: int) -> PromptResult:
+        counters = Counters()
+        for _ in range(0 if method == "autoregressive" else 4):
+            counters.add(3, accepted)
+        stats = DecodeStats(counters, counters, 4, verify_s=seconds)
+        tokens = tuple(range(16))
+        return PromptResult(f"{task}-{prompt}", 0, task, method, 0, 8, tokens, stats)
+
+    results = [
+        result(method, task, prompt, seconds, accepted)
+        for task in ("code", "chat")
+        for prompt in range(3)
+        for method, seconds, accepted in (
+            ("autoregressive", 2.0 + prompt, 0),
+            ("eagle3", 1.0 + prompt, 2),
+            ("ngram", 1.5 + prompt, 1),
+        )
+    ]
+    return build_report(
+        results,
+        target="tiny",
+        drafter="eagle3",
+        depth=3,
+        sampling=GREEDY,
+        max_new_tokens=16,
+        lossless=LosslessCheck("greedy match", True, "float32", 6, 6, []),
+        timing=TimingInfo("bfloat16", 2, 1, "cpu"),
+        provenance={"commit": "0123abc"},
+        prompts={"file": "prompts.jsonl"},
+        notes=[],
+        seed=0,
+    )
+
+
+def test_the_card_has_front_matter_that_the_hub_reads(tmp_path: Path) -> None:
+    export(drafter_of("eagle3"), tmp_path / "out")
+    data = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert data.license == "apache-2.0"
+    assert data.library_name == "drafttrain"
+    assert data.base_model == "ada/tiny"
+    assert data.pipeline_tag == "text-generation"
+    assert data.tags == ["speculative-decoding", "eagle3", "drafttrain", "vllm", "sglang"]
+
+
+def test_a_card_without_an_evaluation_says_not_measured_and_how_to_serve(tmp_path: Path) -> None:
+    done = export(drafter_of("eagle3"), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Not measured: the run has no evaluation." in text
+    assert all(command in text for command in done.commands.values())
+    assert "| data.conversations | 512 |" in text
+    assert "| commit | 0123abc |" in text
+    assert "| versions.torch | 2.13.0 |" in text
+
+
+def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
+    report = evaluation()
+    for name in ("greedy", "sampled"):
+        (tmp_path / "evaluations" / name).mkdir(parents=True)
+        (tmp_path / "evaluations" / name / "report.json").write_text(json.dumps(report))
+    (tmp_path / "provenance.json").write_text('{"commit": "89abcde"}')
+    provenance, reports = read_run(tmp_path)
+    assert provenance == {"commit": "89abcde"}
+    card = dataclasses.replace(CARD, reports=reports, provenance=provenance)
+    text = model_card(card, {"model_type": "llama"}, {"vLLM": "vllm serve"}, ())
+    assert "Evaluation `greedy`: eagle3 at depth 3, greedy, batch 1." in text
+    assert "Evaluation `sampled`" in text
+    rows = [
+        line for line in text.splitlines() if line.startswith(("| **all**", "| code", "| all,"))
+    ]
+    assert len(rows) == 6
+    assert rows[0].startswith("| **all** | 3.00 [3.00, 3.00] | 3.00 | 1.00 1.00 .00 |")
+    assert rows[2].startswith("| all, by ngram | 2.00 [2.00, 2.00]")
+    assert "6 of 6 greedy outputs identical to plain decoding in float32" in text
+    assert "Timed in bfloat16 on cpu with 2 threads, 1 interleaved blocks." in text
+    assert "- `speedup`: Tokens per second over those of the plain" in text
+    assert "Not measured" not in text
+
+
+def test_names_cannot_break_out_of_the_front_matter(tmp_path: Path) -> None:
+    odd = 'ada/"tiny"\nlicense: mit #'
+    card = dataclasses.replace(CARD, base_model=odd)
+    text = model_card(card, {}, {"vLLM": "vllm serve"}, ())
+    data = yaml.safe_load(text.split("---\n")[1])
+    assert data["base_model"] == odd
+    assert data["license"] == "apache-2.0"
+
+
+def test_a_report_that_is_not_json_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluations" / "broken"
+    folder.mkdir(parents=True)
+    (folder / "report.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken/report.json must be a JSON object"):
+        read_run(tmp_path)
