@@ -177,6 +177,18 @@ def test_turns_of_a_prompt_are_one_unit_and_blocks_count_tokens_once():
     assert row["speedup"]["ci95"] is None
 
 
+def test_a_block_compares_the_prompts_that_were_timed_in_it():
+    results = [
+        PromptResult(**{**vars(result), "block": {"a": 0, "b": 1}[result.prompt_id]})
+        for result in two_prompts()
+    ]
+    report = report_of(results)
+    assert report["timing"]["blocks"] == 2
+    assert report["timing"]["repeats"] == 1
+    assert report["summary"]["speedup"]["blocks"] == pytest.approx([1 / 0.4, 1.0])
+    assert report["summary"]["speedup"]["value"] == pytest.approx(2.0 / 1.4)
+
+
 def test_interval_of_a_mean_agrees_with_the_closed_form():
     values = np.random.default_rng(1).normal(3.0, 1.0, 200)
     low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], seed=0)
@@ -360,7 +372,7 @@ def test_every_key_of_a_row_is_defined(varied: dict[str, Any]):
     defined = set(varied["definitions"])
     assert set(varied["summary"]) <= defined
     assert set(varied["methods"]["autoregressive"]["summary"]) <= defined
-    assert {"ci95", "lossless", "beats_ngram", "flags"} <= defined
+    assert {"ci95", "lossless", "beats_ngram", "flags", "timing"} <= defined
 
 
 def numbers_in(tree: Any) -> list[float]:

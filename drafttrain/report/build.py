@@ -42,7 +42,7 @@ class LosslessCheck:
 
 @dataclass(frozen=True)
 class TimingInfo:
-    """What timings were taken with; `blocks` is how often each prompt was timed, interleaved."""
+    """What timings were taken with; in a block, all methods decode each prompt in turn."""
 
     dtype: str
     threads: int
@@ -78,7 +78,7 @@ def build_report(
             f"{drafter!r}; they have {sorted(set(totals) - {PLAIN})}"
         )
     plain = totals[PLAIN]
-    blocks = max(len(prompt.block_seconds) for prompt in plain.values())
+    blocks = len({block for prompt in plain.values() for block in prompt.block_seconds})
     if blocks != timing.blocks:
         raise ValueError(
             f"timing.blocks must be the number of blocks in the results, got {timing.blocks} where "
@@ -101,7 +101,10 @@ def build_report(
         },
         "lossless": {**asdict(lossless), "statement": _lossless_statement(lossless)},
         "beats_ngram": _beats_ngram(totals, drafter, seed),
-        "timing": asdict(timing),
+        "timing": {
+            **asdict(timing),
+            "repeats": min(len(prompt.block_seconds) for prompt in plain.values()),
+        },
         "prompts": dict(prompts),
         "notes": list(notes),
         "measurements": _measurements(totals),

@@ -21,17 +21,19 @@ DEFINITIONS: dict[str, str] = {
     "conditional_acceptance": "Share of the drafts whose first i - 1 tokens were accepted in which "
     "the i-th was accepted too (EAGLE's n-alpha); a draft that ended earlier counts as rejected.",
     "tokens_per_second": "Output tokens over seconds from first prompt token to last output "
-    "token, prefill included; for each turn the median over the timing blocks, summed over turns. "
-    "autoregressive: the plain loop; speculative: with the drafter.",
+    "token, prefill included; for each turn the median over the blocks that timed it, "
+    "summed over turns. autoregressive: the plain loop; speculative: with the drafter.",
     "speedup": "Tokens per second over those of the plain autoregressive loop: same process, "
     "prompts, batch, sampling, trimmed output, blocks interleaved. ci95: paired by prompt; blocks: "
-    "the same ratio within each timing block.",
+    "the same ratio within each timing block, over the prompts that were timed in it.",
     "predicted_speedup": "acceptance_length * t_plain / (t_draft + t_verify), t_plain being the "
     "target's time for one plain step; it leaves out prefill and the loop's own time, and a pass "
     "without a draft counts as a draft with nothing accepted.",
     "time_ms": "Milliseconds. draft, verify, other (the loop's own time): per target pass after "
     "the prefill; prefill: per turn. Means over passes or turns of each turn's median over the "
-    "timing blocks. Plain decoding has verify (its step) and other.",
+    "blocks that timed it. Plain decoding has verify (its step) and other.",
+    "timing": "What the speeds were measured with; blocks: interleaved groups of prompts, each "
+    "by all methods in turn; repeats: how many blocks timed each prompt, at the least.",
     "repetition_rate": "Share of output tokens that end a run of 4 tokens which stood earlier in "
     "the same output: text in loops is easy to draft.",
     "outputs_differing": "Turns whose output is not, token for token, that of the plain loop in "

@@ -39,7 +39,8 @@ class PromptTotals:
     """One prompt decoded by one method, its turns taken together.
 
     Outputs and counters are those of the first block; `num_unstable_turns` counts the turns whose
-    output was another in a later block. `block_seconds` is the total of each block, in order.
+    output was another in a later block. A prompt may be timed in some blocks only:
+    `block_seconds` has its total in each that timed it.
     """
 
     task: str
@@ -49,7 +50,7 @@ class PromptTotals:
     trimmed: Counters
     untrimmed: Counters
     seconds: Seconds
-    block_seconds: tuple[float, ...]
+    block_seconds: dict[int, float]
     num_unstable_turns: int
 
     @property
@@ -127,7 +128,7 @@ def _totals(key: Key, cells: dict[tuple[int, int], PromptResult]) -> PromptTotal
             verify=seconds("verify_s"),
             other=seconds("other_s"),
         ),
-        block_seconds=tuple(blocks[block] for block in sorted(blocks)),
+        block_seconds=dict(blocks),
         num_unstable_turns=sum(
             any(result.tokens != results[0].tokens for result in results)
             for results in turns.values()
@@ -253,19 +254,23 @@ def speedup(
     fast, slow = speed(prompts), speed(plain)
     if not (fast and slow and _timed(prompts) and _timed(plain)):
         return {"value": None, "ci95": None, "blocks": []}
-    tokens = sum(prompt.num_output_tokens for prompt in prompts)
-    plain_tokens = sum(prompt.num_output_tokens for prompt in plain)
-    blocks = []
-    # Prompts may differ in their number of blocks; a block counts when all of them have it.
-    for block in range(min(len(prompt.block_seconds) for prompt in prompts)):
-        seconds = sum(prompt.block_seconds[block] for prompt in prompts)
-        plain_seconds = sum(prompt.block_seconds[block] for prompt in plain)
-        blocks.append(tokens / seconds / (plain_tokens / plain_seconds))
+    numbers = sorted({block for prompt in plain for block in prompt.block_seconds})
     return {
         "value": fast / slow,
         "ci95": interval(_speedup, [*_columns(prompts), *_columns(plain)], seed),
-        "blocks": blocks,
+        "blocks": [
+            ratio(_block_speed(prompts, block) or 0.0, _block_speed(plain, block) or 0.0)
+            for block in numbers
+        ],
     }
+
+
+def _block_speed(prompts: Sequence[PromptTotals], block: int) -> float | None:
+    timed = [prompt for prompt in prompts if block in prompt.block_seconds]
+    return ratio(
+        sum(prompt.num_output_tokens for prompt in timed),
+        sum(prompt.block_seconds[block] for prompt in timed),
+    )
 
 
 def speedup_difference(
