@@ -132,8 +132,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"Depth {report['depth']}, temperature {sampling['temperature']}, top-k "
         f"{sampling['top_k']}, top-p {sampling['top_p']}, at most {sampling['max_new_tokens']} new "
         f"tokens. Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])}, "
-        f"{timing['threads']} threads, {timing['blocks']} interleaved blocks, {timing['repeats']} "
-        "or more for each prompt.",
+        f"{timing['threads']} threads, {timing['blocks']} interleaved blocks, each "
+        f"prompt in {timing['repeats']} of them.",
         "",
         "## Measured",
         "",
