@@ -27,14 +27,14 @@ DERIVED_KEYS = {
     "train_micro_batch_size_per_gpu": "hardware.micro_batch",
     "gradient_accumulation_steps": "trainer.tokens_per_step and hardware.micro_batch",
     "gradient_clipping": "trainer.max_grad_norm",
-    "optimizer": "trainer.lr, trainer.betas and trainer.weight_decay",
+    "optimizer": "trainer.lr, trainer.beta1, trainer.beta2 and trainer.weight_decay",
     "scheduler": "trainer.schedule and trainer.warmup_steps",
-    "fp16": "hardware.dtype",
-    "bf16": "hardware.dtype",
-    "bfloat16": "hardware.dtype",
-    "torch_autocast": "hardware.dtype",
-    "amp": "hardware.dtype",
-    "data_types": "hardware.dtype",
+    "fp16": "hardware.train_dtype",
+    "bf16": "hardware.train_dtype",
+    "bfloat16": "hardware.train_dtype",
+    "torch_autocast": "hardware.train_dtype",
+    "amp": "hardware.train_dtype",
+    "data_types": "hardware.train_dtype",
     "prescale_gradients": "nothing: gradients are summed, never averaged",
     "gradient_predivide_factor": "nothing: gradients are summed, never averaged",
     "gradient_allreduce_op": "nothing: gradients are summed, never averaged",
@@ -102,7 +102,7 @@ def build_engine(
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"hardware.dtype must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}; "
+            f"hardware.train_dtype must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}; "
             "float16 would need its losses scaled: use bfloat16"
         )
     trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}

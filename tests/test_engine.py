@@ -260,7 +260,9 @@ def test_zero_3_and_keys_without_deepspeed_are_refused() -> None:
 
 
 def test_float16_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"hardware\.dtype must be .* or bfloat16, got float16"):
+    with pytest.raises(
+        ValueError, match=r"hardware\.train_dtype must be .* or bfloat16, got float16"
+    ):
         make_engine("none", dtype=torch.float16)
 
 

@@ -18,7 +18,7 @@ from drafttrain.ranks import LostRankError, Ranks, join_ranks
 ROOT = Path(__file__).parents[1]
 
 
-def run_ranks(task: str, count: int = 2) -> list[str]:
+def run_ranks(task: str, count: int = 2, script: str = __file__) -> list[str]:
     """Start ranks without torchrun, which would kill the others when one dies; return outputs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -27,14 +27,14 @@ def run_ranks(task: str, count: int = 2) -> list[str]:
     for rank in range(count):
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(count),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
         }
-        command = [sys.executable, __file__, task]
+        command = [sys.executable, script, task]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     return [process.communicate(timeout=100)[0].strip() for process in ranks]
 

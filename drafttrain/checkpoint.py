@@ -1,0 +1,288 @@
+"""What a checkpoint is: a folder that appears whole or not at all, and is verified when read."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.engine import Engine
+
+WEIGHTS_FILE = "drafter.safetensors"
+STATE_FILE = "state.json"
+INDEX_FILE = "index.json"
+# step-000123, or step-000123-2 where a resumed run came by the same step again.
+NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written, or is damaged, or belongs to something else."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run is, besides weights and optimizer; everything in it is plain JSON."""
+
+    step: int  # finished optimizer steps
+    tokens: int  # trained on so far, over all ranks
+    data: dict[str, Any]  # position in the data, from Batches.state_dict()
+    best_metric: float | None  # the highest yet; None before the first validation
+    fingerprint: str  # of the target that the drafter belongs to
+    extra: dict[str, Any]
+
+    def after_step(self, tokens: int, data: dict[str, Any]) -> "TrainState":
+        """Return the state after one more optimizer step over `tokens` tokens."""
+        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, data=data)
+
+    def after_validation(self, metric: float) -> "TrainState":
+        """Return the state that remembers `metric` if none was higher."""
+        best = metric if self.best_metric is None else max(self.best_metric, metric)
+        return replace(self, best_metric=best)
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders step-000123, of which the newest and the best are kept.
+
+    `index.json` names the latest and the best one. All ranks call `save` and `resume` together, on
+    one file system; rank 0 writes.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep}")
+        self.folder = folder
+        self.keep = keep
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint to go on from, None if there is none."""
+        names = self._names()
+        named = self._index().get("latest")
+        return self.folder / (named if named in names else names[-1]) if names else None
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best metric, None if none was called best."""
+        named = self._index().get("best")
+        return self.folder / named if named in self._names() else None
+
+    def save(self, engine: Engine, state: TrainState, best: bool) -> None:
+        """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
+
+        Raises CheckpointError on all ranks if it cannot be written; earlier ones are then intact.
+        """
+        unfinished = self.folder / f"{LEFTOVER}unfinished"
+        with self._fate_shared(engine, unfinished):
+            if engine.is_main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in self.folder.glob(f"{LEFTOVER}*"):
+                    shutil.rmtree(leftover)
+                unfinished.mkdir()
+        with self._fate_shared(engine, unfinished):
+            engine.save(unfinished)
+            if engine.is_main:
+                weights = engine.module.state_dict()
+                # Copies: under ZeRO the weights are views of one buffer, which the format refuses.
+                copies = {key: value.to("cpu", copy=True) for key, value in weights.items()}
+                save_file(copies, unfinished / WEIGHTS_FILE)
+                _write_state(unfinished, state)
+                _flush(unfinished)
+                name = self._new_name(state.step)
+                unfinished.rename(self.folder / name)
+                _flush(self.folder)
+                self._point_at(name, best)
+                self._prune(name)
+
+    def resume(self, engine: Engine) -> TrainState | None:
+        """Load the latest checkpoint into the engine and return its state, None if there is none.
+
+        Raises CheckpointError if it is damaged or of another drafter.
+        """
+        folder = engine.ranks.broadcast_object(self.latest() if engine.is_main else None)
+        if folder is None:
+            return None
+        with self._fate_shared(engine, None):
+            if engine.is_main:
+                verify(folder)
+        before = {name: id(value) for name, value in engine.module.named_parameters()}
+        try:
+            engine.module.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        except RuntimeError as error:  # names and shapes, on a line each
+            lines = [line.strip() for line in str(error).splitlines()[1:3]]
+            raise CheckpointError(
+                f"{folder / WEIGHTS_FILE} must fit the drafter, got: {' '.join(lines)} "
+                "Resume with the drafter settings that the run was started with"
+            ) from error
+        after = {name: id(value) for name, value in engine.module.named_parameters()}
+        assert before == after, (
+            "loading replaced parameters; the optimizer would train the old ones"
+        )
+        engine.load(folder)
+        return load_state(folder)
+
+    def _names(self) -> list[str]:
+        """Return the names of the whole checkpoints, oldest first."""
+        names = [path.parent.name for path in self.folder.glob(f"step-*/{STATE_FILE}")]
+        return sorted((name for name in names if NAME.fullmatch(name)), key=_step_and_visit)
+
+    def _new_name(self, step: int) -> str:
+        visits = [visit for s, visit in map(_step_and_visit, self._names()) if s == step]
+        return f"step-{step:06d}" + (f"-{max(visits) + 1}" if visits else "")
+
+    def _index(self) -> dict[str, str | None]:
+        path = self.folder / INDEX_FILE
+        try:
+            return json.loads(path.read_text()) if path.exists() else {}
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} must be JSON as this program wrote it, got: {error}; remove it to go on "
+                "from the newest checkpoint, with none called the best"
+            ) from error
+
+    def _point_at(self, name: str, best: bool) -> None:
+        old = self._index().get("best")
+        # Coming by the best step again, its new checkpoint takes the place of the old one.
+        again = old is not None and _step_and_visit(old)[0] == _step_and_visit(name)[0]
+        index = {"latest": name, "best": name if best or again else old}
+        temporary = self.folder / f".{INDEX_FILE}"
+        temporary.write_text(json.dumps(index, indent=1) + "\n")
+        _flush(temporary)
+        temporary.rename(self.folder / INDEX_FILE)
+        _flush(self.folder)
+
+    def _prune(self, newest: str) -> None:
+        here = _step_and_visit(newest)
+        past = [name for name in self._names() if _step_and_visit(name) <= here]
+        visits = {_step_and_visit(name)[0]: name for name in past}  # of each step, the last
+        kept = {*list(visits.values())[-self.keep :], self._index()["best"]}
+        for name in set(past) - kept:
+            leftover = self.folder / f"{LEFTOVER}{name}"
+            (self.folder / name).rename(leftover)  # at once; what follows takes its time
+            shutil.rmtree(leftover, ignore_errors=True)  # the next save tries again
+
+    @contextmanager
+    def _fate_shared(self, engine: Engine, unfinished: Path | None) -> Iterator[None]:
+        """Let what goes wrong on rank 0 be raised on every rank, which would else wait for it."""
+        problem = None
+        try:
+            yield
+        except (OSError, SafetensorError, CheckpointError) as error:
+            problem = str(error)
+            if unfinished is not None and engine.is_main:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                problem = self._explain(error)
+        problem = engine.ranks.broadcast_object(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _explain(self, error: Exception) -> str:
+        reason = str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in reason:
+            free = shutil.disk_usage(self.folder).free / 1e9
+            reason = f"the disk is full ({free:.2f} GB free): make room there"
+        latest = self.latest()
+        intact = f"{latest.name} is intact" if latest else "there is none from before"
+        return (
+            f"no checkpoint could be written to {self.folder}: {reason}; then go on with "
+            f"run.resume=true ({intact})"
+        )
+
+
+def verify(folder: Path, only: str | None = None) -> None:
+    """Check the files of a checkpoint (or `only` one of them) against their recorded checksums.
+
+    Raises CheckpointError that names the first file that is missing or not as it was written.
+    """
+    way_out = f"remove {folder} to go on from another checkpoint, if there is one"
+    for name, recorded in _read_state(folder)["files"].items():
+        path = folder / name
+        if only not in (None, name):
+            continue
+        if not path.exists():
+            raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            raise CheckpointError(
+                f"{path} must have the {recorded['bytes']} bytes that were written, got {size}: "
+                f"it was cut off or changed; {way_out}"
+            )
+        if (found := _sha256(path)) != recorded["sha256"]:
+            raise CheckpointError(
+                f"{path} must match its recorded checksum {recorded['sha256'][:12]}..., got "
+                f"{found[:12]}...: it is damaged or changed; {way_out}"
+            )
+
+
+def load_state(folder: Path) -> TrainState:
+    """Return the state that a checkpoint was saved with."""
+    return TrainState(**_read_state(folder)["state"])
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the drafter's weights from a checkpoint, verified, on the CPU, as saved."""
+    verify(folder, only=WEIGHTS_FILE)
+    return load_file(folder / WEIGHTS_FILE)
+
+
+def _step_and_visit(name: str) -> tuple[int, int]:
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), int(match[2] or 1)
+
+
+def _write_state(folder: Path, state: TrainState) -> None:
+    """Write the last file of a checkpoint, which records the others."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    plain = asdict(state)
+    content = {"state": plain, "state_sha256": _digest(plain), "files": files}
+    (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    try:
+        content = json.loads(path.read_text())
+        if content["state_sha256"] == _digest(content["state"]):
+            return content
+        problem = "it is damaged or changed"
+    except FileNotFoundError:
+        problem = "it is missing"
+    except (ValueError, KeyError, TypeError):
+        problem = "it is cut off or changed"
+    raise CheckpointError(
+        f"{path} must be the record that a checkpoint was saved with, but {problem}; "
+        f"remove {folder} to go on from another checkpoint, if there is one"
+    )
+
+
+def _digest(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or a folder with the files in it, is on the disk."""
+    for place in [*path.iterdir(), path] if path.is_dir() else [path]:
+        if place.is_dir() and place != path:
+            continue
+        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
