@@ -113,7 +113,7 @@ class Target:
         else:
             positions = (mask.cumsum(1)[:, past:] - 1).clamp_(min=0)
             causal = torch.ones(new, past + new, dtype=torch.bool, device=tokens.device)
-            # Padding sees itself alone: a row that sees nothing would be NaN and spread.
+            # Padding sees itself: where nothing is seen, some kernels answer NaN, which spreads.
             itself = torch.eye(past + new, dtype=torch.bool, device=tokens.device)[past:]
             attention = self._mask(((causal.tril_(past) & mask[:, None]) | itself)[:, None])
         with self._capturing(captures) as captured:
