@@ -20,8 +20,8 @@ FLOORS = {
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["checkpoint", "decode"],
-    "3, workers": ["evaluate", "export", "regenerate", "train"],
-    "4, configuration": ["config"],
+    "3, workers": ["evaluate", "export", "regenerate", "train", "validate"],
+    "4, configuration": ["assemble", "config"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],
 }  # fmt: skip

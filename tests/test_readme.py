@@ -12,25 +12,26 @@ from drafttrain.run import write_config
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else ""
-CALL = "python -m drafttrain"
+CALL = "-m drafttrain "  # of python or of torchrun
 
 
-def fenced(text: str) -> list[str]:
-    """Return the lines of shell blocks, continuation lines joined, comments and prompts gone."""
-    blocks = re.findall(r"^ *```(?:bash|sh|shell|console)?\n(.*?)^ *```", text, re.S | re.M)
-    joined = "\n".join(blocks).replace("\\\n", " ")
+def blocks(text: str) -> list[str]:
+    """Return the lines of code blocks, fenced or indented, with continued lines joined."""
+    fences = re.findall(r"^```\w*\n(.*?)^```", text, re.S | re.M)
+    indented = re.findall(r"(?:^|\n\n)((?:    .*\n)+)", text)
+    joined = "\n".join([*fences, *indented]).replace("\\\n", " ")
     return [line.strip().removeprefix("$ ") for line in joined.splitlines()]
 
 
 def inline(text: str) -> list[str]:
     """Return what stands between backticks outside of blocks."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M))
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
 
 
 def commands(text: str) -> list[str]:
     """Return every call of the command line that can be composed, without duplicates."""
     calls = []
-    for line in [*fenced(text), *inline(text)]:
+    for line in [*blocks(text), *inline(text)]:
         _, call, rest = line.partition(CALL)
         rest = shlex.join(shlex.split(rest, comments=True))
         if call and rest.split(" ")[0] in COMMANDS and "..." not in rest:
@@ -85,7 +86,7 @@ def test_path_in_readme_exists(path: str) -> None:
 
 def test_make_target_in_readme_exists() -> None:
     known = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
-    for line in [*fenced(TEXT), *inline(TEXT)]:
+    for line in [*blocks(TEXT), *inline(TEXT)]:
         if line.startswith("make "):
             assert line.split()[1] in known, line
 
@@ -99,11 +100,20 @@ $ python -m drafttrain evaluate \\
     run.dir=outputs/demo  # comment
 python -m drafttrain train ...
 ```
+
+An indented block:
+
+    torchrun --nproc_per_node 2 -m drafttrain train deepspeed=zero2
+
 """
 
 
 def test_commands_and_paths_are_found() -> None:
-    assert commands(EXAMPLE) == ["evaluate run.dir=outputs/demo", "train drafter=x"]
+    assert commands(EXAMPLE) == [
+        "evaluate run.dir=outputs/demo",
+        "train deepspeed=zero2",
+        "train drafter=x",
+    ]
     found = paths(EXAMPLE)
     assert found == ["docs/a.md", "drafttrain/train.py", "conf/gone/", "gone.py"]
     assert [path for path in found if not exists(path)] == ["docs/a.md", "conf/gone/", "gone.py"]

@@ -41,6 +41,8 @@ def test_provenance_names_the_commit_of_the_checkout(checkout: Path) -> None:
     made = provenance([])
     assert made["commit"] == git(checkout, "rev-parse", "HEAD")
     assert made["dirty"] is False
+    (checkout / "notes.txt").write_text("not part of what ran")
+    assert provenance([])["dirty"] is False
     (checkout / "drafttrain" / "__init__.py").write_text("changed = True")
     assert provenance([])["dirty"] is True
 
