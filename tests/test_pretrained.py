@@ -4,32 +4,24 @@ import dataclasses
 import json
 import os
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
-from huggingface_hub import constants
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from drafttrain.pretrained import (
     EMBEDDED,
     ModelConfig,
     RandomModelConfig,
     fingerprint,
-    hub,
     load_config,
     load_model,
     load_tokenizer,
 )
 from drafttrain.pretrained.files import HASHED_WHOLE_BYTES
-from drafttrain.target.describe import refuse_unless_rollable
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -244,214 +236,6 @@ def test_an_unknown_architecture_is_named(folder: Path) -> None:
     edit_config(folder, model_type="llama9")
     with pytest.raises(ValueError, match=r"Transformers \S+ knows, got 'llama9'; a newer"):
         load_config(model_config(path=str(folder)))
-
-
-# The Hub
-
-COMMIT = "0" * 39 + "1"
-REPO = "meta-llama/Llama-3.3-70B-Instruct"
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    """As much of the Hub's protocol as a download needs."""
-
-    folder: Path
-    refusal: str | None  # what the Hub's X-Error-Code says of every file
-    fetched: list[str]
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet."""
-
-    def answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        names = [str(f.relative_to(self.folder)) for f in self.folder.rglob("*") if f.is_file()]
-        if "revision/none" in path:
-            self.answer(404, b"{}", X_Error_Code="RevisionNotFound")
-        elif self.refusal == "RepoNotFound":
-            self.answer(404, b"{}", X_Error_Code=self.refusal)
-        elif "/tree/" in path:
-            rows = [
-                {"type": "file", "path": n, "size": (self.folder / n).stat().st_size, "oid": n}
-                for n in names
-            ]
-            self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
-        elif path.startswith("/api/models/"):
-            info = {"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
-            self.answer(200, json.dumps(info).encode(), Content_Type="application/json")
-        elif self.refusal:
-            self.answer(403, b"{}", X_Error_Code=self.refusal)
-        else:
-            name = path.partition("/resolve/")[2].partition("/")[2]
-            if self.command == "GET":
-                self.fetched.append(name)
-            body = (self.folder / name).read_bytes()
-            self.answer(200, body, ETag=f'"{hash(name)}"', X_Repo_Commit=COMMIT)
-
-    do_HEAD = do_GET
-
-
-@pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """Point the real client at an endpoint, with an empty cache."""
-
-    def at(endpoint: str) -> None:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setattr(
-            constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        huggingface_hub.close_session()
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    hub.download.cache_clear()
-    yield at
-    hub.download.cache_clear()
-    huggingface_hub.close_session()
-
-
-@pytest.fixture
-def handler(online: Callable[[str], None], folder: Path) -> Iterator[type[HubHandler]]:
-    serving = type("Serving", (HubHandler,), {"folder": folder, "refusal": None, "fetched": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), serving)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    online(f"http://127.0.0.1:{server.server_port}")
-    yield serving
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-UNREACHABLE = (
-    "model=llama70b: cannot reach the Hugging Face Hub for meta-llama/Llama-3.3-70B-Instruct;"
-    " point model.path at a local directory that holds the model, for example"
-    " model.path=/models/Llama-3.3-70B-Instruct"
-)
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_an_unreachable_hub_is_one_clear_error_within_seconds(
-    online: Callable[[str], None], offline: bool
-) -> None:
-    if not offline:
-        online("http://127.0.0.1:9")  # where nobody listens
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="cannot reach the Hugging Face Hub") as error:
-        load_config(model_config(name="llama70b", repo=REPO))
-    assert str(error.value).startswith(UNREACHABLE)
-    assert len(str(error.value).splitlines()) == 1
-    assert time.monotonic() - start < 5
-
-
-def test_a_download_brings_weights_only_when_they_are_needed(
-    handler: type[HubHandler], folder: Path
-) -> None:
-    (folder / "original").mkdir()
-    (folder / "original" / "consolidated.00.pth").write_bytes(b"the weights again")
-    (folder / "pytorch_model.bin").write_bytes(b"and again")
-    (folder / "consolidated.safetensors").write_bytes(b"and again")
-    (folder / "modeling_mine.py").write_text("raise AssertionError")
-    config = model_config(repo=REPO)
-    loaded = load_config(config)
-    assert loaded.vocab_size == 97
-    assert "config.json" in handler.fetched
-    assert "tokenizer.json" in handler.fetched
-    assert "model.safetensors" not in handler.fetched
-    model = load_model(config, loaded, torch.float32, "cpu")
-    assert model.lm_head.weight.shape == (97, 32)
-    assert set(handler.fetched) == {path.name for path in folder.glob("*")} - {
-        *("original", "pytorch_model.bin", "consolidated.safetensors", "modeling_mine.py")
-    }
-    assert mark(config) == mark(model_config(path=str(folder)))
-
-
-def test_what_was_downloaded_serves_without_the_hub(
-    handler: type[HubHandler], online: Callable[[str], None]
-) -> None:
-    config = model_config(repo=REPO)
-    load(config)
-    hub.download.cache_clear()
-    online("http://127.0.0.1:9")
-    assert load(config).lm_head.weight.shape == (97, 32)
-
-
-@pytest.mark.parametrize(
-    ("refusal", "revision", "message"),
-    [
-        ("GatedRepo", None, f"{REPO} is gated: accept its licence at .* or set HF_TOKEN; or point"),
-        ("RepoNotFound", None, f"the Hugging Face Hub has no {REPO} that you may read; check mod"),
-        (None, "none", f"model.revision must be a branch, tag or commit of {REPO}, got 'none'"),
-    ],
-)
-def test_what_the_hub_refuses_is_said_in_one_sentence(
-    handler: type[HubHandler], refusal: str | None, revision: str | None, message: str
-) -> None:
-    handler.refusal = refusal
-    with pytest.raises(ValueError, match=message) as error:
-        load_config(model_config(repo=REPO, revision=revision))
-    assert len(str(error.value).splitlines()) == 1
-
-
-# Which targets can forget
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "reason"),
-    [
-        ("mamba", {}, "recurrent state"),
-        ("rwkv", {}, "recurrent state"),
-        ("jamba", {}, "recurrent state"),
-        ("qwen3_next", {}, "recurrent state"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, "layers of kind conv"),
-        ("minimax", {}, "layers of kind linear_attention"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window=4096 is less than its 131072 posi"),
-        ("gemma2", {}, "sliding_window=4096 is less than its 8192 positions"),
-        ("llama4_text", {}, "attention_chunk_size=8192 is less than its"),
-    ],
-)
-def test_a_target_that_cannot_forget_is_refused_by_name(
-    kind: str, changes: Any, reason: str
-) -> None:
-    config = AutoConfig.for_model(kind, **changes)
-    with pytest.raises(ValueError, match=rf"model=mine \({kind}\) cannot be a target: .*{reason}"):
-        refuse_unless_rollable(model_config(path="/x"), config)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "gemma", "cohere", "granite", "phi3"])
-def test_attention_in_every_layer_is_accepted(kind: str) -> None:
-    refuse_unless_rollable(model_config(path="/x"), AutoConfig.for_model(kind))
-
-
-def test_a_sliding_window_is_accepted_where_nothing_slides() -> None:
-    refuse_unless_rollable(
-        model_config(path="/x"), AutoConfig.for_model("mistral", sliding_window=None)
-    )
-    refuse_unless_rollable(
-        model_config(path="/x", max_positions=4096),
-        AutoConfig.for_model("mistral", sliding_window=4096),
-    )
-
-
-def test_the_refusal_comes_before_weights_are_read(folder: Path) -> None:
-    from drafttrain.target.target import load_target
-
-    edit_config(folder, model_type="mistral", sliding_window=8)
-    (folder / "model.safetensors").unlink()
-    config = model_config(path=str(folder))
-    with pytest.raises(ValueError, match=r"sliding_window=8 is less than its 512 positions"):
-        load_target(config, torch.float32, "cpu")
 
 
 # What loads
