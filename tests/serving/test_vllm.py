@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import character_tokenizer
-from overfit import CONF, Text, overfit, plain_texts, target_at
+from overfit import CONF, Text, decisive_texts, overfit, target_at
 
 from drafttrain.chance import SeededChance
 from drafttrain.decode.loop import speculative_decode
@@ -40,6 +40,10 @@ QUESTIONS = (
     "Why is the sky blue?",
     "Say the words red, green, blue and red, green, blue again.",
     "How do I make tea?",
+    "Tell me a joke about a fish.",
+    "What can I cook with rice and eggs?",
+    "Where do birds sleep?",
+    "Count from one to ten.",
 )
 # name: target, family, training steps, changes to its yaml. Few steps, so that some drafts fail.
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -79,7 +83,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     }
     targets = {name: target_at(path) for name, path in folders.items()}
     for name, target in targets.items():
-        served.texts[name] = plain_texts(target, prompts_of(name, target), MAX_NEW_TOKENS)
+        prompts = prompts_of(name, target)
+        served.texts[name] = decisive_texts(target, prompts, NUM_PROMPTS, MAX_NEW_TOKENS)
         requests.append(request(name, folders[name], served.texts[name], None))
     for name, (where, family, steps, changes) in CASES.items():
         texts = served.texts[where]
@@ -95,6 +100,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 def random_target(folder: Path, architecture: str, num_layers: int) -> Path:
     """Write a random target that differs from the embedded one in whatever an export may forget."""
+    import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
@@ -120,13 +126,14 @@ def random_target(folder: Path, architecture: str, num_layers: int) -> Path:
         rope = {"rope_type": "default", "rope_theta": 1000000.0}
         config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
         model = Qwen3ForCausalLM(config)
+    transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
 
 
 def prompts_of(name: str, target: Target) -> list[list[int]]:
-    """Return eight prompts: chats for the embedded target, random tokens for random ones."""
+    """Return twelve prompts: chats for the embedded target, random tokens for random ones."""
     if name == "embedded":
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         return [
@@ -138,7 +145,7 @@ def prompts_of(name: str, target: Target) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randint(6, target.spec.vocab_size, (5 + 3 * i,), generator=generator).tolist()
-        for i in range(NUM_PROMPTS)
+        for i in range(len(QUESTIONS))
     ]
 
 
