@@ -16,6 +16,7 @@ from drafttrain.drafters.base import (
     DraftState,
     Expansion,
     TrainingChance,
+    count_correct,
     load_exactly,
     positions_to_predict,
 )
@@ -139,7 +140,7 @@ class Eagle(Drafter):
                 self.config.token_weight,
                 losses.soft_cross_entropy(logits, target_probs).sum(),
                 count,
-                (logits.argmax(-1) == target_probs.argmax(-1)).sum(),
+                count_correct(logits.detach(), target_probs.argmax(-1)),
             ),
         }
 

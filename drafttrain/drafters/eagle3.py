@@ -17,6 +17,7 @@ from drafttrain.drafters.base import (
     DraftState,
     Expansion,
     TrainingChance,
+    count_correct,
     load_exactly,
     positions_to_predict,
 )
@@ -190,7 +191,7 @@ class Eagle3(Drafter):
         mask = document_mask(batch.document[:, :-1])
         rows, ahead = positions_to_predict(batch, 2)
         depth_allowed = batch.positions[rows, ahead] - 2  # deeper, the root lies before the text
-        target_probs, covered = self._target_law(features, rows, ahead - 1)
+        target_probs, choices, covered = self._target_law(features, rows, ahead - 1)
         past: list[tuple[Tensor, Tensor]] = []
         terms: Losses = {}
         for depth in range(steps):
@@ -206,13 +207,12 @@ class Eagle3(Drafter):
             known = depth_allowed >= depth
             used = known & covered
             logits = self.lm_head(self.norm(hidden[rows[used], ahead[used] - 2 - depth]))
-            probs = target_probs[used]
-            loss = losses.soft_cross_entropy(logits, probs)
+            loss = losses.soft_cross_entropy(logits, target_probs[used])
             terms[f"depth_{depth + 1}"] = LossTerm(
                 self.config.depth_decay**depth,
                 loss.sum(),
                 known.sum(),
-                (logits.argmax(-1) == probs.argmax(-1)).sum(),
+                count_correct(logits.detach(), choices[used]),
                 (known & ~covered).sum(),
             )
         return terms
@@ -220,12 +220,14 @@ class Eagle3(Drafter):
     @torch.no_grad()
     def _target_law(
         self, features: TargetFeatures, rows: Tensor, positions: Tensor
-    ) -> tuple[Float[Tensor, "position draft_vocab"], Tensor]:
+    ) -> tuple[Float[Tensor, "position draft_vocab"], Tensor, Tensor]:
+        """Return the law over draft ids, its first choice, and whether that is the target's own."""
         logits = features.readout.logits(features.final_hidden[rows, positions]).float()
+        choices = logits.argmax(-1)
         if self.vocab is None:
-            return logits.softmax(-1), torch.ones_like(rows, dtype=torch.bool)
-        covered = self.vocab.draft_ids[logits.argmax(-1)] >= 0
-        return logits[:, self.vocab.target_ids].softmax(-1), covered
+            return logits.softmax(-1), choices, torch.ones_like(rows, dtype=torch.bool)
+        choices = self.vocab.draft_ids[choices]
+        return logits[:, self.vocab.target_ids].softmax(-1), choices, choices >= 0
 
     def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         captured = [features.captured[layer].to(self.dtype) for layer in self.captures]

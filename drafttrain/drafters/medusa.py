@@ -16,6 +16,7 @@ from drafttrain.drafters.base import (
     DraftState,
     Expansion,
     TrainingChance,
+    count_correct,
     load_exactly,
     positions_to_predict,
 )
@@ -114,7 +115,7 @@ class Medusa(Drafter):
                 self.config.head_decay**k,
                 loss.sum(),
                 torch.tensor(len(rows), device=loss.device),
-                (logits.argmax(-1) == labels).sum(),
+                count_correct(logits.detach(), labels),
             )
         return terms
 
