@@ -101,8 +101,9 @@ def build_engine(
     off. Parameters that do not require a gradient stay as they are.
     """
     if dtype not in (torch.float32, torch.bfloat16):
+        got = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"hardware.train_dtype must be float32 or bfloat16, got {str(dtype).removeprefix('torch.')}; "
+            f"hardware.train_dtype must be float32 or bfloat16, got {got}; "
             "float16 would need its losses scaled: use bfloat16"
         )
     trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}

@@ -1,0 +1,219 @@
+"""The curves of a run: metrics.jsonl always, Weights & Biases when asked; the only door to it."""
+
+import json
+import math
+import netrc
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from drafttrain.terminal import console
+
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb/run_id"
+MODES = ("auto", "online", "offline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """Where curves go besides metrics.jsonl; subclasses are the choices."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlTrackerConfig(TrackerConfig):
+    """Nowhere besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(TrackerConfig):
+    """To Weights & Biases, over the network or into the run folder for a later upload."""
+
+    project: str
+    entity: str | None
+    mode: str
+    tags: list[str]
+    group: str | None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"tracker.mode must be one of {', '.join(MODES)}, got {self.mode}")
+        if not self.project:
+            raise ValueError("tracker.project must name a project, got nothing")
+
+
+def open_tracker(
+    choice: TrackerConfig,
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    resume_step: int | None,
+    is_main: bool,
+) -> "Tracker":
+    """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
+
+    config: what the run was told, sections of plain data. resume_step: finished steps of the
+    checkpoint that the run goes on from, None for a new run; what was recorded of later steps is
+    dropped, for those steps are taken again. Raises ValueError if Weights & Biases was asked for
+    and cannot start; once it has, its failures cost a warning, not the run.
+    """
+    if not is_main:
+        return Tracker(None, None, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = None
+    if isinstance(choice, WandbConfig):
+        run = _start_wandb(choice, folder, config, resumed=resume_step is not None)
+    return Tracker(folder / METRICS_FILE, resume_step, run)
+
+
+class Tracker:
+    """Writes rows to metrics.jsonl, each as soon as it comes, and mirrors them."""
+
+    def __init__(self, path: Path | None, resume_step: int | None, wandb_run: Any) -> None:
+        self._path = path
+        self._run = wandb_run
+        self._resume_step = -1 if resume_step is None else resume_step
+        self._step = max(self._resume_step, 0)
+        if path is not None and path.exists():
+            _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values at a step; one that is not finite becomes null."""
+        self._step = step
+        self._append({"step": step, "time": round(time.time(), 3), **values})
+
+        def mirror(run: Any) -> None:
+            if step >= run.step:  # a resumed run online has the earlier ones already
+                run.log(dict(values), step=step)
+
+        self._mirror(mirror)
+
+    def table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]
+    ) -> None:
+        """Record a table, such as an evaluation's, after the last logged step."""
+        plain = [list(row) for row in rows]
+        self._append({"step": self._step, "table": name, "columns": list(columns), "rows": plain})
+
+        def mirror(run: Any) -> None:
+            import wandb
+
+            run.log({name: wandb.Table(columns=list(columns), data=plain)})
+
+        self._mirror(mirror)
+
+    def finish(self) -> None:
+        """Close the mirror, having uploaded what is left; as a failed run while an error flies."""
+        failed = sys.exc_info()[0] is not None
+        self._mirror(lambda run: run.finish(exit_code=1 if failed else 0))
+        self._run = None
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        if row["step"] == self._resume_step and self._path.exists():
+            # The step that a run goes on from is validated again: the new row replaces the old.
+            rows = read_metrics(self._path)
+            _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
+        with self._path.open("a") as file:
+            file.write(_line(row))
+
+    def _mirror(self, action: Callable[[Any], None]) -> None:
+        if self._run is None:
+            return
+        try:
+            action(self._run)
+        except Exception as error:  # whatever it is, hours of training are worth more
+            console.print(f"tracker=wandb stopped: {error}. metrics.jsonl goes on without it.")
+            self._run = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(
+            f"{path} must be JSON lines as this program wrote them: {error}"
+        ) from error
+
+
+def _subject(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (row["step"], row.get("table"), *sorted(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(plain) + "\n"
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text("".join(_line(row) for row in rows))
+    temporary.replace(path)
+
+
+def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool) -> Any:
+    import wandb
+
+    id_file = folder / WANDB_ID_FILE
+    known = resumed and id_file.exists()
+    run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
+    # Tables wait for their upload here, not in the user's home.
+    os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb").resolve()))
+    mode: Any = choice.mode
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    try:
+        run = wandb.init(
+            project=choice.project,
+            entity=choice.entity,
+            name=config["run"]["name"],
+            id=run_id,
+            resume="allow" if known else None,
+            config=config,
+            tags=choice.tags,
+            group=choice.group,
+            dir=folder,
+            mode=mode,
+            # It would capture the progress bars, and tell the user in its words what we tell him.
+            settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
+        )
+    except Exception as error:  # its own errors, the network's, the file system's
+        raise ValueError(
+            f"tracker=wandb could not start with tracker.mode={choice.mode}: "
+            f"{' '.join(str(error).split()).rstrip('.')}; "
+            "use tracker.mode=offline to write into the run folder and upload later"
+        ) from error
+    id_file.parent.mkdir(exist_ok=True)
+    id_file.write_text(run_id + "\n")
+    if mode == "offline":
+        place = Path(run.settings.sync_dir)
+        console.print(f"wandb: offline; upload later, if you like, with: wandb sync {place}")
+    elif run.url:
+        console.print(f"wandb: {run.url}")
+    return run
+
+
+def _logged_in() -> bool:
+    """Whether this machine has credentials for Weights & Biases; nothing is sent to find out."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
