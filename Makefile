@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Installing torch$(if $(TORCH_INDEX_URL), (CPU build from $(TORCH_INDEX_URL), if it answers))"
 	$(BIN)/python -m pip install --quiet --no-deps $(TORCH_INDEX) -c constraints.txt torch \
 		|| $(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torch
-	@echo "Installing the rest"
+	@echo "Installing the rest; this takes a few minutes, once"
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 

@@ -17,6 +17,7 @@ from drafttrain.config import COMMANDS, UsageError, command_groups, compose, did
 from drafttrain.run import CHECKPOINTS
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
+RANK = os.environ.get("RANK", "0")  # torchrun sets it
 OPTIONS = ("--help", "--config", "--config-dir", "--version")
 
 
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get(DEBUG) == "1":
             raise
-        _say(f"error: {_explain(error, folder, arguments)}")
+        if failed == 1 or RANK == "0":  # every rank finds the same mistake in what was typed
+            _say(f"error: {_explain(error, folder, arguments)}")
         return failed
 
 
@@ -131,8 +133,7 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
         return text
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
-    rank = os.environ.get("RANK", "0")
-    name = "error.log" if rank == "0" else f"error_rank{rank}.log"
+    name = "error.log" if RANK == "0" else f"error_rank{RANK}.log"
     log = folder / name if folder and folder.is_dir() else Path(f"drafttrain_{name}")
     with log.open("a") as file:
         date = datetime.now(UTC).isoformat(timespec="seconds")

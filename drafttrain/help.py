@@ -76,7 +76,9 @@ options:
   COMMAND --help SECTION    every key of a section
   COMMAND --config          print the composed configuration instead of running
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
-  --version"""
+  --version
+
+A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
 
 
 def command_help(command: str, config_dir: Path | None = None) -> str:
