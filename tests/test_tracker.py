@@ -219,13 +219,14 @@ def test_a_mirror_that_fails_costs_a_warning_not_the_run(
     tracker.log(1, {"a": 1.0})
     capsys.readouterr()
     tracker.table("uneven", ["a", "b"], [[1.0]])  # the client refuses it
+    tracker.table("uneven too", ["a", "b"], [[1.0]])
     tracker.log(2, {"a": 2.0})
     tracker.log(3, {"a": 3.0})
     tracker.finish()
     output = capsys.readouterr().out
     assert output.count("tracker=wandb stopped:") == 1
     assert "metrics.jsonl goes on without it" in output
-    assert [row["step"] for row in rows(tmp_path)] == [1, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 1, 1, 2, 3]
 
 
 def test_a_mirror_that_cannot_start_is_an_error_that_says_what_to_do(
