@@ -1,7 +1,7 @@
 """The model card: what the drafter is, what was measured, how to serve it, where it came from."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,9 @@ def _row(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(header: list[str], rows: list[tuple[str, ...]]) -> str:
-    def line(cells: list[str]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
         escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
         return "| " + " | ".join(escaped) + " |"
 
-    return "\n".join([line(header), line(["---"] * len(header)), *(line(list(r)) for r in rows)])
+    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
