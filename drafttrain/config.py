@@ -241,9 +241,11 @@ def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
         if key not in keys:
             name = config[path[0]].get("name") if depth == 1 else None
             section = f"{path[0]}={name}" if name else ".".join(path[:depth])
+            own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..." * (depth > 1)
             raise UsageError(
                 f"{section} has no key {key}{did_you_mean(key, keys)} "
-                f"keys: {', '.join(k for k in keys if k != '_target_')}"
+                f"keys: {', '.join(k for k in keys if k != '_target_') or 'none'}"
+                f"{own if path[0] == 'deepspeed' else ''}"
             )
         node = None if OmegaConf.is_missing(node, key) else node[key]
 

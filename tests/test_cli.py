@@ -79,6 +79,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train trainer.max_step=3", "trainer=default has no key max_step; did you mean max_ste"),
         ("train +drafter.x=3", "drafter=eagle3 has no key x; keys: name, "),
         ("train drafter.unroll.x=3", "drafter.unroll has no key x;"),
+        ("train deepspeed.config.x=1", "deepspeed.config has no key x; keys: none; a key of D"),
         ("train trainer.lr=1e-3,1e-4", "one run has one value, got 'trainer.lr=1e-3,1e-4'"),
         ("train a~b=3", "'a~b' cannot be a key, in 'a~b=3'"),
         ("train drafter._target_=os.system", "drafter._target_ must name a class of drafttrain"),
@@ -175,6 +176,26 @@ def test_deepspeeds_launcher_is_understood() -> None:
     for extra in (["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]):
         request = cli.read(["train", *extra, "run.name=x"])
         assert request.overrides == ["run.name=x"]
+
+
+def test_deepspeeds_own_keys_can_be_added(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "deepspeed.config.zero_optimization.overlap_comm"
+    assert cli.main(["train", "-c", "deepspeed=zero1", f"+{key}=true"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)["deepspeed"]["config"]
+    assert config["zero_optimization"] == {"stage": 1, "overlap_comm": True}
+
+
+def test_an_unreachable_hub_ends_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "model=llama70b", "drafter=eagle"]) == 1
+    captured = capsys.readouterr()
+    assert "train eagle for llama70b" in captured.out
+    assert captured.err.startswith("error: model=llama70b: cannot reach the Hugging Face Hub")
+    assert "point model.path at a local directory that holds the model" in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
