@@ -62,14 +62,13 @@ class SeededChance:
     def uniforms(self, rows: Sequence[int], starts: Sequence[int], draw: int) -> np.ndarray:
         """Return one float64 in [0, 1) for each row's key."""
         mask = 2**64 - 1
+        if len(rows) >= MANY_ROWS:
+            return philox(self.seed & mask, [row & mask for row in rows], starts, draw)
+        keys = [np.array([self.seed & mask, row & mask], dtype=np.uint64) for row in rows]
         return np.array(
             [
-                np.random.Generator(
-                    np.random.Philox(
-                        key=[self.seed & mask, row & mask], counter=[0, 0, start, draw]
-                    )
-                ).random()
-                for row, start in zip(rows, starts, strict=True)
+                np.random.Generator(np.random.Philox(key=key, counter=[0, 0, start, draw])).random()
+                for key, start in zip(keys, starts, strict=True)
             ]
         )
 
@@ -96,6 +95,46 @@ class SeededChance:
         cumulative = probs.double().cumsum(-1)
         total = cumulative[:, -1:]
         ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(-1)
-        # Rounding can point past the last id with mass; the last one with mass is the answer then.
+        ids = ids.clamp_(max=probs.shape[-1] - 1)
+        if bool((probs.gather(-1, ids[:, None]) > 0).all()):
+            return ids
+        # Rounding pointed past the last id with mass: that one is the answer.
         last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
         return torch.minimum(ids, last)
+
+
+MANY_ROWS = 32  # from here on one vectorised Philox is faster than numpy's for each row
+
+
+def philox(seed: int, rows: Sequence[int], starts: Sequence[int], draw: int) -> np.ndarray:
+    """Return what numpy's Philox4x64-10 gives first for each key (seed, row), as uniforms.
+
+    The same numbers as `numpy.random.Philox(key=[seed, row], counter=[0, 0, start, draw])`, which
+    counts up before its first block.
+    """
+    count = len(rows)
+    even = np.empty((2, count), dtype=np.uint64)  # words 0 and 2 of the counter: multiplied
+    odd = np.empty((2, count), dtype=np.uint64)  # words 1 and 3: mixed in
+    even[0], even[1] = 1, np.array(starts, dtype=np.uint64)
+    odd[0], odd[1] = 0, draw
+    keys = np.empty((2, count), dtype=np.uint64)
+    keys[0], keys[1] = seed, np.array(rows, dtype=np.uint64)
+    for _ in range(10):
+        high, low = _times_constants(even)
+        even, odd = high[::-1] ^ odd ^ keys, low[::-1]
+        keys = keys + KEY_STEPS
+    return (even[0] >> np.uint64(11)) * 2.0**-53
+
+
+HALF, LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+KEY_STEPS = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], dtype=np.uint64)
+MULTIPLIERS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], dtype=np.uint64)
+MULTIPLIERS_HIGH, MULTIPLIERS_LOW = MULTIPLIERS >> HALF, MULTIPLIERS & LOW
+
+
+def _times_constants(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the high and low 64 bits of each word times its row's multiplier."""
+    high, low = words >> HALF, words & LOW
+    middle = MULTIPLIERS_HIGH * low + (MULTIPLIERS_LOW * low >> HALF)
+    carry = MULTIPLIERS_LOW * high + (middle & LOW)
+    return MULTIPLIERS_HIGH * high + (middle >> HALF) + (carry >> HALF), MULTIPLIERS * words
