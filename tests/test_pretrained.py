@@ -278,6 +278,7 @@ def test_a_random_target_has_the_shape_that_was_asked_for(architecture: str, tie
     config = random_config(architecture=architecture, tie_embeddings=tied)
     model = load(config)
     assert model.config.model_type == architecture
+    assert getattr(model.config, "sliding_window", None) is None
     weights = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
     assert sum(weight.numel() for weight in weights.values()) == config.num_parameters
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied

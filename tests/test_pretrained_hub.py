@@ -155,6 +155,26 @@ def test_a_download_brings_weights_only_when_they_are_needed(
     )
 
 
+def test_pickled_weights_are_downloaded_only_when_allowed(
+    handler: type[HubHandler], folder: Path
+) -> None:
+    local = model_config(folder)
+    weights = load_model(local, load_config(local), torch.float32, "cpu")
+    torch.save(weights.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model.repo=\S+ holds its weights only as pickle"):
+        load_config(FROM_HUB)
+    assert "pytorch_model.bin" not in handler.fetched
+    allowed = dataclasses.replace(FROM_HUB, allow_pickle=True)
+    model = load_model(allowed, load_config(allowed), torch.float32, "cpu")
+    assert torch.equal(model.lm_head.weight, weights.lm_head.weight)
+
+
+def test_a_repository_is_named_owner_slash_name(online: Callable[[str], None]) -> None:
+    with pytest.raises(ValueError, match=r"model.repo must be like owner/name, got 'a/b/c'"):
+        load_config(dataclasses.replace(FROM_HUB, repo="a/b/c"))
+
+
 def test_what_was_downloaded_serves_without_the_hub(
     handler: type[HubHandler], online: Callable[[str], None]
 ) -> None:

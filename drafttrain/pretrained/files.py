@@ -38,11 +38,7 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
     if not weights:
         return
     if pickled and not allow_pickle:
-        raise ValueError(
-            f"{origin} holds its weights only as pickle ({PICKLED}), a format that can run code;"
-            " convert them to safetensors, or set model.allow_pickle=true to have them read with"
-            " weights_only=True"
-        )
+        raise ValueError(only_pickled(origin))
     files = weight_files(folder)
     torn = [file.name for file in files if not file.is_file()]
     if torn:
@@ -53,6 +49,15 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
     for file in files:
         if file.suffix == ".safetensors":
             _check_whole(file, origin)
+
+
+def only_pickled(origin: str) -> str:
+    """Return the message for weights that exist as pickle alone."""
+    return (
+        f"{origin} holds its weights only as pickle ({PICKLED}), a format that can run code;"
+        " convert them to safetensors, or set model.allow_pickle=true to have them read with"
+        " weights_only=True"
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -6,6 +6,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors
 
+from drafttrain.pretrained import files
+
 ANSWER_S = 10.0  # how long the Hub may take to answer before it counts as unreachable
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 # Subfolders hold other formats (original/*.pth), and Mistral's repositories the weights twice.
@@ -28,14 +30,17 @@ def download(
     try:
         # Asked first because this one request fails at once, where a download retries for long.
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=ANSWER_S)
+        names = [file.rfilename for file in info.siblings or []]
+        safe = any(name.endswith(".safetensors") for name in names)
+        unsafe = any(name.endswith(".bin") for name in names) and not safe
         if weights:
-            safe = any(file.rfilename.endswith(".safetensors") for file in info.siblings or [])
-            if safe or pickle:
-                patterns.append("*.safetensors" if safe else "*.bin")
+            patterns.append("*.bin" if unsafe and pickle else "*.safetensors")
         # By the name that the user gave, so that the cache finds it by that name without the Hub.
         folder: str | None = huggingface_hub.snapshot_download(
             repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER
         )
+    except errors.HFValidationError as error:
+        raise ValueError(f"model.repo must be like owner/name, got {repo!r}") from error
     except errors.GatedRepoError as error:
         page = f"{constants.ENDPOINT}/{repo}"
         raise ValueError(
@@ -52,12 +57,15 @@ def download(
             f" or log in with `hf auth login` or HF_TOKEN if it is private; or {instead}"
         ) from error
     except Exception as error:  # every transport has its own errors; all mean the same here
+        unsafe = False
         folder = _cached(repo, revision, [*patterns, "*.safetensors"] if weights else patterns)
         if folder is None:
             raise ValueError(
                 f"model={name}: cannot reach the Hugging Face Hub for {repo}; {instead}"
                 f" ({_reason(error)})"
             ) from error
+    if unsafe and not pickle:
+        raise ValueError(files.only_pickled(f"model.repo={repo}"))
     assert folder is not None
     return Path(folder)
 
@@ -71,7 +79,7 @@ def _cached(repo: str, revision: str | None, patterns: list[str]) -> str | None:
             ignore_patterns=NEVER,
             local_files_only=True,
         )
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+    except errors.LocalEntryNotFoundError:
         return None
 
 

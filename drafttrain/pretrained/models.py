@@ -272,7 +272,7 @@ def _read(
             raise
         raise ValueError(
             f"{config.origin}: the pickled weights hold more than tensors, so they are not loaded"
-            f" (weights_only=True); convert them to safetensors: {error}"
+            " (weights_only=True); convert them to safetensors where you trust them"
         ) from error
     model, report = loaded
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
