@@ -11,6 +11,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from tests_support import model_config
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle import EagleConfig
@@ -18,7 +19,7 @@ from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import CardData, model_card, read_run
+from drafttrain.export.card import CardData, model_card, read_run, served_as
 from drafttrain.export.vllm import Exported, export_vllm, read_back
 from drafttrain.readout import Readout
 from drafttrain.report import LosslessCheck, TimingInfo, build_report
@@ -369,6 +370,14 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     assert "SGLang has no Medusa" in pushed.notes[0]
 
 
+def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
+    here = model_config(Path("/models/tiny"))
+    assert served_as(here) == "/models/tiny"
+    assert served_as(dataclasses.replace(here, path=None, repo="ada/tiny")) == "ada/tiny"
+    embedded = Path(served_as(dataclasses.replace(here, path=None, embedded=True)))
+    assert (embedded / "config.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -421,6 +430,7 @@ def evaluation() -> dict[str, Any]:
         provenance={"commit": "0123abc"},
         prompts={"file": "prompts.jsonl"},
         notes=[],
+        resamples=200,
         seed=0,
     )
 

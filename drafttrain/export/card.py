@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.pretrained import EMBEDDED, ModelConfig
 from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.wording import estimate, flat, number, positions, speed
 
@@ -33,6 +34,16 @@ class CardData:
     training: Mapping[str, Any]
     provenance: Mapping[str, Any]
     reports: Mapping[str, Mapping[str, Any]]
+
+
+def served_as(model: ModelConfig) -> str:
+    """Return what a serve command calls a target: its directory, or its repository on the Hub.
+
+    A target of random weights has neither; then it is its name.
+    """
+    if model.path:
+        return model.path
+    return str(EMBEDDED) if model.embedded else model.repo or model.name
 
 
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
