@@ -266,6 +266,7 @@ def test_float16_is_refused() -> None:
         make_engine("none", dtype=torch.float16)
 
 
+@pytest.mark.slow
 def test_plain_torch_does_not_import_deepspeed_and_deepspeed_is_quiet() -> None:
     script = (
         "import sys; sys.path.insert(0, 'tests'); import test_engine as t\n"
