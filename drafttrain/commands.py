@@ -25,7 +25,7 @@ from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_recor
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.engine import build_engine
 from drafttrain.evaluate import check_lossless, check_prompts, measure
-from drafttrain.export.card import CardData, read_run
+from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
 from drafttrain.hardware import choose_device, choose_train_dtype
@@ -180,6 +180,7 @@ def evaluate(config: EvaluateConfig) -> None:
             "overlap": overlap,
         },
         notes=[f"decoded in {choice.reason}"],
+        resamples=settings.resamples,
         seed=config.run.seed,
     )
     place = folder / "evaluations" / settings.name
@@ -195,7 +196,7 @@ def export(config: ExportConfig) -> None:
     drafter, _ = load_drafter(run, config.drafter, target.spec)
     place = Path(settings.dir or run / "export")
     record, reports = read_run(run)
-    name = config.model.path or config.model.repo or config.model.name
+    name = served_as(config.model)
     card = CardData(
         title=f"{config.drafter.name} for {config.model.name}",
         family=config.drafter.name,

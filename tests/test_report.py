@@ -4,9 +4,14 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib
 import numpy as np
 import pytest
 from rich.console import Console
@@ -18,9 +23,12 @@ from drafttrain.report import (
     summary_table,
     write_report,
 )
-from drafttrain.report.statistics import collect, interval, repeated_tokens
+from drafttrain.report.html import html
+from drafttrain.report.statistics import Resampling, collect, interval, repeated_tokens
+from drafttrain.report.wording import estimate, speed
 from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, Sampling
 
+RESAMPLING = Resampling(resamples=2000, seed=0)
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
 
 
@@ -67,7 +75,8 @@ def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
         "provenance": {"commit": "abc", "versions": {"torch": "2.13.0"}},
         "prompts": {"source": "tiny.jsonl"},
         "notes": ["one note"],
-        "seed": 0,
+        "resamples": RESAMPLING.resamples,
+        "seed": RESAMPLING.seed,
     }
     return build_report(results, **{**arguments, **changes})
 
@@ -191,7 +200,7 @@ def test_a_block_compares_the_prompts_that_were_timed_in_it():
 
 def test_interval_of_a_mean_agrees_with_the_closed_form():
     values = np.random.default_rng(1).normal(3.0, 1.0, 200)
-    low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], seed=0)
+    low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], RESAMPLING)
     half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
@@ -202,7 +211,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     covered = 0
     for _ in range(60):
         values = random.exponential(1.0, 40)
-        low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], seed=0)
+        low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], RESAMPLING)
         covered += low <= 1.0 <= high
     assert 51 <= covered <= 60  # 95 % of 60 is 57; fewer than 51 has odds of 1 in 10,000
 
@@ -223,7 +232,7 @@ def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied:
         return tokens.sum(axis) / seconds.sum(axis)
 
     slow, fast = (
-        interval(speed, speeds(method), seed=0) for method in ("autoregressive", "eagle3")
+        interval(speed, speeds(method), RESAMPLING) for method in ("autoregressive", "eagle3")
     )
     assert high - low < 0.2 * (fast[1] / slow[0] - fast[0] / slow[1])
 
@@ -422,12 +431,127 @@ def test_the_page_escapes_all_text_and_loads_nothing(tmp_path: Path):
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;" in page
-    assert not re.search(r"""(src|href|srcset|action)\s*=|@import|url\(|https?://""", page)
-    assert page.count("<svg") == 4 + 2 * 2  # the plots, and a little one in each table row
+    elsewhere = r"""(src|srcset|action)\s*=|href\s*=\s*"(?!#)|@import|url\((?!#)|https?://"""
+    assert not re.search(elsewhere, page)
+    assert page.count("<svg") == 4
     markdown = (tmp_path / "report.md").read_text()
     assert "<" not in markdown
     tables = [line for line in markdown.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {8, 14}
+
+
+@pytest.fixture(scope="module")
+def pictures(varied: dict[str, Any]) -> dict[str, ElementTree.Element]:
+    """The plots of one page, by the first word of their label."""
+    texts = re.findall(r"<svg.*?</svg>", html(varied), re.S)
+    roots = [ElementTree.fromstring(text) for text in texts]
+    return {root.attrib["aria-label"].split()[0].lower(): root for root in roots}
+
+
+def boxes(picture: ElementTree.Element, colour: str) -> list[tuple[float, float, float, float]]:
+    """Left, top, width and height of what is filled with a colour, the legend's square left out."""
+    legend = {path for group in picture.iter("g") if "legend" in group.get("id", "")
+              for path in group.iter("path")}  # fmt: skip
+    found = []
+    for path in picture.iter("path"):
+        if f"fill: var(--{colour})" in path.get("style", "") and path not in legend:
+            points = np.array(re.findall(r"[-\d.]+", path.attrib["d"]), dtype=float).reshape(-1, 2)
+            found.append((*points.min(0), *np.ptp(points, axis=0)))
+    return found
+
+
+def test_bars_are_as_long_as_their_numbers(
+    pictures: dict[str, ElementTree.Element], varied: dict[str, Any]
+):
+    heights = [height for *_, height in boxes(pictures["share"], "drafter")]
+    rates = varied["summary"]["acceptance_per_position"]
+    assert len(heights) == 2
+    assert heights[1] / heights[0] == pytest.approx(rates[1] / rates[0], rel=1e-3)
+
+    cycles = [varied["methods"]["autoregressive"]["summary"], varied["summary"]]
+    cycles.append(varied["methods"]["ngram"]["summary"])
+    stages = [boxes(pictures["time"], colour) for colour in ("draft", "verify", "rest")]
+    times = [[row["time_ms"][stage] for stage in ("draft", "verify", "other")] for row in cycles]
+    widths = np.array([[width for _, _, width, _ in stage] for stage in stages]).T
+    assert widths / widths.sum() == pytest.approx(np.array(times) / np.sum(times), rel=1e-3)
+    for (left, _, width, _), (following, *_) in zip(stages[0], stages[1], strict=True):
+        assert following == pytest.approx(left + width, abs=0.01)  # stacked
+
+
+def test_plots_name_every_row_and_write_its_numbers(
+    pictures: dict[str, ElementTree.Element], varied: dict[str, Any]
+):
+    def texts(name: str) -> set[str | None]:
+        return {text.text for text in pictures[name].iter("text")}
+
+    rows = {"all": varied["summary"], **varied["tasks"]}
+    assert texts("speedup") >= {*rows, "eagle3", "ngram", "predicted"}
+    assert texts("speedup") >= {estimate(row["speedup"]) for row in rows.values()}
+    assert texts("tokens") >= {*rows, "plain decoding", "eagle3", "ngram"}
+    assert texts("tokens") >= {
+        speed(value) for row in rows.values() for value in row["tokens_per_second"].values()
+    }
+    assert texts("share") >= {
+        f"{100 * rate:.0f}"
+        for key in ("acceptance_per_position", "conditional_acceptance")
+        for rate in varied["summary"][key]
+    }
+    assert texts("time") >= {"plain step", "eagle3 cycle", "ngram cycle", "draft", "verify"}
+
+
+def test_plots_keep_their_ids_apart_and_take_their_colours_from_the_page(varied: dict[str, Any]):
+    page = html(varied)
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"""(?:url\(|href=")#([^)"]*)""", page)) <= set(ids)
+    plots = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
+    used, defined = re.findall(r"var\((--[\w-]+)\)", plots), re.findall(r"(--[\w-]+):", page)
+    assert {"--drafter", "--other", "--ink"} <= set(used) <= set(defined)
+    assert not re.search(r"(fill|stroke): *#|<style|metadata", plots)
+
+
+def test_plots_are_the_same_whatever_the_settings_of_matplotlib(varied: dict[str, Any]):
+    page = html(varied)
+    with matplotlib.rc_context({"xtick.labelsize": 30, "svg.fonttype": "path", "font.size": 30}):
+        assert html(varied) == page
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_plots_take_names_in_any_script_and_any_method_alone():
+    name = "_$x_{1}$ \N{CJK UNIFIED IDEOGRAPH-6570}\x00\ud800--"
+    results = [
+        PromptResult(**{**vars(result), "task": name})
+        for result in two_prompts()
+        if result.method != "ngram"
+    ]
+    page = html(report_of(results, depth=40))
+    assert page.count("_$x_{1}$ \N{CJK UNIFIED IDEOGRAPH-6570} --</text>") == 2
+
+
+def test_what_was_not_measured_is_not_drawn():
+    assert "<svg" not in html(empty_report())
+    untimed = [
+        PromptResult(
+            **{**vars(r), "stats": replace(r.stats, prefill_s=0.0, draft_s=0.0, verify_s=0.0)}
+        )
+        for r in two_prompts()
+    ]
+    assert html(report_of(untimed)).count("<svg") == 2
+
+
+@pytest.mark.slow
+def test_matplotlib_is_imported_only_when_a_report_is_written():
+    program = "import sys, drafttrain.report; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_intervals_say_how_many_resamples_they_are_of(varied: dict[str, Any]):
+    assert varied["definitions"]["ci95"].endswith("Resamples: 2,000.")
+    fewer = report_of(two_prompts(), resamples=300)
+    assert fewer["definitions"]["ci95"].endswith("Resamples: 300.")
+    prompts = many_prompts(prompts=8, blocks=1)
+    few = {report_of(prompts, resamples=n)["summary"]["speedup"]["ci95"][0] for n in (99, 200)}
+    assert len(few) == 2  # the number is used, not only told
 
 
 def test_writing_leaves_three_files_and_replaces_old_ones(tmp_path: Path):

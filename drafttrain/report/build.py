@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from drafttrain.report.definitions import DEFINITIONS
+from drafttrain.report.definitions import definitions
 from drafttrain.report.rows import Row, method_row, plain_row
 from drafttrain.report.statistics import (
     NGRAM,
     PLAIN,
     PromptTotals,
+    Resampling,
     Totals,
     collect,
     speedup_difference,
@@ -63,13 +64,15 @@ def build_report(
     provenance: Mapping[str, Any],
     prompts: Mapping[str, Any],
     notes: Sequence[str],
+    resamples: int,
     seed: int,
 ) -> Report:
     """Return everything a report says, as what JSON can hold: no NaN, no infinity.
 
     `results` has every prompt, turn and block by every method; `drafter` is the method whose rows
-    head the report, all others but the plain loop stand under `methods`. The seed is that of the
-    bootstrap. Raises ValueError when the results cannot be compared as pairs.
+    head the report, all others but the plain loop stand under `methods`. Intervals are by
+    bootstrap, with so many `resamples` drawn from `seed`. Raises ValueError when the results
+    cannot be compared as pairs.
     """
     totals = collect(results)
     if drafter not in totals or drafter == PLAIN:
@@ -84,8 +87,11 @@ def build_report(
             f"timing.blocks must be the number of blocks in the results, got {timing.blocks} where "
             f"the results have {blocks}"
         )
+    resampling = Resampling(resamples, seed)
     rows = {
-        method: _method(totals[method], plain, depth, seed) for method in totals if method != PLAIN
+        method: _method(totals[method], plain, depth, resampling)
+        for method in totals
+        if method != PLAIN
     }
     report: Report = {
         "schema_version": SCHEMA_VERSION,
@@ -100,7 +106,7 @@ def build_report(
             **{method: rows[method] for method in rows if method != drafter},
         },
         "lossless": {**asdict(lossless), "statement": _lossless_statement(lossless)},
-        "beats_ngram": _beats_ngram(totals, drafter, seed),
+        "beats_ngram": _beats_ngram(totals, drafter, resampling),
         "timing": {
             **asdict(timing),
             "repeats": min(len(prompt.block_seconds) for prompt in plain.values()),
@@ -108,7 +114,7 @@ def build_report(
         "prompts": dict(prompts),
         "notes": list(notes),
         "measurements": _measurements(totals),
-        "definitions": DEFINITIONS,
+        "definitions": definitions(resamples),
         "provenance": dict(provenance),
     }
     report["verdict"] = _verdict(report)
@@ -123,11 +129,11 @@ def _by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
     return tasks
 
 
-def _method(totals: Totals, plain: Totals, depth: int, seed: int) -> dict[str, Any]:
+def _method(totals: Totals, plain: Totals, depth: int, resampling: Resampling) -> dict[str, Any]:
     mine, theirs = _by_task(totals), _by_task(plain)
     return {
-        "summary": method_row(list(totals.values()), list(plain.values()), depth, seed),
-        "tasks": {task: method_row(mine[task], theirs[task], depth, seed) for task in mine},
+        "summary": method_row(list(totals.values()), list(plain.values()), depth, resampling),
+        "tasks": {task: method_row(mine[task], theirs[task], depth, resampling) for task in mine},
     }
 
 
@@ -144,13 +150,13 @@ def _lossless_statement(check: LosslessCheck) -> str:
     return f"{rule}; {counted} to plain decoding in {check.dtype}"
 
 
-def _beats_ngram(totals: dict[str, Totals], drafter: str, seed: int) -> dict[str, Any]:
+def _beats_ngram(totals: dict[str, Totals], drafter: str, resampling: Resampling) -> dict[str, Any]:
     answer: dict[str, Any] = {"answer": None, "speedup_difference": {"value": None, "ci95": None}}
     if drafter == NGRAM or NGRAM not in totals:
         why = "the drafter is prompt lookup itself" if drafter == NGRAM else "it was not measured"
         return {**answer, "statement": f"Not compared with prompt lookup (ngram): {why}."}
     mine, theirs, plain = (list(totals[method].values()) for method in (drafter, NGRAM, PLAIN))
-    difference = speedup_difference(mine, theirs, plain, seed)
+    difference = speedup_difference(mine, theirs, plain, resampling)
     value, ci95 = difference["value"], difference["ci95"]
     answer["speedup_difference"] = difference
     if value is None:

@@ -40,8 +40,7 @@ DEFINITIONS: dict[str, str] = {
     "the timing dtype, out of how many; under sampling they may differ, their law may not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
     "them.",
-    "ci95": "95 % interval by bootstrap over prompts (BCa, 10,000 resamples); none from a single "
-    "prompt.",
+    "ci95": "95 % interval by bootstrap over prompts (BCa); none from a single prompt.",
     "lossless": "Whether the verification rule leaves the target's law unchanged, and how many "
     "greedy outputs were token for token those of the plain loop, in the dtype stated there, which "
     "is not always the dtype of the timing.",
@@ -50,3 +49,8 @@ DEFINITIONS: dict[str, str] = {
     "flags": "Rows to distrust: such as a speedup whose lower bound exceeds its acceptance length, "
     "which means that the plain loop was handicapped.",
 }
+
+
+def definitions(resamples: int) -> dict[str, str]:
+    """Return the definitions of one report, with the number of resamples behind its intervals."""
+    return {**DEFINITIONS, "ci95": f"{DEFINITIONS['ci95']} Resamples: {resamples:,}."}

@@ -22,6 +22,7 @@ def html(report: dict[str, Any]) -> str:
     summaries = {method: tasks["all"] for method, tasks in rows.items()}
     plain = report["methods"][PLAIN]["summary"]
     timed = any(row["speedup"]["value"] for row in summaries.values())
+    drafted = any(row["num_drafts"] for row in summaries.values())
     return environment.get_template("report.html.j2").render(
         report=report,
         rows=rows,
@@ -30,13 +31,12 @@ def html(report: dict[str, Any]) -> str:
         step_ms=plain["time_ms"],
         plots={
             "speedup": plots.speedup_plot(rows, drafter) if timed else None,
-            "acceptance": plots.acceptance_plot(summaries, drafter),
+            "acceptance": plots.acceptance_plot(summaries, drafter) if drafted else None,
             "time": plots.time_plot(summaries, plain, drafter)
             if plain["num_target_passes"]
             else None,
             "speed": plots.speed_plot(rows, drafter) if timed else None,
         },
-        spark=plots.spark,
         words=wording,
         widest=_widest(rows[drafter]),
     )

@@ -1,258 +1,314 @@
-"""The plots of the HTML report, as inline SVG: colours come from the page, so dark mode works."""
+"""The plots of the HTML report: drawn by matplotlib, as inline SVG in the page's own colours."""
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from xml.etree import ElementTree
 
+import matplotlib
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.rows import Row
 from drafttrain.report.wording import Number, estimate, number, speed
 
-WIDTH = 560.0
-LABEL_LIMIT = 20  # characters of a row's name; the rest is in its tooltip
+WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
+DPI = 72  # what the SVG backend assumes: one point is one unit
+LABEL_LIMIT = 20  # characters of a name; the tables have the rest
+LEGEND_LIMIT = 50  # characters of all names that fit in one line
+
+# Names of the page's CSS variables. matplotlib draws with stand-ins that say which is meant, so
+# that the page decides the colours, for light and dark.
+COLOURS = [
+    "ink", "soft", "faint", "edge", "on-bar", "drafter", "other", "plain", "conditional", "draft",
+    "verify", "rest",
+]  # fmt: skip
+STAND_IN = {name: f"#0000{place:02x}" for place, name in enumerate(COLOURS, start=1)}
+STAGES = {"draft": "draft", "verify": "verify", "other": "rest"}
+
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text; the style sheet gives it the font of the page
+    "font.family": "DejaVu Sans",  # comes with matplotlib: sizes are estimated alike everywhere
+    "text.parse_math": False,  # a dollar in a task's name is a dollar
+    "font.size": 12,
+    "lines.markersize": 8,
+    "text.color": STAND_IN["ink"],
+    "axes.labelcolor": STAND_IN["faint"],
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": STAND_IN["edge"],
+    "grid.linewidth": 1,
+    "xtick.color": STAND_IN["faint"],
+    "ytick.color": STAND_IN["faint"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0,
+    "legend.handlelength": 1.2,
+    "legend.columnspacing": 1.6,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.w_pad": 0.02,
+} | {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
 
 
-def tag(name: str, body: Markup | str = "", **attributes: object) -> Markup:
-    """Return one SVG element, everything escaped; `class_` becomes class, `_` becomes `-`."""
-    texts = []
-    for key, value in attributes.items():
-        text = f"{value:.1f}" if isinstance(value, float) else str(value)
-        texts.append(Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), text))
-    # The name is ours, never data.
-    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), Markup("").join(texts), body)
+def picture(name: str, label: str, height: int, draw: Callable[[Axes], None]) -> Markup:
+    """Return what `draw` draws as one inline SVG; `name` keeps its ids apart from other plots'."""
+    text = io.StringIO()
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        # Sizes are estimated with matplotlib's font; the browser has one for every script.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        matplotlib.rcdefaults()  # whatever the user's matplotlibrc says
+        matplotlib.rcParams.update({**STYLE, "svg.hashsalt": name})
+        figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
+        draw(figure.subplots())
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(text.getvalue(), name, label)
 
 
-def svg(height: float, label: str, parts: Sequence[Markup]) -> Markup:
-    """Return a whole picture, named for readers who cannot see it."""
-    return tag(
-        "svg",
-        Markup("").join([tag("title", label), *parts]),
-        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
-        role="img",
-        class_="plot",
-    )
+def _inline(document: str, name: str, label: str) -> Markup:
+    """Return the SVG document as an element of the page: its colours and font, ids of its own."""
+    root = ElementTree.fromstring(document)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # The style sheet would apply to the whole page, and the metadata is about matplotlib.
+            if _local(child.tag) in ("metadata", "style"):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = _local(element.tag)
+        element.attrib = {
+            _local(key): _in_page(_local(key), value, name) for key, value in element.items()
+        }
+    root.attrib = {
+        "class": "plot",
+        "role": "img",
+        "aria-label": label,
+        "viewBox": root.attrib["viewBox"],
+    }
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") -> Markup:
-    """Return a line of text; `y` is its baseline."""
-    return tag("text", words, x=x, y=y, text_anchor=anchor, class_=f"t {kind}".strip())
+def _local(qualified: str) -> str:
+    return qualified.rpartition("}")[2]
 
 
-def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Markup:
-    """Return a straight line."""
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=kind)
+def _in_page(key: str, value: str, name: str) -> str:
+    if key == "id":
+        return f"{name}-{value}"
+    if key == "style":
+        for colour, stand_in in STAND_IN.items():
+            value = value.replace(stand_in, f"var(--{colour})")
+        return value
+    return re.sub(r"^(url\()?#", rf"\g<0>{name}-", value)  # clip-path and href
 
 
-def rect(x: float, y: float, width: float, height: float, kind: str, tip: str = "") -> Markup:
-    """Return a bar with a tooltip."""
-    size = {"width": max(width, 0.0), "height": max(height, 0.0)}
-    return tag("rect", tag("title", tip) if tip else "", x=x, y=y, rx=1.5, class_=kind, **size)
+def _short(name: str) -> str:
+    """Return a name as one line of characters that XML allows, not too long."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in name).split())
+    return line if len(line) <= LABEL_LIMIT else f"{line[: LABEL_LIMIT - 1]}…"
 
 
-def legend(items: Sequence[tuple[str, str]], x: float, y: float) -> list[Markup]:
-    """Return squares with their names, left to right from x."""
-    parts = []
-    for kind, name in items:
-        parts += [rect(x, y - 9.0, 10.0, 10.0, kind), text(x + 15.0, y, _short(name))]
-        x += 34.0 + 6.9 * len(_short(name))
-    return parts
+def _legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
+    names = [_short(name) for name in items]
+    columns = len(names) if sum(map(len, names)) <= LEGEND_LIMIT else 2
+    assert axes.figure is not None
+    axes.figure.legend(items.values(), names, loc="outside upper left", ncols=columns)
 
 
-def ticks(top: float, count: int = 5) -> list[float]:
-    """Return round numbers from 0 to at least `top`."""
-    top = top if top > 0 and math.isfinite(top) else 1.0
-    power = 10.0 ** math.floor(math.log10(top / count))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power * count >= top * 0.999)
-    return [step * i for i in range(math.ceil(top / step - 1e-9) + 1)]
+def _patch(colour: str) -> Patch:
+    return Patch(facecolor=STAND_IN[colour])
 
 
-def _short(name: str, limit: int = LABEL_LIMIT) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"
-
-
-def _tick_text(value: float, step: float) -> str:
-    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9)) if step < 1 else 0}f}"
-
-
-def _name(row: str, y: float) -> Markup:
-    label = text(140.0, y, _short(row), "end", "strong" if row == "all" else "")
-    return tag("g", tag("title", row) + label)
-
-
-def _axis(
-    left: float, right: float, top: float, bottom: float, marks: list[float], unit: str
-) -> list[Markup]:
-    parts = []
-    for mark in marks:
-        x = left + (right - left) * mark / marks[-1]
-        parts += [line(x, top, x, bottom, "grid")]
-        parts += [text(x, bottom + 15.0, _tick_text(mark, marks[1]), "middle", "faint")]
-    return [*parts, text(right, bottom + 31.0, unit, "end", "faint")]
-
-
-def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
-    """Return speedup by task with intervals; `rows` are by method, then by task or "all"."""
-    names = list(rows[drafter])
-    kinds = _kinds(rows, drafter)
-    left, right, top, height = 152.0, WIDTH - 126.0, 34.0, 42.0
-    bottom = top + height * len(names)
-    highs = [1.0]
-    for method in rows:
-        for row in rows[method].values():
-            highs += [row["speedup"]["value"] or 0.0, (row["speedup"]["ci95"] or [0, 0])[1]]
-    marks = ticks(max(highs) * 1.02)
-
-    def at(value: float) -> float:
-        return left + (right - left) * value / marks[-1]
-
-    parts = legend([(kind, method) for method, kind in kinds.items()], left, 12.0)
-    parts += _axis(left, right, top, bottom, marks, "times plain decoding, 95 % interval")
-    parts += [line(at(1.0), top - 4.0, at(1.0), bottom, "one")]
-    for index, name in enumerate(names):
-        middle = top + height * (index + 0.5)
-        parts += [_name(name, middle + 4.0)]
-        spread = 13.0
-        for place, (method, kind) in enumerate(kinds.items()):
-            measured = rows[method][name]["speedup"]
-            if measured["value"] is None:
-                continue
-            y = middle + (place - (len(kinds) - 1) / 2) * spread
-            tip = f"{method} on {name}: {estimate(measured)}"
-            if measured["ci95"]:
-                low, high = (at(bound) for bound in measured["ci95"])
-                parts += [line(low, y, high, y, f"whisker {kind}")]
-            dot = tag(
-                "circle", tag("title", tip), cx=at(measured["value"]), cy=y, r=4.5, class_=kind
-            )
-            parts += [dot]
-        main = rows[drafter][name]["speedup"]
-        kind = "strong" if name == "all" else ""
-        parts += [text(right + 10.0, middle + 4.0, estimate(main), kind=kind)]
-    return svg(bottom + 40.0, "Speedup over plain decoding by task", parts)
-
-
-def _kinds(rows: Mapping[str, Any], drafter: str) -> dict[str, str]:
+def _kinds(rows: Mapping[str, object], drafter: str) -> dict[str, str]:
     return {drafter: "drafter", **{method: "other" for method in rows if method != drafter}}
 
 
+def _rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
+    """Give the picture one row per name, from the top, and a scale from 0 below them."""
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), [_short(name) for name in names])
+    axes.tick_params(axis="y", labelcolor=STAND_IN["ink"], pad=8)
+    for name, tick in zip(names, axes.get_yticklabels(), strict=True):
+        tick.set_fontweight("bold" if name == "all" else "normal")
+    axes.set_xlim(0, highest * 1.02 or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(unit, loc="right")
+
+
+def _height(names: Collection[str], bars: int) -> int:
+    """Return what rows of so many bars need, with the legend above and the scale below."""
+    return 74 + (12 + 12 * bars) * len(names)
+
+
+def _beside(axes: Axes, x: Number, y: Number, words: str, **look: Any) -> None:
+    """Write to the right of a point."""
+    axes.annotate(words, (x, y), (5, 0), textcoords="offset points", va="center_baseline", **look)
+
+
+def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
+    """Return measured speedup by task with intervals, the predicted one beside it.
+
+    `rows` are by method, then by task or "all".
+    """
+    names, kinds = list(rows[drafter]), _kinds(rows, drafter)
+
+    def draw(axes: Axes) -> None:
+        highest = 1.0
+        for place, (method, kind) in enumerate(kinds.items()):
+            for index, name in enumerate(names):
+                row = rows[method][name]
+                value, ci95 = row["speedup"]["value"], row["speedup"]["ci95"]
+                predicted = row["predicted_speedup"]
+                y = index + (place - (len(kinds) - 1) / 2) * 0.32
+                if ci95:
+                    axes.plot(ci95, [y, y], color=STAND_IN[kind], linewidth=2.5, alpha=0.55)
+                if value is not None:
+                    axes.plot(value, y, "o", color=STAND_IN[kind])
+                if predicted is not None:
+                    axes.plot(predicted, y, **_hollow(kind))
+                highest = max(highest, value or 0.0, predicted or 0.0, *(ci95 or []))
+        _rows_axis(axes, names, highest, "times plain decoding, 95 % interval")
+        axes.axvline(1.0, color=STAND_IN["ink"], linewidth=1.25, linestyle=(0, (4, 3)), zorder=1)
+        for index, name in enumerate(names):
+            words = estimate(rows[drafter][name]["speedup"])
+            weight = "bold" if name == "all" else "normal"
+            across = axes.get_yaxis_transform()
+            _beside(axes, 1.0, index, words, xycoords=across, fontweight=weight)
+        dots = {
+            method: Line2D([], [], color=STAND_IN[kind], marker="o", linewidth=2.5)
+            for method, kind in kinds.items()
+        }
+        _legend(axes, {**dots, "predicted": Line2D([], [], **_hollow("soft"))})
+
+    height = _height(names, bars=1 + len(kinds))
+    return picture("speedup", "Speedup over plain decoding by task", height, draw)
+
+
+def _hollow(kind: str) -> dict[str, Any]:
+    return {
+        "marker": "D",
+        "linestyle": "",
+        "markerfacecolor": "none",
+        "markeredgecolor": STAND_IN[kind],
+        "markeredgewidth": 1.5,
+    }
+
+
 def acceptance_plot(rows: Mapping[str, Row], drafter: str) -> Markup:
-    """Return acceptance per position as bars, conditional acceptance as a line."""
+    """Return acceptance per position as bars, the drafter's conditional acceptance as a line."""
     kinds = _kinds(rows, drafter)
     depth = max(len(row["acceptance_per_position"]) for row in rows.values())
-    left, right, top, bottom = 44.0, WIDTH - 8.0, 40.0, 250.0
-    items = [(kind, method) for method, kind in kinds.items()]
-    parts = legend([*items, ("conditional", "conditional")], left, 12.0)
-    for percent in range(0, 101, 25):
-        y = bottom - (bottom - top) * percent / 100
-        parts += [line(left, y, right, y, "grid")]
-        parts += [text(left - 8.0, y + 4.0, f"{percent} %", "end", "faint")]
-    slot = (right - left) / max(depth, 1)
-    bar = min(slot * 0.6 / len(kinds), 46.0)
-    labelled = bar >= 22.0
-    for position in range(depth):
-        centre = left + slot * (position + 0.5)
-        parts += [text(centre, bottom + 16.0, str(position + 1), "middle", "faint")]
+    width = 0.68 / len(kinds)
+    labelled = WIDTH * width / depth >= 26.0
+
+    def draw(axes: Axes) -> None:
         for place, (method, kind) in enumerate(kinds.items()):
-            rates = rows[method]["acceptance_per_position"]
-            rate = rates[position] if position < len(rates) else None
-            if rate is None:
-                continue
-            x = centre + (place - len(kinds) / 2) * bar
-            tip = f"{method}, position {position + 1}: {number(rate)}"
-            size = (bottom - top) * rate
-            parts += [rect(x + 1.0, bottom - size, bar - 2.0, size, kind, tip)]
-            if labelled:
-                inside = size > 22.0
-                y, look = (bottom - size + 14.0, "on-bar") if inside else (bottom - size - 5.0, "")
-                parts += [text(x + bar / 2, y, f"{100 * rate:.0f}", "middle", f"small {look}")]
-    parts += _conditional(rows[drafter]["conditional_acceptance"], left, slot, top, bottom)
-    parts += [text(right, bottom + 32.0, "drafted token", "end", "faint")]
-    return svg(bottom + 40.0, "Share of drafted tokens accepted, by position", parts)
+            for position, rate in _known(rows[method]["acceptance_per_position"]):
+                x = position + (place - (len(kinds) - 1) / 2) * width
+                axes.bar(x, rate, width * 0.94, color=STAND_IN[kind])
+                if labelled:  # at the foot, out of the line's way
+                    inside = rate > 0.09
+                    axes.annotate(
+                        f"{100 * rate:.0f}",
+                        (x, 0.0 if inside else rate),
+                        (0, 5 if inside else 3),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=11,
+                        color=STAND_IN["on-bar" if inside else "ink"],
+                    )
+        points = _known(rows[drafter]["conditional_acceptance"])
+        line: dict[str, Any] = {"color": STAND_IN["conditional"], "linewidth": 2, "marker": "o"}
+        axes.plot([x for x, _ in points], [rate for _, rate in points], clip_on=False, **line)
+        for x, rate in points:
+            axes.annotate(
+                f"{100 * rate:.0f}",
+                (x, rate),
+                (0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=11,
+                fontweight="bold",
+                color=STAND_IN["conditional"],
+                gid=f"halo-{x}",  # the style sheet gives it one
+            )
+        axes.set_xlim(0.5, depth + 0.5)
+        axes.set_ylim(0.0, 1.0)
+        axes.set_xticks(range(1, depth + 1, math.ceil(depth / 16)))
+        axes.set_yticks([0.0, 0.25, 0.5, 0.75, 1.0])
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        axes.grid(visible=False, axis="x")
+        axes.set_xlabel("drafted token", loc="right")
+        bars = {method: _patch(kind) for method, kind in kinds.items()}
+        _legend(axes, {**bars, "conditional": Line2D([], [], **line)})
+
+    return picture("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
 
 
-def _conditional(
-    rates: Sequence[Number | None], left: float, slot: float, top: float, bottom: float
-) -> list[Markup]:
-    points = [
-        (left + slot * (position + 0.5), bottom - (bottom - top) * rate, rate)
-        for position, rate in enumerate(rates)
-        if rate is not None
-    ]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-    parts = [tag("polyline", points=path, class_="conditional-line")]
-    for x, y, rate in points:
-        tip = tag("title", f"{number(rate)} given that all before were accepted")
-        parts += [tag("circle", tip, cx=x, cy=y, r=4.0, class_="conditional")]
-        parts += [text(x, y - 9.0, f"{100 * rate:.0f}", "middle", "small halo")]
-    return parts
+def _known(rates: Sequence[Number | None]) -> list[tuple[int, Number]]:
+    """Return (position, rate) of the positions that have one; positions count from 1."""
+    return [(position, rate) for position, rate in enumerate(rates, start=1) if rate is not None]
 
 
 def time_plot(rows: Mapping[str, Row], plain: Row, drafter: str) -> Markup:
     """Return the time of one cycle, stacked, beside one plain step."""
-    stages = [("stage-draft", "draft"), ("stage-verify", "verify"), ("stage-other", "other")]
     bars = {"plain step": plain["time_ms"]}
     bars |= {f"{method} cycle": rows[method]["time_ms"] for method in _kinds(rows, drafter)}
-    totals = {name: sum(times[stage] or 0.0 for _, stage in stages) for name, times in bars.items()}
-    left, right, top, height = 152.0, WIDTH - 84.0, 34.0, 46.0
-    bottom = top + height * len(bars)
-    marks = ticks(max(totals.values()) * 1.02)
-    parts = legend([(kind, stage) for kind, stage in stages], left, 12.0)
-    parts += _axis(left, right, top, bottom, marks, "milliseconds per target pass")
-    for index, (name, times) in enumerate(bars.items()):
-        y = top + height * index + 9.0
-        x = left
-        parts += [_name(name, y + 18.0)]
-        for kind, stage in stages:
-            width = (right - left) * (times[stage] or 0.0) / marks[-1]
-            parts += [rect(x, y, width, 28.0, kind, f"{name}: {stage} {number(times[stage])} ms")]
-            if width > 34.0:
-                shade = "small on-bar" if kind != "stage-other" else "small"
-                middle = x + width / 2
-                parts += [text(middle, y + 18.0, number(times[stage]), "middle", shade)]
-            x += width
-        parts += [text(x + 8.0, y + 18.0, f"{number(totals[name])} ms", kind="strong")]
-    return svg(bottom + 40.0, "Time of one cycle beside one plain step", parts)
+    totals = [sum(times[stage] or 0.0 for stage in STAGES) for times in bars.values()]
+
+    def draw(axes: Axes) -> None:
+        for index, times in enumerate(bars.values()):
+            left = 0.0
+            for stage, colour in STAGES.items():
+                spent = times[stage] or 0.0
+                axes.barh(index, spent, 0.62, left, color=STAND_IN[colour])
+                if spent > 0.1 * max(totals):
+                    axes.annotate(
+                        number(spent),
+                        (left + spent / 2, index),
+                        ha="center",
+                        va="center_baseline",
+                        fontsize=11,
+                        color=STAND_IN["ink" if stage == "other" else "on-bar"],
+                    )
+                left += spent
+            _beside(axes, left, index, f"{number(left)} ms", fontweight="bold")
+        _rows_axis(axes, list(bars), max(totals), "milliseconds per target pass")
+        _legend(axes, {stage: _patch(colour) for stage, colour in STAGES.items()})
+
+    return picture("time", "Time of one cycle beside one plain step", _height(bars, bars=3), draw)
 
 
 def speed_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
-    names = list(rows[drafter])
-    kinds = _kinds(rows, drafter)
-    bars: dict[str, list[tuple[str, str, float]]] = {}
-    for name in names:
-        plain = rows[drafter][name]["tokens_per_second"]["autoregressive"] or 0.0
-        bars[name] = [("plain", "plain", plain)]
-        for method, kind in kinds.items():
-            fast = rows[method][name]["tokens_per_second"]["speculative"] or 0.0
-            bars[name].append((kind, method, fast))
-    left, right, top, thick = 152.0, WIDTH - 60.0, 34.0, 11.0
-    height = thick * (1 + len(kinds)) + 10.0
-    bottom = top + height * len(names)
-    marks = ticks(max(value for group in bars.values() for _, _, value in group) * 1.02)
-    items = [("plain", "plain decoding"), *((kind, method) for method, kind in kinds.items())]
-    parts = legend(items, left, 12.0)
-    parts += _axis(left, right, top, bottom, marks, "tokens per second")
-    for index, (name, group) in enumerate(bars.items()):
-        y = top + height * index + 5.0
-        parts += [_name(name, y + (height - 10.0) / 2 + 4.0)]
-        for place, (kind, method, value) in enumerate(group):
-            width = (right - left) * value / marks[-1]
-            tip = f"{method} on {name}: {speed(value)} tokens per second"
-            parts += [rect(left, y + thick * place, width, thick - 2.0, kind, tip)]
-            words = speed(value or None)
-            parts += [text(left + width + 5.0, y + thick * place + 8.5, words, kind="tiny")]
-    return svg(bottom + 40.0, "Tokens per second by task", parts)
+    names, kinds = list(rows[drafter]), _kinds(rows, drafter)
+    plain = [rows[drafter][name]["tokens_per_second"]["autoregressive"] for name in names]
+    bars = [("plain decoding", "plain", plain)]
+    for method, kind in kinds.items():
+        fast = [rows[method][name]["tokens_per_second"]["speculative"] for name in names]
+        bars.append((method, kind, fast))
+    thick = 0.84 / len(bars)
 
+    def draw(axes: Axes) -> None:
+        for place, (_, kind, values) in enumerate(bars):
+            for index, value in enumerate(values):
+                y = index + (place - (len(bars) - 1) / 2) * thick
+                axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[kind])
+                words = speed(value)
+                _beside(axes, value or 0.0, y, words, fontsize=10, color=STAND_IN["soft"])
+        highest = max(value or 0.0 for _, _, values in bars for value in values)
+        _rows_axis(axes, names, highest, "tokens per second")
+        _legend(axes, {method: _patch(kind) for method, kind, _ in bars})
 
-def spark(rates: Sequence[Number | None], kind: str) -> Markup:
-    """Return acceptance per position as a row of little columns, for a table cell."""
-    step, tall = 9.0, 20.0
-    parts = [tag("title", "acceptance per position: " + " ".join(number(rate) for rate in rates))]
-    for position, rate in enumerate(rates):
-        x, size = step * position, tall * (rate or 0.0)
-        parts += [rect(x, 0.0, step - 2.0, tall, "spark-bed")]
-        parts += [rect(x, tall - size, step - 2.0, size, kind)]
-    width = step * max(len(rates), 1)
-    box = {"viewBox": f"0 0 {width:.0f} {tall:.0f}", "width": f"{width:.0f}", "height": "20"}
-    return tag("svg", Markup("").join(parts), class_="spark", role="img", **box)
+    height = _height(names, len(bars))
+    return picture("speed", "Tokens per second by task", height, draw)

@@ -6,6 +6,7 @@ from typing import Any
 
 from drafttrain.report.statistics import (
     PromptTotals,
+    Resampling,
     acceptance_length,
     ratio,
     repeated_tokens,
@@ -28,7 +29,10 @@ def plain_row(prompts: Sequence[PromptTotals]) -> Row:
 
 
 def method_row(
-    prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], depth: int, seed: int
+    prompts: Sequence[PromptTotals],
+    plain: Sequence[PromptTotals],
+    depth: int,
+    resampling: Resampling,
 ) -> Row:
     """Return every number of a drafting method beside plain decoding of the same prompts.
 
@@ -48,7 +52,7 @@ def method_row(
         "num_drafts": counters.num_drafts,
         "num_draft_tokens": counters.num_draft_tokens,
         "num_accepted_tokens": counters.num_accepted_tokens,
-        "acceptance_length": acceptance_length(prompts, seed),
+        "acceptance_length": acceptance_length(prompts, resampling),
         "acceptance_rate": ratio(counters.num_accepted_tokens, counters.num_draft_tokens),
         "acceptance_per_position": [
             ratio(accepted, counters.num_drafts) for accepted in per_position
@@ -60,7 +64,7 @@ def method_row(
             )
         ],
         "tokens_per_second": {"autoregressive": speed(plain), "speculative": speed(prompts)},
-        "speedup": speedup(prompts, plain, seed),
+        "speedup": speedup(prompts, plain, resampling),
         "predicted_speedup": _predicted(prompts, counters, times, plain_times),
         "time_ms": times,
         "repetition_rate": _repetition(prompts),

@@ -14,13 +14,20 @@ from drafttrain.types import Counters, PromptResult
 
 PLAIN = "autoregressive"
 NGRAM = "ngram"
-RESAMPLES = 10_000
 CONFIDENCE = 0.95
 REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 
 Interval = list[float]
 Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How often the bootstrap draws the prompts anew, and the seed of its draws."""
+
+    resamples: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ def ratio(numerator: int | float, denominator: int | float) -> float | None:
 
 
 def interval(
-    statistic: Callable[..., Values], columns: Sequence[Sequence[float]], seed: int
+    statistic: Callable[..., Values], columns: Sequence[Sequence[float]], resampling: Resampling
 ) -> Interval | None:
     """Return the 95 % interval of a statistic of whole prompts, or None for fewer than two.
 
@@ -172,11 +179,11 @@ def interval(
             statistic,
             paired=True,
             vectorized=True,
-            n_resamples=RESAMPLES,
-            batch=max(1, 1_000_000 // len(arrays[0])),
+            n_resamples=resampling.resamples,
+            batch=max(1, 100_000 // len(arrays[0])),
             confidence_level=CONFIDENCE,
             method="BCa",
-            rng=np.random.default_rng(seed),
+            rng=np.random.default_rng(resampling.seed),
         )
     bounds = result.confidence_interval.low, result.confidence_interval.high
     if not np.isfinite(bounds).all():
@@ -213,7 +220,7 @@ def _difference(
     return mine - _speedup(other_tokens, other_seconds, plain_tokens, plain_seconds, axis)
 
 
-def acceptance_length(prompts: Sequence[PromptTotals], seed: int) -> dict[str, Any]:
+def acceptance_length(prompts: Sequence[PromptTotals], resampling: Resampling) -> dict[str, Any]:
     """Return micro and macro acceptance length, and the interval of the micro one."""
     drafted = [prompt for prompt in prompts if prompt.trimmed.num_drafts]
     accepted = [float(prompt.trimmed.num_accepted_tokens) for prompt in drafted]
@@ -224,7 +231,7 @@ def acceptance_length(prompts: Sequence[PromptTotals], seed: int) -> dict[str, A
     return {
         "micro": 1 + sum(accepted) / sum(drafts),
         "macro": statistics.fmean(lengths),
-        "ci95": interval(_acceptance_length, [accepted, drafts], seed),
+        "ci95": interval(_acceptance_length, [accepted, drafts], resampling),
     }
 
 
@@ -248,7 +255,7 @@ def _timed(prompts: Sequence[PromptTotals]) -> bool:
 
 
 def speedup(
-    prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], seed: int
+    prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], resampling: Resampling
 ) -> dict[str, Any]:
     """Return how many times as fast as plain decoding: value, interval, and value by block."""
     fast, slow = speed(prompts), speed(plain)
@@ -257,7 +264,7 @@ def speedup(
     numbers = sorted({block for prompt in plain for block in prompt.block_seconds})
     return {
         "value": fast / slow,
-        "ci95": interval(_speedup, [*_columns(prompts), *_columns(plain)], seed),
+        "ci95": interval(_speedup, [*_columns(prompts), *_columns(plain)], resampling),
         "blocks": [
             ratio(_block_speed(prompts, block) or 0.0, _block_speed(plain, block) or 0.0)
             for block in numbers
@@ -277,7 +284,7 @@ def speedup_difference(
     prompts: Sequence[PromptTotals],
     others: Sequence[PromptTotals],
     plain: Sequence[PromptTotals],
-    seed: int,
+    resampling: Resampling,
 ) -> dict[str, Any]:
     """Return speedup minus the other method's speedup, paired by prompt."""
     groups = (prompts, others, plain)
@@ -287,4 +294,4 @@ def speedup_difference(
     mine, theirs, slow = (value for value in speeds if value)
 
     columns = [column for group in groups for column in _columns(group)]
-    return {"value": (mine - theirs) / slow, "ci95": interval(_difference, columns, seed)}
+    return {"value": (mine - theirs) / slow, "ci95": interval(_difference, columns, resampling)}

@@ -10,13 +10,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown, methods_of
 from drafttrain.report.wording import estimate, number, positions, speed
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write report.json, report.md and report.html; each appears whole or not at all."""
+    from drafttrain.report.html import html  # matplotlib: a second that only writing should cost
+
     texts = {
         "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "report.md": markdown(report),
