@@ -448,6 +448,7 @@ def test_the_card_has_front_matter_that_the_hub_reads(tmp_path: Path) -> None:
 def test_a_card_without_an_evaluation_says_not_measured_and_how_to_serve(tmp_path: Path) -> None:
     done = export(drafter_of("eagle3"), tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
+    assert "An EAGLE-3 drafter ([arXiv:2503.01840]" in text
     assert "Not measured: the run has no evaluation." in text
     assert all(command in text for command in done.commands.values())
     assert "| data.conversations | 512 |" in text

@@ -11,9 +11,9 @@ from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.wording import estimate, flat, number, positions, speed
 
 FAMILIES = {
-    "eagle3": ("EAGLE-3", "2503.01840"),
-    "eagle": ("EAGLE", "2401.15077"),
-    "medusa": ("Medusa", "2401.10774"),
+    "eagle3": ("An EAGLE-3", "2503.01840"),
+    "eagle": ("An EAGLE", "2401.15077"),
+    "medusa": ("A Medusa", "2401.10774"),
 }
 
 
@@ -74,9 +74,9 @@ def model_card(
     sections = [
         _front_matter(card, commands),
         f"# {card.title}",
-        f"A {family} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper})) for speculative "
-        f"decoding with {_target(card)}. It drafts for that one target: with any other it is slow, "
-        "and its drafts are refused. Speculative decoding by an exact rule does not change what "
+        f"{family} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper})) for speculative "
+        f"decoding with {_target(card)}. It drafts for that one target; another "
+        "would refuse most of its drafts. Speculative decoding by an exact rule does not change what "
         "the target says, only how fast.",
         "## Measured",
         *_measured(card.reports),
