@@ -25,7 +25,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--name", default="default", help="evaluation under each run")
     arguments = parser.parse_args()
-    print("| run | acceptance length | per position | plain tok/s | with tok/s | speedup | greedy identical |")
+    print(
+        "| run | acceptance length | per position | plain tok/s | with tok/s | speedup "
+        "| greedy identical |"
+    )
     print("|---|---|---|---|---|---|---|")
     reports = [
         json.loads((run / "evaluations" / arguments.name / "report.json").read_text())
@@ -35,7 +38,11 @@ def main() -> None:
         lossless = report["lossless"]
         passes = f"{lossless['greedy_identical']}/{lossless['greedy_total']} ({lossless['dtype']})"
         print(line(run.name, report["summary"], passes))
-    print(line(f"ngram (with {arguments.runs[0].name})", reports[0]["methods"]["ngram"]["summary"], ""))
+    print(
+        line(
+            f"ngram (with {arguments.runs[0].name})", reports[0]["methods"]["ngram"]["summary"], ""
+        )
+    )
 
 
 if __name__ == "__main__":

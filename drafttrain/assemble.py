@@ -3,16 +3,17 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
+from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.hardware import DtypeChoice, HardwareConfig, choose_dtype
 from drafttrain.pretrained import ModelConfig
+from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS
 from drafttrain.target.target import Target, load_target
@@ -20,21 +21,22 @@ from drafttrain.types import Sample, TargetSpec
 
 
 def load_samples(
-    config: DataConfig, target: Target, show: bool
-) -> tuple[list[Sample], list[str], dict[str, Any]]:
-    """Return conversations as tokens, lines to print about them, and a record of what was skipped."""
+    config: DataConfig, target: Target, ranks: Ranks
+) -> tuple[list[Sample], SkipReport]:
+    """Return conversations as tokens, the same on every rank, and what was skipped."""
     if isinstance(config, SelfgenConfig):
-        generated = selfgen(target, config, show)
-        return generated.samples, generated.report.lines(), generated.report.to_dict()
+        if not ranks.is_main:
+            ranks.barrier()  # rank 0 writes the conversations, the others read them from its files
+        samples, report = selfgen(target, config, ranks.is_main)
+        if ranks.is_main:
+            ranks.barrier()
+        return samples, report
     conversations, unread = read(config)
-    samples, unfit = encode(conversations, target.tokenizer, config, show)
-    report = unread + unfit
-    return samples, report.lines(), report.to_dict()
+    samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
+    return samples, unread + unfit
 
 
-def load_drafter(
-    run: Path, config: DrafterConfig, spec: TargetSpec
-) -> tuple[Drafter, Path | None]:
+def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Drafter, Path | None]:
     """Return a run's drafter with the weights of its best checkpoint, in float32 on the CPU.
 
     A drafter without weights comes as it is. ValueError where the run has no checkpoint, or was
@@ -64,7 +66,7 @@ def load_drafter(
 def load_target_to_decode(
     model: ModelConfig, hardware: HardwareConfig, reference: Target
 ) -> tuple[Target, DtypeChoice]:
-    """Return the target in the dtype that `hardware` asks for, and why; `reference` is in float32."""
+    """Return the target in the dtype that `hardware` asks for, and why; `reference` is float32."""
     device = reference.device
     targets = {torch.float32: reference}
 

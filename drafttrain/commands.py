@@ -57,8 +57,8 @@ def train(config: TrainConfig) -> None:
     drafter = config.drafter.build(target.spec)
     if not drafter.capabilities.trainable:
         raise ValueError(f"drafter={config.drafter.name} must be trainable; it has no weights")
-    samples, lines, skipped = load_samples(config.data, target, ranks.is_main)
-    for line in lines:
+    samples, skipped = load_samples(config.data, target, ranks)
+    for line in skipped.lines():
         say(line)
     samples, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
     drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
@@ -84,8 +84,8 @@ def train(config: TrainConfig) -> None:
     )
     num_tokens = sum(len(sample.tokens) for sample in samples)
     say(
-        f"data: {len(samples):,} conversations of {num_tokens:,} tokens, {batches.steps_in_epoch:,} "
-        f"steps an epoch; {len(held_out)} held out"
+        f"data: {len(samples):,} conversations of {num_tokens:,} tokens, "
+        f"{batches.steps_in_epoch:,} steps an epoch; {len(held_out)} held out"
     )
     validation = Validation(
         target,
@@ -101,7 +101,10 @@ def train(config: TrainConfig) -> None:
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
-        record = provenance(sys.argv[1:]) | {"target": asdict(target.spec), "data": skipped}
+        record = provenance(sys.argv[1:]) | {
+            "target": asdict(target.spec),
+            "data": skipped.to_dict(),
+        }
         (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
     tracker = open_tracker(
         config.tracker,
@@ -200,7 +203,7 @@ def export(config: ExportConfig) -> None:
     card = CardData(
         title=f"{config.drafter.name} for {config.model.name}",
         family=config.drafter.name,
-        target=name,
+        target=config.model.name,
         base_model=config.model.repo,
         license=settings.license,
         training={"data": asdict(config.data), "drafter": asdict(config.drafter)},

@@ -8,6 +8,7 @@ from typing import Any
 from drafttrain.chance import SeededChance
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
+from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import check_depth, rule_of, speculative_decode
 from drafttrain.drafters.base import Drafter
@@ -97,7 +98,7 @@ def check_prompts(
 
 def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:
     """Return the tokens of a prompt's first turn."""
-    return prompt_tokens([("user", prompt.turns[0])], target.tokenizer, template)
+    return prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
 
 
 def methods_of(
@@ -153,9 +154,9 @@ def measure(
                 for place, prompt in enumerate(prompts):
                     if (block - place) % config.blocks >= config.repeats:
                         continue
-                    messages: list[tuple[str, str]] = []
+                    messages: list[Message] = []
                     for turn, text in enumerate(prompt.turns):
-                        messages.append(("user", text))
+                        messages.append(Message("user", text))
                         tokens = prompt_tokens(messages, target.tokenizer, template)
                         shift = len(results) // len(names) % len(names)
                         outputs = {
@@ -179,7 +180,7 @@ def measure(
                         answer = target.tokenizer.decode(
                             outputs[PLAIN].tokens, skip_special_tokens=True
                         )
-                        messages.append(("assistant", answer))
+                        messages.append(Message("assistant", answer))
                         tick(1)
                 gc.collect()
     finally:

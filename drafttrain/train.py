@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafttrain.checkpoint import Checkpoints, TrainState
 from drafttrain.data.batches import Batches, StepGroup
-from drafttrain.drafters.base import TrainingChance
+from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine
 from drafttrain.optim import SCHEDULES, lr_at
 from drafttrain.target.target import Target
@@ -110,7 +110,7 @@ def train(
     validate: Callable[[], dict[str, float]],
     seed: int,
 ) -> TrainState:
-    """Train the engine's drafter on what the frozen `target` says, from where `checkpoints` left off.
+    """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
 
     Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
     batches, divided once by their number: the loss curve depends on neither. `validate` returns
@@ -140,13 +140,21 @@ def train(
                 return state
             group = batches.next_group()
             lr = config.lr_at(state.step)
-            grad_norm = optimizer_step(engine, target, group, StepChance(seed, state.step), lr, meter)
+            grad_norm = optimizer_step(
+                engine, target, group, StepChance(seed, state.step), lr, meter
+            )
             state = state.after_step(group.tokens, batches.state_dict())
             if state.step % config.log_every == 0 or state.step == config.max_steps:
                 metrics = meter.read()
-                metrics |= {"train/lr": lr, "train/grad_norm": grad_norm, "train/tokens": state.tokens}
+                metrics |= {
+                    "train/lr": lr,
+                    "train/grad_norm": grad_norm,
+                    "train/tokens": state.tokens,
+                }
                 tracker.log(state.step, metrics)
-                meter.note = f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
+                meter.note = (
+                    f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
+                )
             tick(1, meter.note)
 
 
@@ -159,6 +167,7 @@ def optimizer_step(
     meter: "Meter",
 ) -> float:
     """Accumulate the micro batches of one step and take it; return the gradient's norm."""
+    assert isinstance(engine.module, Drafter)
     denominator = max(group.loss_tokens, 1)
     for index, batch in enumerate(group.batches):
         batch = batch.to(engine.device)

@@ -7,6 +7,7 @@ import torch
 
 from drafttrain.chance import SeededChance
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
 from drafttrain.target.target import Target
 from drafttrain.types import GREEDY, Counters, Sample
@@ -25,8 +26,9 @@ class Validation:
         depth: int,
         max_new_tokens: int,
     ) -> None:
-        self.target, self.engine = target, engine
-        deepest = engine.module.capabilities.max_depth
+        assert isinstance(engine.module, Drafter)
+        self.target, self.engine, self.drafter = target, engine, engine.module
+        deepest = self.drafter.capabilities.max_depth
         self.depth = depth if deepest is None else min(depth, deepest)
         self.max_new_tokens = max_new_tokens
         room = target.spec.max_positions - max_new_tokens - self.depth
@@ -43,7 +45,7 @@ class Validation:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return acceptance metrics over all ranks' prompts, in the target's dtype."""
-        drafter = copy.deepcopy(self.engine.module).to(self.target.dtype).eval()
+        drafter = copy.deepcopy(self.drafter).to(self.target.dtype).eval()
         self.rows = []
         for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
             decoded = speculative_decode(

@@ -65,7 +65,12 @@ class Oracle(Drafter):
 
 def plain_text(target: Target, length: int) -> list[int]:
     decoded = autoregressive_decode(
-        target, PROMPT, sampling=GREEDY, max_new_tokens=length, chance=SeededChance(0), stop_tokens=[]
+        target,
+        PROMPT,
+        sampling=GREEDY,
+        max_new_tokens=length,
+        chance=SeededChance(0),
+        stop_tokens=[],
     )
     return list(decoded.tokens)
 
@@ -80,7 +85,11 @@ def test_full_acceptance_emits_depth_plus_one_tokens_a_pass(target: Target) -> N
     decoded = decode(target, Oracle([*PROMPT, *text]))
     assert list(decoded.tokens) == text[:21]
     counters = decoded.stats.trimmed
-    assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (4, 16, 16)
+    assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (
+        4,
+        16,
+        16,
+    )
     assert counters == decoded.stats.untrimmed
     assert decoded.stats.num_target_passes == 4
 
@@ -147,9 +156,7 @@ def test_what_cannot_be_decoded_is_refused_before_it_starts(
 
 def test_an_empty_prompt_is_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
-        autoregressive_decode(
-            target, [], sampling=GREEDY, max_new_tokens=4, chance=SeededChance(0)
-        )
+        autoregressive_decode(target, [], sampling=GREEDY, max_new_tokens=4, chance=SeededChance(0))
 
 
 # --- the exact law, by replaying every answer that chance could give ---
@@ -224,7 +231,9 @@ def small_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     )
 
 
-def plain_law(target: Target, prompt: list[int], length: int, sampling: Sampling) -> dict[tuple[int, ...], float]:
+def plain_law(
+    target: Target, prompt: list[int], length: int, sampling: Sampling
+) -> dict[tuple[int, ...], float]:
     """The target's own law of the next tokens, from full forwards."""
     law = {(): 1.0}
     for _ in range(length):
@@ -286,7 +295,7 @@ def test_the_loop_emits_exactly_the_law_of_the_target(
 def test_a_loop_that_resamples_from_the_target_is_caught(
     small_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commonest error of guides: after a rejection, sample the target instead of the residual."""
+    """The commonest error of guides: after a rejection, sample the target, not the residual."""
     from test_drafters import random_drafter
 
     from drafttrain.decode import verify
@@ -324,9 +333,7 @@ def test_greedy_rule_equals_rejection_with_point_masses() -> None:
         tokens = torch.randint(5, (3, 3), generator=generator)
         agreeing = logits.argmax(-1)[:, :3]
         tokens = torch.where(torch.rand(3, 3, generator=generator) < 0.7, agreeing, tokens)
-        proposal = Proposal(
-            tokens, torch.arange(-1, 2).expand(3, 3), torch.tensor([3, 2, 3]), None
-        )
+        proposal = Proposal(tokens, torch.arange(-1, 2).expand(3, 3), torch.tensor([3, 2, 3]), None)
         greedy = verify_greedy(proposal, logits.argmax(-1))
         sampled = verify_rejection(
             proposal, probabilities(logits, GREEDY), SeededChance(0), [0, 1, 2], [7, 7, 7]
@@ -339,7 +346,9 @@ def test_greedy_rule_equals_rejection_with_point_masses() -> None:
 def test_chance_answers_by_key_and_not_by_order() -> None:
     chance, probs = SeededChance(3), torch.full((3, 50), 0.02)
     together = chance.choose(probs, [4, 5, 6], [10, 11, 12], 7)
-    alone = [chance.choose(probs[:1], [row], [start], 7) for row, start in [(6, 12), (4, 10), (5, 11)]]
+    alone = [
+        chance.choose(probs[:1], [row], [start], 7) for row, start in [(6, 12), (4, 10), (5, 11)]
+    ]
     assert together.tolist() == [int(alone[1]), int(alone[2]), int(alone[0])]
     assert together.tolist() != chance.choose(probs, [4, 5, 6], [10, 11, 12], 8).tolist()
 
@@ -369,8 +378,12 @@ def test_absurd_sampling_is_refused(values: tuple[float, int, float], message: s
 
 def test_top_k_and_top_p_keep_what_they_say() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert probabilities(logits, Sampling(1.0, 2, 1.0)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert probabilities(logits, Sampling(1.0, 0, 0.6)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert probabilities(logits, Sampling(1.0, 2, 1.0)).tolist() == pytest.approx(
+        [0.625, 0.375, 0, 0]
+    )
+    assert probabilities(logits, Sampling(1.0, 0, 0.6)).tolist() == pytest.approx(
+        [0.625, 0.375, 0, 0]
+    )
     assert probabilities(logits, Sampling(1.0, 0, 0.5)).tolist() == pytest.approx([1, 0, 0, 0])
     assert probabilities(logits, GREEDY).tolist() == [1, 0, 0, 0]
     assert probabilities(logits, Sampling(0.5, 0, 1.0))[0] == pytest.approx(0.25 / 0.365)

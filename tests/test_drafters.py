@@ -179,7 +179,9 @@ def test_what_a_prediction_may_not_see_leaves_it_bit_identical(name: str, target
     ahead = 6
     mask = [[index == ahead for index in range(len(tokens))]]
     before = sums(losses_of(drafter, target, as_batch(tokens, mask=mask)))
-    later = sums(losses_of(drafter, target, as_batch([*tokens[: ahead + 1], 70, 71, 72], mask=mask)))
+    later = sums(
+        losses_of(drafter, target, as_batch([*tokens[: ahead + 1], 70, 71, 72], mask=mask))
+    )
     assert before == later
     # The token right before the root is read by every family: the same test must see it change.
     seen = [*tokens[:2], 77, *tokens[3:]]
@@ -238,7 +240,9 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
     trained = {}
     for name in TRAINABLE:
         torch.manual_seed(0)
-        drafter = build(name, target.spec, **({"draft_vocab_coverage": 1.0} if name == "eagle3" else {}))
+        drafter = build(
+            name, target.spec, **({"draft_vocab_coverage": 1.0} if name == "eagle3" else {})
+        )
         drafter.prepare(counts, target.readout)
         features = target.features(batch, drafter.captures)
         optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)

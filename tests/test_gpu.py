@@ -36,7 +36,9 @@ def test_greedy_speculative_output_is_greedy_output_on_the_gpu(name: str, target
     }
     for prompt in PROMPTS:
         plain = autoregressive_decode(target, prompt, **settings)
-        assert speculative_decode(target, drafter, prompt, depth=3, **settings).tokens == plain.tokens
+        assert (
+            speculative_decode(target, drafter, prompt, depth=3, **settings).tokens == plain.tokens
+        )
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -50,5 +52,7 @@ def test_gpu_and_cpu_give_the_same_loss(name: str, target: Target, tiny_target_d
         drafter.prepare(torch.arange(place.spec.vocab_size), on_cpu.readout)
         drafter.to(place.device)
         moved = batch.to(place.device)
-        losses.append(float(weighted_sum(drafter(moved, place.features(moved, drafter.captures), NoChance()))))
+        losses.append(
+            float(weighted_sum(drafter(moved, place.features(moved, drafter.captures), NoChance())))
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

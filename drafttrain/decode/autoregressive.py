@@ -13,7 +13,7 @@ from drafttrain.types import Decoded, DecodeStats, Sampling
 
 
 def check_room(target: Target, prompt: Sequence[int], max_new_tokens: int, depth: int) -> int:
-    """Return the positions that decoding may need; ValueError where the context cannot hold them."""
+    """Return the positions that decoding may need; ValueError where the context is too short."""
     if not prompt:
         raise ValueError("the prompt is empty: it must hold at least one token")
     if max_new_tokens < 1:

@@ -94,8 +94,6 @@ def residual(
     return torch.where(mass > 0, left / mass, target_probs)
 
 
-def _chain_path(
-    num_accepted: Int[Tensor, " batch"], depth: int
-) -> Int[Tensor, "batch depth"]:
+def _chain_path(num_accepted: Int[Tensor, " batch"], depth: int) -> Int[Tensor, "batch depth"]:
     nodes = torch.arange(depth, device=num_accepted.device).expand(len(num_accepted), depth)
     return nodes.masked_fill(nodes >= num_accepted[:, None], -1)

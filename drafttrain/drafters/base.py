@@ -153,7 +153,7 @@ class Drafter(nn.Module, ABC):
         load_exactly(self, tensors)
 
     def propose(self, state: Any, depth: int) -> Proposal | None:
-        """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one by `expand`."""
+        """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one."""
         return None
 
 
@@ -188,7 +188,7 @@ def count_correct(
 def positions_to_predict(
     batch: Batch, distance: int
 ) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
-    """Return (rows, positions) of trained tokens with `distance` tokens of their document before."""
+    """Return (rows, positions) of trained tokens with `distance` tokens of their text before."""
     wanted = batch.loss_mask & (batch.positions >= distance)
     rows, positions = wanted.nonzero(as_tuple=True)
     return rows, positions

@@ -1,4 +1,4 @@
-"""EAGLE-1: one layer that continues the target's feature sequence (Li et al., 2024, arXiv:2401.15077)."""
+"""EAGLE-1: one layer that continues the target's features (Li et al., 2024, arXiv:2401.15077)."""
 
 from dataclasses import dataclass
 from typing import Any

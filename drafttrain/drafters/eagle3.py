@@ -78,7 +78,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads [norm(embedding); norm(hidden)], residual from hidden."""
+    """A decoder layer that attends to [norm(embedding); norm(hidden)]; residual from hidden."""
 
     def __init__(self, spec: TargetSpec, intermediate_size: int) -> None:
         super().__init__()
@@ -155,7 +155,8 @@ class Eagle3(Drafter):
         # Moving the module must move the vocabulary's maps, which are no parameters.
         super()._apply(fn, recurse)
         if self.vocab is not None:
-            self.vocab = DraftVocab.of(self.target_ids, self.spec.vocab_size)
+            ids = self.get_buffer("target_ids")
+            self.vocab = DraftVocab.of(ids, self.spec.vocab_size)
         return self
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
@@ -299,7 +300,7 @@ class Eagle3(Drafter):
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the native layout; `layers.0.` is read as `midlayer.`, t2d and embeddings ignored."""
+        """Load the native layout, `layers.0.` as `midlayer.`; t2d and embeddings are ignored."""
         tensors = {
             name.replace("layers.0.", "midlayer.", 1): tensor
             for name, tensor in tensors.items()
@@ -309,5 +310,7 @@ class Eagle3(Drafter):
         if d2t is not None:
             tensors["target_ids"] = d2t + torch.arange(len(d2t), device=d2t.device)
         elif config.get("draft_vocab_size", self.spec.vocab_size) != self.spec.vocab_size:
-            raise ValueError("d2t is missing: with a reduced vocabulary engines would draft id 0..n")
+            raise ValueError(
+                "d2t is missing: with a reduced vocabulary engines would draft id 0..n"
+            )
         self.load_weights(tensors)

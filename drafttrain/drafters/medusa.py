@@ -1,4 +1,4 @@
-"""Medusa-1: parallel heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
+"""Medusa-1: heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +103,7 @@ class Medusa(Drafter):
                 head.weight.copy_(readout.head)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Hard cross-entropy of each head on the text's own tokens, decayed by head (section 2.2)."""
+        """Hard cross-entropy of each head on the text's tokens, decayed by head (section 2.2)."""
         hidden = features.final_hidden.to(self.dtype)
         terms: Losses = {}
         for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
