@@ -76,8 +76,8 @@ def model_card(
         f"# {card.title}",
         f"{family} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper})) for speculative "
         f"decoding with {_target(card)}. It drafts for that one target; another "
-        "would refuse most of its drafts. Speculative decoding by an exact rule does not change what "
-        "the target says, only how fast.",
+        "would refuse most of its drafts. Speculative decoding by an exact rule does not change "
+        "what the target says, only how fast.",
         "## Measured",
         *_measured(card.reports),
         "## Serving",
