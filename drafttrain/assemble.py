@@ -1,5 +1,6 @@
 """From sections of a configuration to the objects that commands put to work."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from drafttrain.hardware import DtypeChoice, HardwareConfig, choose_dtype
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
-from drafttrain.run import CHECKPOINTS
+from drafttrain.run import CHECKPOINTS, PROVENANCE
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Sample, TargetSpec
 
@@ -34,6 +35,19 @@ def load_samples(
     conversations, unread = read(config)
     samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
     return samples, unread + unfit
+
+
+def recorded_spec(run: Path) -> TargetSpec:
+    """Return what a run recorded of its target, so that an export need not load a 70B model."""
+    file = run / PROVENANCE
+    try:
+        record = json.loads(file.read_text())["target"]
+        return TargetSpec(**record | {"eos_token_ids": tuple(record["eos_token_ids"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} must record the run's target, but cannot be read ({error!r}); `train` writes "
+            "it: restore the file, or resume the run with run.resume=true"
+        ) from error
 
 
 def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Drafter, Path | None]:

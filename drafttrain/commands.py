@@ -16,6 +16,7 @@ from drafttrain.assemble import (
     load_drafter,
     load_samples,
     load_target_to_decode,
+    recorded_spec,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.config import EvaluateConfig, ExportConfig, TrainConfig
@@ -31,15 +32,20 @@ from drafttrain.export.vllm import FILES, export_vllm
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import join_ranks
 from drafttrain.report import TimingInfo, build_report, summary_table, write_report
-from drafttrain.run import CHECKPOINTS, CONFIG, check_run_folder, provenance, write_config
+from drafttrain.run import (
+    CHECKPOINTS,
+    CONFIG,
+    PROVENANCE,
+    check_run_folder,
+    provenance,
+    write_config,
+)
 from drafttrain.target.target import load_target
 from drafttrain.terminal import console
 from drafttrain.tracker import open_tracker
 from drafttrain.train import METRIC
 from drafttrain.train import train as run_training
 from drafttrain.validate import Validation
-
-PROVENANCE = "provenance.json"
 
 
 def train(config: TrainConfig) -> None:
@@ -195,8 +201,7 @@ def evaluate(config: EvaluateConfig) -> None:
 def export(config: ExportConfig) -> None:
     """Write a run's drafter as serving engines load it, check it, and push it if asked."""
     run, settings = Path(config.run.dir), config.export
-    target = load_target(config.model, torch.float32, "cpu")
-    drafter, _ = load_drafter(run, config.drafter, target.spec)
+    drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
     place = Path(settings.dir or run / "export")
     record, reports = read_run(run)
     name = served_as(config.model)

@@ -17,6 +17,7 @@ import drafttrain
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+PROVENANCE = "provenance.json"
 PACKAGES = (
     "torch",
     "transformers",
