@@ -29,9 +29,9 @@ class Batches:
     nearly equal size, as near to `tokens_per_step` as whole steps allow; so each conversation comes
     once an epoch, none twice in a step, and a data set smaller than a step is one step.
 
-    Within a step, rows are sorted by length, so that a micro batch (at most `micro_batch` rows)
-    pads little; the longest come first, so that memory runs out early or never. All ranks get the
-    same number of micro batches; where a step has fewer rows than ranks, some get padding only.
+    Within a step, conversations are packed into rows as long as the longest of them, so that next
+    to nothing is padding; a micro batch has at most `micro_batch` rows. All ranks get the same
+    number of micro batches; where a step has fewer rows than ranks, some get padding only.
     """
 
     def __init__(
@@ -85,21 +85,20 @@ class Batches:
             self.steps = self._plan()
         chosen = self.steps[self.step_in_epoch]
         self.step_in_epoch += 1
+        # Longest first leaves the least room: a row's gap is filled by the short ones that follow.
         longest_first = chosen[np.lexsort((chosen, -self.lengths[chosen]))]
-        count = -(-len(chosen) // self.micro_batch)
+        samples = [self.samples[place] for place in longest_first]
+        length = int(self.lengths[longest_first[0]])
+        rows = packed_rows(samples, length)
+        count = -(-len(rows) // self.micro_batch)
         count = -(-count // self.world_size) * self.world_size
-        # Dealt out in turn, so that the ranks' micro batches are of similar length.
-        mine = np.array_split(longest_first, count)[self.rank :: self.world_size]
+        bounds = np.linspace(0, len(rows), count + 1).round().astype(int)
+        micro_batches = [rows[a:b] or [[]] for a, b in zip(bounds, bounds[1:], strict=False)]
         return StepGroup(
-            [self._batch(rows, longest_first) for rows in mine],
+            [_rows(rows, length) for rows in micro_batches[self.rank :: self.world_size]],
             int(self.loss_lengths[chosen].sum()),
             int(self.lengths[chosen].sum()),
         )
-
-    def _batch(self, rows: np.ndarray, step: np.ndarray) -> Batch:
-        if len(rows):
-            return collate([self.samples[row] for row in rows])
-        return padding(int(self.lengths[step].min()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what it is a position in."""
@@ -132,6 +131,11 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 def pack(samples: Sequence[Sample], length: int) -> Batch:
     """Return rows of `length` tokens with as many samples as fit, each in the first free row."""
+    return _rows(packed_rows(samples, length), length)
+
+
+def packed_rows(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
+    """Deal samples into rows of at most `length` tokens, each into the first with room."""
     rows: list[list[Sample]] = []
     free: list[int] = []
     for sample in samples:
@@ -144,12 +148,7 @@ def pack(samples: Sequence[Sample], length: int) -> Batch:
             free.append(length)
         rows[row].append(sample)
         free[row] -= size
-    return _rows(rows, length)
-
-
-def padding(length: int) -> Batch:
-    """Return one row of padding: what a rank computes that has nothing to do."""
-    return _rows([[]], length)
+    return rows
 
 
 def _rows(rows: Sequence[Sequence[Sample]], length: int) -> Batch:
