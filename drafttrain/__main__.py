@@ -35,6 +35,9 @@ class Request:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, or 2 for what cannot be meant, or 1 for what failed."""
+    # Read when torch is loaded, later. OpenMP's threads spin while they wait, and on a machine that
+    # does other work besides, two spinning threads are ten times slower than two sleeping ones.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = list(sys.argv[1:] if argv is None else argv)
     folder = None
     failed = 2
