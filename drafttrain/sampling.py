@@ -31,7 +31,7 @@ def probabilities(
         logits = logits.masked_fill(mask, -torch.inf)
     probs = logits.softmax(-1)
     if sampling.top_p < 1:
-        probs = probs.masked_fill(~_nucleus(probs, sampling.top_p), 0.0)
+        probs = torch.where(_nucleus(probs, sampling.top_p), probs, 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 

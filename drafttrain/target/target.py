@@ -13,6 +13,7 @@ from drafttrain import pretrained
 from drafttrain.pretrained import ModelConfig
 from drafttrain.readout import Readout
 from drafttrain.target.describe import describe, read_out, refuse_unless_rollable
+from drafttrain.target.growing import GrowingCache
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
 
@@ -82,7 +83,7 @@ class Target:
     def begin(self) -> DynamicCache:
         """Return an empty cache; the first step fixes its number of rows."""
         # Without a configuration every layer keeps all positions, so all can be rolled back.
-        return DynamicCache()
+        return GrowingCache()
 
     @torch.no_grad()
     def step(

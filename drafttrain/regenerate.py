@@ -1,0 +1,294 @@
+"""Conversations in the target's own words: it writes the user's turn too, then answers it."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from drafttrain.chance import Purpose, SeededChance, draw_of
+from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import chat_format
+from drafttrain.sampling import probabilities
+from drafttrain.target.target import Target
+from drafttrain.terminal import console, progress
+from drafttrain.types import Sample, Sampling
+
+FORMAT = 1  # of the cache: a higher number makes old caches be written anew
+EMIT = draw_of(0, Purpose.EMIT)
+DROP_FROM = 8  # finished rows are dropped once they are one in so many
+USER, CLOSING, ANSWER, FINISHED = range(4)  # what a row is writing
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the two turns, and the tokens that end them."""
+
+    opening: list[int]
+    closing: list[int]  # from the end of the user's turn to the start of the answer
+    answer_stops: list[int]
+    user_stops: list[int]  # and the first token of `closing`
+    first_forbidden: list[int]  # what a user turn cannot begin with, or it would be empty
+    forbidden: list[int]  # what a user turn cannot contain: special tokens that do not end it
+
+
+@dataclass(frozen=True)
+class Written:
+    """One conversation as the target wrote it."""
+
+    index: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    finished: bool  # False: the answer reached data.max_answer_tokens
+
+
+def selfgen(
+    target: Target, config: SelfgenConfig, show: bool = True
+) -> tuple[list[Sample], SkipReport]:
+    """Return conversations that the target writes, with the very tokens that it chose.
+
+    From the chat template's opening alone it samples a user turn (never empty, and without special
+    tokens), then the answer, freely. An answer that reaches data.max_answer_tokens stays as it is,
+    without an end of turn. Conversation i depends on the target, the seed and i, not on the batch
+    it is written in, but for rounding. Results go to data.cache_dir batch by batch, under a
+    fingerprint of target and settings: an interrupted run continues, a finished one is reused, and
+    asking for more conversations writes only those. ValueError if they cannot fit, or if nothing
+    usable was written.
+    """
+    frame = frame_of(target)
+    check_room(target, config, frame)
+    folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
+    written = load(folder)
+    missing = [index for index in range(config.num_conversations) if index not in written]
+    if show and not missing:
+        console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
+    elif show:
+        console.print(
+            f"selfgen: {target.spec.name} writes {len(missing):,} conversations to {folder}"
+        )
+    if missing:
+        save_settings(folder, target, config)
+    done = config.num_conversations - len(missing)
+    with progress("selfgen", config.num_conversations, done, show and bool(missing)) as tick:
+        for first in range(0, len(missing), config.batch_size):
+            batch = write(target, config, frame, missing[first : first + config.batch_size], tick)
+            append(folder, batch, frame, target.tokenizer)
+            written.update({conversation.index: conversation for conversation in batch})
+    return to_samples([written[index] for index in range(config.num_conversations)], folder)
+
+
+def frame_of(target: Target) -> Frame:
+    """Read the frame off the chat template, tokenised as a prompt is."""
+    tokenizer = target.tokenizer
+    form = chat_format(tokenizer)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    opening, closing, tail = ids(form.opening), ids(form.prompt_closing), ids(form.tail)
+    if not opening:
+        raise ValueError(
+            f"data=selfgen needs a chat template that opens with some token, and that of"
+            f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
+        )
+    specials = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    stops = {*target.spec.eos_token_ids, *[token for token in tail[:1] if token in specials]}
+    user_stops = {*stops, closing[0]}
+    return Frame(
+        opening,
+        closing,
+        sorted(stops),
+        sorted(user_stops),
+        sorted(specials | user_stops),
+        sorted(specials - user_stops),
+    )
+
+
+def check_room(target: Target, config: SelfgenConfig, frame: Frame) -> None:
+    """Raise unless the longest conversation fits in a sample and in the target."""
+    around = len(frame.opening) + len(frame.closing)
+    longest = around + config.max_user_tokens + config.max_answer_tokens
+    limits = {
+        "data.max_length": config.max_length,
+        "the target's positions": target.spec.max_positions,
+    }
+    for name, limit in limits.items():
+        if longest > limit:
+            raise ValueError(
+                f"data.max_user_tokens + data.max_answer_tokens + {around} of the chat template"
+                f" must fit in {name}, got {longest} > {limit}; lower them"
+            )
+
+
+def write(
+    target: Target,
+    config: SelfgenConfig,
+    frame: Frame,
+    indices: list[int],
+    tick: Callable[..., None],
+) -> list[Written]:
+    """Write a batch of conversations in lock step: every row gains one token a pass.
+
+    No padding is needed, since all rows begin alike and forced tokens are fed like sampled ones.
+    """
+    chance = SeededChance(config.seed)
+    keys = np.array(indices)
+    closing = np.array(frame.closing)
+    start = len(frame.opening)
+    capacity = start + config.max_user_tokens + len(closing) + config.max_answer_tokens
+    tokens = np.zeros((len(indices), capacity), dtype=np.int64)
+    tokens[:, :start] = frame.opening
+    phase = np.full(len(indices), USER)
+    turn_start = np.full(len(indices), start)  # where the current turn, or the closing, began
+    num_prompt = np.zeros(len(indices), dtype=np.int64)
+    length = np.zeros(len(indices), dtype=np.int64)
+    rows = np.arange(len(indices))  # those still in the target's batch
+    cache = target.begin()
+    began, num_written = time.monotonic(), 0
+    fed = tokens[:, :start]
+    for position in range(start, capacity):
+        logits, _ = target.step(cache, torch.from_numpy(fed).to(target.device), last_only=True)
+        for kind in (USER, ANSWER):
+            here = np.flatnonzero(phase[rows] == kind)
+            if len(here):
+                scored = logits[torch.from_numpy(here).to(target.device), 0]
+                probs = law(scored, kind, position == start, config, frame)
+                where = [position] * len(here)
+                chosen = chance.choose(probs, keys[rows[here]].tolist(), where, EMIT)
+                tokens[rows[here], position] = chosen.cpu().numpy()
+        now = tokens[rows, position]
+        age = position - turn_start[rows]
+        phase_now = phase[rows]
+        # A user turn ends by itself or at its limit; either way the closing begins here.
+        closes = (phase_now == USER) & (
+            np.isin(now, frame.user_stops) | (age == config.max_user_tokens)
+        )
+        phase[rows[closes]], turn_start[rows[closes]] = CLOSING, position
+        forced = rows[phase[rows] == CLOSING]
+        tokens[forced, position] = closing[position - turn_start[forced]]
+        answers = forced[position - turn_start[forced] == len(closing) - 1]
+        phase[answers] = ANSWER
+        turn_start[answers] = num_prompt[answers] = position + 1
+        stops = (phase_now == ANSWER) & (
+            np.isin(now, frame.answer_stops) | (age == config.max_answer_tokens - 1)
+        )
+        over = rows[stops]
+        phase[over], length[over] = FINISHED, position + 1
+        if len(over):
+            num_written += int(length[over].sum())
+            speed = num_written / (time.monotonic() - began)
+            tick(len(over), f"{speed:,.0f} tokens/s")
+        active = phase[rows] != FINISHED
+        if not active.any():
+            break
+        if (~active).sum() * DROP_FROM >= len(rows):
+            target.select(cache, torch.from_numpy(np.flatnonzero(active)).to(target.device))
+            rows = rows[active]
+        fed = tokens[rows, position : position + 1]
+    return [
+        Written(
+            index,
+            tokens[row, : length[row]].tolist(),
+            int(num_prompt[row]),
+            bool(tokens[row, length[row] - 1] in frame.answer_stops),
+        )
+        for row, index in enumerate(indices)
+    ]
+
+
+def law(
+    logits: Float[Tensor, "rows vocab"], kind: int, first: bool, config: SelfgenConfig, frame: Frame
+) -> Float[Tensor, "rows vocab"]:
+    """Return the law of the next token of a user turn or an answer; `logits` is overwritten."""
+    temperature = config.answer_temperature
+    if kind == USER:
+        temperature = config.user_temperature
+        logits[:, frame.first_forbidden if first else frame.forbidden] = -torch.inf
+    return probabilities(logits, Sampling(temperature, config.top_k, config.top_p))
+
+
+def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], SkipReport]:
+    """Return the usable conversations as samples, and the count of the others."""
+    report = SkipReport(len(written))
+    samples = []
+    for conversation in written:
+        if conversation.finished and len(conversation.tokens) == conversation.num_prompt_tokens + 1:
+            report.skip("empty answer", f"conversation {conversation.index}")
+            continue
+        tokens = torch.tensor(conversation.tokens)
+        mask = torch.arange(len(tokens)) >= conversation.num_prompt_tokens
+        samples.append(Sample(tokens, mask, conversation.index))
+    if not samples:
+        what = "data=selfgen must give usable conversations, got none"
+        raise NothingUsable(what, report, f"look into {folder}, or use data=jsonl data.path=FILE")
+    return samples, report
+
+
+def fingerprint(target: Target, config: SelfgenConfig, frame: Frame) -> str:
+    """Name what conversation i depends on: the number of them and the batch size are not in it."""
+    settings = {**settings_of(target, config), "frame": vars(frame), "format": FORMAT}
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
+    """Return the target and the settings that decide what is written."""
+    keys = ("seed", "user_temperature", "answer_temperature", "top_k", "top_p")
+    return {
+        "target": target.spec.fingerprint,
+        "dtype": str(target.dtype),
+        **{key: getattr(config, key) for key in (*keys, "max_user_tokens", "max_answer_tokens")},
+    }
+
+
+def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
+    """Write for a reader what the fingerprint stands for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"model": target.spec.name, **settings_of(target, config)}
+    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
+    """Add a batch to the cache: tokens for training, and messages, which data=jsonl reads too."""
+    lines = []
+    for conversation in batch:
+        user = conversation.tokens[
+            len(frame.opening) : conversation.num_prompt_tokens - len(frame.closing)
+        ]
+        answer = conversation.tokens[conversation.num_prompt_tokens :]
+        turns = {"user": user, "assistant": answer[:-1] if conversation.finished else answer}
+        messages = [
+            {"role": role, "content": tokenizer.decode(turn)} for role, turn in turns.items()
+        ]
+        record = {"messages": messages, **vars(conversation)}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    with (folder / "conversations.jsonl").open("a", encoding="utf-8") as stream:
+        stream.write("".join(lines))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def load(folder: Path) -> dict[int, Written]:
+    """Read the cache; a torn line, which an interrupted run leaves last, is cut off."""
+    file = folder / "conversations.jsonl"
+    if not file.is_file():
+        return {}
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(file, whole)
+    written = {}
+    for line in content[:whole].split(b"\n")[:-1]:
+        record = json.loads(line)
+        fields = {key: record[key] for key in Written.__dataclass_fields__}
+        written[record["index"]] = Written(**fields)
+    return written
