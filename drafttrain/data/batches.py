@@ -1,5 +1,6 @@
 """Which conversations make up each optimizer step, and the micro batches they are computed in."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class Batches:
         count = -(-len(rows) // self.micro_batch)
         count = -(-count // self.world_size) * self.world_size
         bounds = np.linspace(0, len(rows), count + 1).round().astype(int)
-        micro_batches = [rows[a:b] or [[]] for a, b in zip(bounds, bounds[1:], strict=False)]
+        micro_batches = [rows[a:b] or [[]] for a, b in itertools.pairwise(bounds)]
         return StepGroup(
             [_rows(rows, length) for rows in micro_batches[self.rank :: self.world_size]],
             int(self.loss_lengths[chosen].sum()),
