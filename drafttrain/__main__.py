@@ -82,7 +82,7 @@ def read(arguments: Sequence[str]) -> Request:
                 next(rest, None)
         elif name in ("-h", "--help"):
             request.help = True
-        elif name in ("-c", "--config", "--cfg"):
+        elif name in ("-c", "--config"):
             request.show_config = True
         elif name == "--version":
             request.version = True
