@@ -166,10 +166,10 @@ def test_collate_pads_right_and_marks_padding() -> None:
 
 
 def test_pack_puts_several_documents_in_a_row() -> None:
-    chosen = [sample(0, 3), sample(1, 4), sample(2, 2), sample(3, 5)]
+    chosen = [sample(0, 3), sample(1, 4), sample(2, 3), sample(3, 5)]
     batch = pack(chosen, 6)
     assert batch.document.tolist() == [
-        [0, 0, 0, 2, 2, -1],
+        [0, 0, 0, 2, 2, 2],
         [1, 1, 1, 1, -1, -1],
         [3, 3, 3, 3, 3, -1],
     ]

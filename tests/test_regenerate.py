@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> SelfgenConfig:
         holdout=0,
         template="chat",
         seed=5,
-        num_conversations=24,
+        num_conversations=18,
         batch_size=10,
         user_temperature=1.3,
         answer_temperature=0.9,
@@ -95,9 +95,9 @@ def test_a_batch_writes_what_each_conversation_is_alone(
     frame = frame_of(target)
     assert len(frame.closing) == (1 if template else 4)
     samples, report = selfgen(target, config, show=False)
-    assert len(samples) + report.num_skipped == report.num_read == 24
+    assert len(samples) + report.num_skipped == report.num_read == 18
     written = load(cache_folder(config))
-    assert sorted(written) == list(range(24))
+    assert sorted(written) == list(range(18))
     for index, conversation in written.items():
         assert conversation.tokens == written_alone(index, target, config, frame)
     for sample in samples:
@@ -115,7 +115,7 @@ def test_a_batch_writes_what_each_conversation_is_alone(
 
 
 def test_answers_end_by_themselves_or_at_the_limit(target: Target, config: SelfgenConfig) -> None:
-    selfgen(target, replace(config, num_conversations=60), show=False)
+    selfgen(target, replace(config, num_conversations=40), show=False)
     written = load(cache_folder(config)).values()
     lengths = {len(item.tokens) - item.num_prompt_tokens for item in written if not item.finished}
     assert lengths == {config.max_answer_tokens}
@@ -124,7 +124,7 @@ def test_answers_end_by_themselves_or_at_the_limit(target: Target, config: Selfg
 
 def test_the_batch_size_changes_nothing(target: Target, config: SelfgenConfig) -> None:
     samples, _ = selfgen(target, config, show=False)
-    for batch_size in (1, 7, 24):
+    for batch_size in (1, 7, 18):
         folder = f"{config.cache_dir}_{batch_size}"
         again = replace(config, batch_size=batch_size, cache_dir=folder)
         assert same(selfgen(target, again, show=False)[0], samples)
@@ -142,21 +142,21 @@ def test_an_interrupted_run_continues_and_a_torn_line_is_written_again(
     assert same(resumed, whole)
     content = file.read_bytes()
     assert content.startswith(complete)
-    assert [json.loads(line)["index"] for line in content.splitlines()] == list(range(24))
+    assert [json.loads(line)["index"] for line in content.splitlines()] == list(range(18))
 
 
 def test_a_finished_cache_is_reused_and_says_so(
     target: Target, config: SelfgenConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples, _ = selfgen(target, config)
-    assert "tiny_test writes 24 conversations to" in capsys.readouterr().out
+    assert "tiny_test writes 18 conversations to" in capsys.readouterr().out
     file = cache_folder(config) / "conversations.jsonl"
     before = (file.read_bytes(), file.stat().st_mtime_ns)
     again, _ = selfgen(target, config)
     assert same(again, samples)
     assert (file.read_bytes(), file.stat().st_mtime_ns) == before
     said = capsys.readouterr().out
-    assert "24 conversations from" in said
+    assert "18 conversations from" in said
     assert "tokens/s" not in said
     fewer, _ = selfgen(target, replace(config, num_conversations=5), show=False)
     assert same(fewer, [sample for sample in samples if sample.index < 5])
@@ -198,7 +198,7 @@ def test_the_cache_is_readable_text_that_data_jsonl_takes(
         item = written[int(conversation.source.split(":")[1]) - 1]
         said = target.tokenizer.decode(item.tokens) + ("\n" if item.finished else "<|end|>\n")
         assert f"<|begin|>{text}" == said
-    assert len(conversations) > 12
+    assert len(conversations) > 9
     assert frame.opening == target.tokenizer.encode("<|begin|><|user|>\n", add_special_tokens=False)
 
 
