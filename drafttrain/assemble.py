@@ -12,7 +12,7 @@ from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.hardware import DtypeChoice, HardwareConfig, choose_dtype
+from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
@@ -79,8 +79,8 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
 
 def load_target_to_decode(
     model: ModelConfig, hardware: HardwareConfig, reference: Target
-) -> tuple[Target, DtypeChoice]:
-    """Return the target in the dtype that `hardware` asks for, and why; `reference` is float32."""
+) -> tuple[Target, DecodeChoice]:
+    """Return the target to decode with and how that was chosen; `reference` is in float32."""
     device = reference.device
     targets = {torch.float32: reference}
 
@@ -103,7 +103,7 @@ def load_target_to_decode(
             target.step(cache, context)
         return run
 
-    choice = choose_dtype(hardware, device, pass_of)
+    choice = choose_decoding(hardware, device, pass_of)
     return target_in(choice.dtype), choice
 
 

@@ -31,7 +31,7 @@ from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import join_ranks
-from drafttrain.report import TimingInfo, build_report, summary_table, write_report
+from drafttrain.report import Report, TimingInfo, build_report, summary_table, write_report
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
@@ -157,7 +157,7 @@ def evaluate(config: EvaluateConfig) -> None:
     drafter, checkpoint = load_drafter(folder, config.drafter, reference.spec)
     drafter.to(device).eval()
     target, choice = load_target_to_decode(config.model, config.hardware, reference)
-    console.print(f"decoding in {choice.reason}; {torch.get_num_threads()} threads")
+    console.print(f"decoding in {choice.reason}")
     template = config.data.template
     check_prompts(prompts, target, template, settings)
     lossless = check_lossless(reference, drafter, prompts, template, settings)
@@ -176,7 +176,7 @@ def evaluate(config: EvaluateConfig) -> None:
         lossless=lossless,
         timing=TimingInfo(
             dtype=str(choice.dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
+            threads=choice.threads,
             blocks=settings.blocks,
             device=device,
         ),
@@ -194,8 +194,33 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     place = folder / "evaluations" / settings.name
     write_report(report, place)
+    latest = Checkpoints(folder / CHECKPOINTS, keep=1).latest()
+    tracker = open_tracker(
+        config.tracker,
+        folder,
+        config=asdict(config),
+        resume_step=None if latest is None else load_state(latest).step,
+        is_main=True,
+    )
+    tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
+    tracker.finish()
     console.print(summary_table(report))
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
+
+
+def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:
+    """Return the columns and rows of an evaluation for the tracker: a row per method and task."""
+    columns = ["method", "task", "acceptance_length", "acceptance_rate", "tokens_per_second"]
+    columns += ["speedup", "speedup_low", "speedup_high"]
+    rows: list[list[str | float | None]] = []
+    drafting = {report["drafter"]: report, "ngram": report["methods"]["ngram"]}
+    for method, part in drafting.items():
+        for task, row in {**part["tasks"], "all": part["summary"]}.items():
+            low, high = row["speedup"]["ci95"] or (None, None)
+            length, speed = row["acceptance_length"]["micro"], row["tokens_per_second"]
+            values = [length, row["acceptance_rate"], speed["speculative"], row["speedup"]["value"]]
+            rows.append([method, task, *values, low, high])
+    return columns, rows
 
 
 def export(config: ExportConfig) -> None:

@@ -73,6 +73,7 @@ class EvaluateConfig:
     data: "DataConfig"
     drafter: "DrafterConfig"
     hardware: "HardwareConfig"
+    tracker: "TrackerConfig"
     eval: "EvalConfig"
 
 

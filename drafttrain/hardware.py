@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VERIFIED_TOKENS = 8  # dtype "auto" asks which type verifies this many tokens fastest
+VERIFIED_TOKENS = 8  # "auto" asks what verifies this many tokens fastest
+MEASURED_ROUNDS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,41 +72,55 @@ def choose_train_dtype(config: HardwareConfig, device: torch.device) -> torch.dt
 
 
 @dataclass(frozen=True)
-class DtypeChoice:
-    """The dtype for decoding and why; seconds of one target pass by dtype and tokens."""
+class DecodeChoice:
+    """How to decode here, and why."""
 
     dtype: torch.dtype
+    threads: int
     reason: str
-    seconds: dict[str, dict[int, float]]
 
 
-def choose_dtype(
+def choose_decoding(
     config: HardwareConfig,
     device: torch.device,
     pass_of: Callable[[torch.dtype], Callable[[int], None]],
-) -> DtypeChoice:
-    """Return the dtype to decode in; auto times passes over 1 and 8 tokens, interleaved.
+) -> DecodeChoice:
+    """Return the dtype and the threads to decode with, and set the threads.
 
-    pass_of(dtype) gives a function that runs one target pass over so many tokens.
+    What `config` leaves open on a CPU is measured: target passes over 1 and over 8 tokens, all
+    candidates in turn; what verifies 8 tokens fastest is taken. pass_of(dtype) gives a function
+    that runs one pass over so many tokens.
     """
-    if config.dtype != "auto":
-        return DtypeChoice(DTYPES[config.dtype], f"hardware.dtype={config.dtype}", {})
+    names = list(DTYPES) if config.dtype == "auto" else [config.dtype]
+    every_core = torch.get_num_threads()  # as `choose_device` left it
+    threads = [every_core] if config.threads else sorted({1, every_core})
     if device.type == "cuda":
-        return DtypeChoice(torch.bfloat16, "bfloat16: a GPU's fast type", {})
-    passes = {name: pass_of(dtype) for name, dtype in DTYPES.items()}
-    best: dict[str, dict[int, float]] = {name: {} for name in passes}
-    for _ in range(12):
-        for name, run in passes.items():
+        name = "bfloat16" if config.dtype == "auto" else config.dtype
+        return DecodeChoice(DTYPES[name], every_core, f"{name} on {device}")
+    candidates = [(name, count) for name in names for count in threads]
+    if len(candidates) == 1:
+        return DecodeChoice(DTYPES[names[0]], every_core, f"{names[0]} with {every_core} threads")
+    passes = {name: pass_of(DTYPES[name]) for name in names}
+    best: dict[tuple[str, int], dict[int, float]] = {candidate: {} for candidate in candidates}
+    for _ in range(MEASURED_ROUNDS):
+        for (name, count), seconds in best.items():
+            torch.set_num_threads(count)
             for tokens in (1, VERIFIED_TOKENS):
                 started = time.perf_counter()
-                run(tokens)
+                passes[name](tokens)
                 elapsed = time.perf_counter() - started
-                # The minimum: on a shared machine everything above it is somebody else's work.
-                best[name][tokens] = min(elapsed, best[name].get(tokens, elapsed))
-    name = min(best, key=lambda name: best[name][VERIFIED_TOKENS])
-    told = ", ".join(
-        f"{name} {seconds[1] * 1e3:.1f} ms for 1 token and {seconds[VERIFIED_TOKENS] * 1e3:.1f} ms "
-        f"for {VERIFIED_TOKENS}"
-        for name, seconds in best.items()
+                # The minimum: on a shared machine all above it is somebody else's work.
+                seconds[tokens] = min(elapsed, seconds.get(tokens, elapsed))
+    chosen = min(best, key=lambda candidate: best[candidate][VERIFIED_TOKENS])
+    torch.set_num_threads(chosen[1])
+    told = "; ".join(
+        f"{_candidate(*candidate)} {seconds[1] * 1e3:.1f} ms for 1 token, "
+        f"{seconds[VERIFIED_TOKENS] * 1e3:.1f} ms for {VERIFIED_TOKENS}"
+        for candidate, seconds in best.items()
     )
-    return DtypeChoice(DTYPES[name], f"{name}: verifies fastest here ({told})", best)
+    reason = f"{_candidate(*chosen)}: verifies {VERIFIED_TOKENS} tokens fastest here ({told})"
+    return DecodeChoice(DTYPES[chosen[0]], chosen[1], reason)
+
+
+def _candidate(name: str, threads: int) -> str:
+    return f"{name} with {threads} thread{'s' if threads > 1 else ''}"

@@ -288,7 +288,13 @@ def load(folder: Path) -> dict[int, Written]:
         os.truncate(file, whole)
     written = {}
     for line in content[:whole].split(b"\n")[:-1]:
-        record = json.loads(line)
-        fields = {key: record[key] for key in Written.__dataclass_fields__}
+        try:
+            record = json.loads(line)
+            fields = {key: record[key] for key in Written.__dataclass_fields__}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} must be JSON lines as selfgen wrote them, got {error!r}; remove {folder} "
+                "to have them written again"
+            ) from error
         written[record["index"]] = Written(**fields)
     return written

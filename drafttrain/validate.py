@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from drafttrain.chance import SeededChance
+from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
@@ -78,8 +79,3 @@ class Validation:
             drafts, accepted = counters.num_drafts, counters.num_accepted_tokens
             rows.append([index, drafts, accepted, 1 + accepted / max(drafts, 1)])
         return columns, rows
-
-
-def prompt_of(sample: Sample) -> list[int]:
-    """Return what stands before the first trained token: the first prompt of a conversation."""
-    return sample.tokens[: int(sample.loss_mask.int().argmax())].tolist()

@@ -1,0 +1,91 @@
+"""What `hardware` leaves open is measured, what it sets is kept, what is not there is refused."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from drafttrain.hardware import (
+    HardwareConfig,
+    choose_decoding,
+    choose_device,
+    choose_train_dtype,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def hardware(**changes: Any) -> HardwareConfig:
+    values = {"name": "test", "device": "cpu", "dtype": "auto", "train_dtype": "float32"}
+    return HardwareConfig(**{**values, "threads": 0, "micro_batch": 1, **changes})
+
+
+def pass_of(seconds: dict[tuple[torch.dtype, int], float]) -> Any:
+    """A target whose pass over 8 tokens takes as long as said, by dtype and threads."""
+
+    def for_dtype(dtype: torch.dtype) -> Callable[[int], None]:
+        return lambda tokens: time.sleep(
+            seconds[dtype, torch.get_num_threads()] if tokens == 8 else 0
+        )
+
+    return for_dtype
+
+
+@pytest.mark.parametrize("fastest", [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_what_verifies_fastest_is_taken_and_said(fastest: tuple[torch.dtype, int]) -> None:
+    torch.set_num_threads(2)
+    seconds = {(d, n): 0.004 for d in (torch.float32, torch.bfloat16) for n in (1, 2)}
+    choice = choose_decoding(hardware(), CPU, pass_of({**seconds, fastest: 0.001}))
+    assert (choice.dtype, choice.threads) == fastest
+    assert torch.get_num_threads() == fastest[1]
+    assert "verifies 8 tokens fastest here (float32 with 1 thread" in choice.reason
+
+
+def test_what_is_set_is_not_measured() -> None:
+    torch.set_num_threads(2)
+    choice = choose_decoding(hardware(dtype="float32", threads=2), CPU, pass_of({}))
+    assert (choice.dtype, choice.threads) == (torch.float32, 2)
+
+
+def test_threads_are_those_asked_for_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_device(hardware(threads=3)) == "cpu"
+    assert torch.get_num_threads() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    choose_device(hardware())
+    assert torch.get_num_threads() == 1
+
+
+def test_training_dtype_is_kept_or_what_the_processor_has() -> None:
+    assert choose_train_dtype(hardware(), CPU) == torch.float32
+    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    expected = torch.bfloat16 if fast else torch.float32
+    assert choose_train_dtype(hardware(train_dtype="auto"), CPU) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hardware.device=cuda needs a CUDA GPU .* found none"):
+        choose_device(hardware(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, "hardware.dtype must be auto, float32 or bfloat16, got float16"),
+        ({"device": "tpu"}, r"hardware.device must be auto, cpu or cuda\[:N\], got tpu"),
+        ({"threads": -1}, "hardware.threads must be at least 0"),
+        ({"micro_batch": 0}, "hardware.micro_batch must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hardware(**changes)
