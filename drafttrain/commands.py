@@ -29,7 +29,7 @@ from drafttrain.evaluate import check_lossless, check_prompts, measure
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
-from drafttrain.hardware import choose_device, choose_train_dtype
+from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
 from drafttrain.ranks import join_ranks
 from drafttrain.report import Report, TimingInfo, build_report, summary_table, write_report
 from drafttrain.run import (
@@ -157,12 +157,14 @@ def evaluate(config: EvaluateConfig) -> None:
     drafter, checkpoint = load_drafter(folder, config.drafter, reference.spec)
     drafter.to(device).eval()
     target, choice = load_target_to_decode(config.model, config.hardware, reference)
-    console.print(f"decoding in {choice.reason}")
+    draft_dtype = choose_draft_dtype(config.hardware, target.device, choice.dtype)
+    how = f"{choice.reason}; the drafter in {str(draft_dtype).removeprefix('torch.')}"
+    console.print(f"decoding in {how}")
     template = config.data.template
     check_prompts(prompts, target, template, settings)
     lossless = check_lossless(reference, drafter, prompts, template, settings)
     drafters = {
-        config.drafter.name: copy.deepcopy(drafter).to(choice.dtype),
+        config.drafter.name: copy.deepcopy(drafter).to(draft_dtype),
         "ngram": NgramConfig(name="ngram", max_ngram=3, min_ngram=1).build(target.spec),
     }
     results = measure(target, drafters, prompts, template, settings, config.run.seed)
@@ -188,7 +190,7 @@ def evaluate(config: EvaluateConfig) -> None:
             "skipped": skipped.to_dict(),
             "overlap": overlap,
         },
-        notes=[f"decoded in {choice.reason}"],
+        notes=[f"decoded in {how}"],
         resamples=settings.resamples,
         seed=config.run.seed,
     )

@@ -11,6 +11,7 @@ from drafttrain.hardware import (
     HardwareConfig,
     choose_decoding,
     choose_device,
+    choose_draft_dtype,
     choose_train_dtype,
 )
 
@@ -26,6 +27,7 @@ def threads_restored() -> Iterator[None]:
 
 def hardware(**changes: Any) -> HardwareConfig:
     values = {"name": "test", "device": "cpu", "dtype": "auto", "train_dtype": "float32"}
+    values |= {"draft_dtype": "auto"}
     return HardwareConfig(**{**values, "threads": 0, "micro_batch": 1, **changes})
 
 
@@ -54,6 +56,15 @@ def test_what_is_set_is_not_measured() -> None:
     torch.set_num_threads(2)
     choice = choose_decoding(hardware(dtype="float32", threads=2), CPU, pass_of({}))
     assert (choice.dtype, choice.threads) == (torch.float32, 2)
+
+
+def test_the_drafter_decodes_in_what_is_set_or_in_float32_on_a_cpu() -> None:
+    assert choose_draft_dtype(hardware(), CPU, torch.bfloat16) == torch.float32
+    gpu = torch.device("cuda")
+    assert choose_draft_dtype(hardware(), gpu, torch.bfloat16) == torch.bfloat16
+    assert (
+        choose_draft_dtype(hardware(draft_dtype="bfloat16"), CPU, torch.float32) == torch.bfloat16
+    )
 
 
 def test_threads_are_those_asked_for_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
