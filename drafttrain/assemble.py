@@ -66,23 +66,34 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
             f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
             "(trainer.save_every)"
         )
-    state = load_state(folder)
-    if state.fingerprint != spec.fingerprint:
-        raise ValueError(
-            f"{folder} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
-            f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
-            "trained on: point model.path at those, or train a drafter for this target"
-        )
+    check_fingerprint(folder, spec)
     drafter.load_weights(load_weights(folder))
     return drafter, folder
 
 
+def check_fingerprint(checkpoint: Path | None, spec: TargetSpec) -> None:
+    """Refuse a checkpoint that was trained on other weights than the target's."""
+    if checkpoint is None:
+        return
+    state = load_state(checkpoint)
+    if state.fingerprint != spec.fingerprint:
+        raise ValueError(
+            f"{checkpoint} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
+            f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
+            "trained on: point model.path at those, or train a drafter for this target"
+        )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as settings spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def load_target_to_decode(
-    model: ModelConfig, hardware: HardwareConfig, reference: Target
+    model: ModelConfig, hardware: HardwareConfig, device: torch.device
 ) -> tuple[Target, DecodeChoice]:
-    """Return the target to decode with and how that was chosen; `reference` is in float32."""
-    device = reference.device
-    targets = {torch.float32: reference}
+    """Return the target in the dtype to decode in, and how that was chosen."""
+    targets: dict[torch.dtype, Target] = {}
 
     def target_in(dtype: torch.dtype) -> Target:
         if dtype not in targets:
@@ -92,7 +103,7 @@ def load_target_to_decode(
     def pass_of(dtype: torch.dtype) -> Callable[[int], None]:
         target = target_in(dtype)
         cache = target.begin()
-        context = torch.zeros(1, 64, dtype=torch.long, device=device)
+        context = torch.zeros(1, 16, dtype=torch.long, device=device)
 
         @torch.inference_mode()
         def run(num_tokens: int) -> None:
@@ -111,9 +122,9 @@ def describe_target(target: Target, started: float) -> str:
     """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
     spec = target.spec
     size = sum(parameter.numel() for parameter in target.model.parameters())
-    dtype = str(target.dtype).removeprefix("torch.")
     return (
-        f"target: {spec.name}, {spec.architecture}, {size / 1e6:,.1f}M parameters in {dtype}, "
+        f"target: {spec.name}, {spec.architecture}, {size / 1e6:,.1f}M parameters in "
+        f"{name_of(target.dtype)}, "
         f"loaded in {time.monotonic() - started:.1f} s"
     )
 

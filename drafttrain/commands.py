@@ -11,31 +11,41 @@ import torch
 
 from drafttrain import __version__
 from drafttrain.assemble import (
+    check_fingerprint,
     describe_drafter,
     describe_target,
     load_drafter,
     load_samples,
     load_target_to_decode,
+    name_of,
     recorded_spec,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
-from drafttrain.config import EvaluateConfig, ExportConfig, TrainConfig
+from drafttrain.config import EvaluateConfig, ExportConfig, TrainConfig, load_choice
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
 from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_record, read_prompts
-from drafttrain.drafters.ngram import NgramConfig
+from drafttrain.decode.loop import rule_of
 from drafttrain.engine import build_engine
-from drafttrain.evaluate import check_lossless, check_prompts, measure
+from drafttrain.evaluate import PLAIN, check_lossless, check_settings, measure
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
 from drafttrain.ranks import join_ranks
-from drafttrain.report import Report, TimingInfo, build_report, summary_table, write_report
+from drafttrain.report import (
+    LosslessCheck,
+    Report,
+    TimingInfo,
+    build_report,
+    summary_table,
+    write_report,
+)
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
     PROVENANCE,
+    append_log,
     check_run_folder,
     provenance,
     write_config,
@@ -51,9 +61,20 @@ from drafttrain.validate import Validation
 def train(config: TrainConfig) -> None:
     """Train a drafter on what the target says, from data to the best checkpoint."""
     check_run_folder(config)
+    if not config.drafter.trainable:
+        raise ValueError(
+            f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
+            "choose another drafter"
+        )
     ranks = join_ranks(choose_device(config.hardware))
     dtype = choose_train_dtype(config.hardware, ranks.device)
-    say = console.print if ranks.is_main else lambda line: None
+    said: list[str] = []  # what train.log gets, once there is a folder for it
+
+    def say(line: str) -> None:
+        if ranks.is_main:
+            console.print(line)
+            said.append(line)
+
     for line in intentions(config):
         say(line)
     torch.manual_seed(config.run.seed)
@@ -61,8 +82,6 @@ def train(config: TrainConfig) -> None:
     target = load_target(config.model, dtype, str(ranks.device))
     say(describe_target(target, started))
     drafter = config.drafter.build(target.spec)
-    if not drafter.capabilities.trainable:
-        raise ValueError(f"drafter={config.drafter.name} must be trainable; it has no weights")
     samples, skipped = load_samples(config.data, target, ranks)
     for line in skipped.lines():
         say(line)
@@ -100,6 +119,7 @@ def train(config: TrainConfig) -> None:
         num_prompts=trainer.validation_prompts,
         depth=config.eval.depth,
         max_new_tokens=trainer.validation_tokens,
+        draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
     )
     folder = Path(config.run.dir)
     checkpoints = Checkpoints(folder / CHECKPOINTS, trainer.keep_checkpoints)
@@ -112,6 +132,7 @@ def train(config: TrainConfig) -> None:
             "data": skipped.to_dict(),
         }
         (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
+        append_log(folder, said)
     tracker = open_tracker(
         config.tracker,
         folder,
@@ -131,6 +152,8 @@ def train(config: TrainConfig) -> None:
         metric = load_state(best).best_metric
         say(f"best checkpoint: {best} ({METRIC} {metric:.3f} at depth {validation.depth})")
     say(f"next: python -m drafttrain evaluate run.dir={folder}")
+    if engine.is_main:
+        append_log(folder, said)
 
 
 def intentions(config: TrainConfig) -> list[str]:
@@ -146,41 +169,46 @@ def intentions(config: TrainConfig) -> list[str]:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Measure a run's drafter in the whole speculative loop and write the report."""
-    folder, settings = Path(config.run.dir), config.eval
-    device = choose_device(config.hardware)
+    folder, settings, model = Path(config.run.dir), config.eval, config.model
+    device = torch.device(choose_device(config.hardware))
     source = settings.prompts or BUILTIN_PROMPTS
     prompts, skipped = read_prompts(source, settings.prompts_per_task)
-    overlap = overlap_record(source)
+    # The record is of the embedded target's training text; of another's, nothing is known.
+    overlap = overlap_record(source) if model.embedded and not model.path else None
     for line in [*skipped.lines(), overlap_line(overlap)]:
         console.print(line)
-    reference = load_target(config.model, torch.float32, device)
-    drafter, checkpoint = load_drafter(folder, config.drafter, reference.spec)
+    drafter, checkpoint = load_drafter(folder, config.drafter, recorded_spec(folder))
+    target, choice = load_target_to_decode(model, config.hardware, device)
+    check_fingerprint(checkpoint, target.spec)
     drafter.to(device).eval()
-    target, choice = load_target_to_decode(config.model, config.hardware, reference)
-    draft_dtype = choose_draft_dtype(config.hardware, target.device, choice.dtype)
-    how = f"{choice.reason}; the drafter in {str(draft_dtype).removeprefix('torch.')}"
+    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
+    how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(f"decoding in {how}")
     template = config.data.template
-    check_prompts(prompts, target, template, settings)
-    lossless = check_lossless(reference, drafter, prompts, template, settings)
-    drafters = {
-        config.drafter.name: copy.deepcopy(drafter).to(draft_dtype),
-        "ngram": NgramConfig(name="ngram", max_ngram=3, min_ngram=1).build(target.spec),
-    }
+    check_settings(prompts, target, drafter, template, settings)
+    lossless = LosslessCheck(rule_of(settings.sampling), True, "not checked", 0, 0, [])
+    if settings.lossless_prompts:
+        exact = choice.dtype == torch.float32
+        reference = target if exact else load_target(model, torch.float32, str(device))
+        lossless = check_lossless(reference, drafter, prompts, template, settings)
+        del reference
+    ngram = load_choice("drafter", "ngram").build(target.spec)
+    drafters = {"ngram": ngram, config.drafter.name: copy.deepcopy(drafter).to(draft_dtype)}
     results = measure(target, drafters, prompts, template, settings, config.run.seed)
     report = build_report(
         results,
-        target=config.model.name,
+        target=model.name,
         drafter=config.drafter.name,
         depth=settings.depth,
         sampling=settings.sampling,
         max_new_tokens=settings.max_new_tokens,
         lossless=lossless,
         timing=TimingInfo(
-            dtype=str(choice.dtype).removeprefix("torch."),
+            dtype=name_of(choice.dtype),
             threads=choice.threads,
-            blocks=settings.blocks,
-            device=device,
+            blocks=len({result.block for result in results}),
+            device=str(device),
+            draft_dtype=name_of(draft_dtype),
         ),
         provenance=provenance(sys.argv[1:])
         | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
@@ -190,24 +218,19 @@ def evaluate(config: EvaluateConfig) -> None:
             "skipped": skipped.to_dict(),
             "overlap": overlap,
         },
-        notes=[f"decoded in {how}"],
+        notes=[f"decoded in {how}", "losslessness is checked on first turns"],
         resamples=settings.resamples,
         seed=config.run.seed,
     )
     place = folder / "evaluations" / settings.name
     write_report(report, place)
-    latest = Checkpoints(folder / CHECKPOINTS, keep=1).latest()
+    console.print(summary_table(report))
+    console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
     tracker = open_tracker(
-        config.tracker,
-        folder,
-        config=asdict(config),
-        resume_step=None if latest is None else load_state(latest).step,
-        is_main=True,
+        config.tracker, folder, config=asdict(config), resume_step=None, is_main=True, append=True
     )
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
     tracker.finish()
-    console.print(summary_table(report))
-    console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
 
 
 def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:
@@ -215,7 +238,8 @@ def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float |
     columns = ["method", "task", "acceptance_length", "acceptance_rate", "tokens_per_second"]
     columns += ["speedup", "speedup_low", "speedup_high"]
     rows: list[list[str | float | None]] = []
-    drafting = {report["drafter"]: report, "ngram": report["methods"]["ngram"]}
+    others = {name: part for name, part in report["methods"].items() if name != PLAIN}
+    drafting = {report["drafter"]: report, **others}
     for method, part in drafting.items():
         for task, row in {**part["tasks"], "all": part["summary"]}.items():
             low, high = row["speedup"]["ci95"] or (None, None)
@@ -236,7 +260,7 @@ def export(config: ExportConfig) -> None:
         title=f"{config.drafter.name} for {config.model.name}",
         family=config.drafter.name,
         target=config.model.name,
-        base_model=config.model.repo,
+        base_model=None if config.model.path else config.model.repo,
         license=settings.license,
         training={"data": asdict(config.data), "drafter": asdict(config.drafter)},
         provenance=record,

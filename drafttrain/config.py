@@ -176,6 +176,12 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
     return schema(**{field.name: _section(config, field.name) for field in fields(schema)})
 
 
+def load_choice(section: str, name: str) -> Any:
+    """Return one entry of a group as its dataclass, such as the drafter every report refers to."""
+    content = yaml.safe_load(choices(section)[name].read_text())
+    return _section(OmegaConf.create({section: content}), section)
+
+
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Return '; did you mean X?' for the nearest option, or nothing."""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)

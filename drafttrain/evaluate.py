@@ -38,7 +38,10 @@ class EvalConfig:
     resamples: int
 
     def __post_init__(self) -> None:
-        Sampling(self.temperature, self.top_k, self.top_p)
+        try:
+            Sampling(self.temperature, self.top_k, self.top_p)
+        except ValueError as error:
+            raise ValueError(f"eval.{error}") from None
         for key in ("depth", "max_new_tokens", "blocks"):
             if getattr(self, key) < 1:
                 raise ValueError(f"eval.{key} must be at least 1, got {getattr(self, key)}")
@@ -75,10 +78,21 @@ class Turn:
 Decode = Callable[[Sequence[int], int], Decoded]  # tokens, row -> output
 
 
-def check_prompts(
-    prompts: Sequence[Prompt], target: Target, template: str, config: EvalConfig
+def check_settings(
+    prompts: Sequence[Prompt],
+    target: Target,
+    drafter: Drafter,
+    template: str,
+    config: EvalConfig,
 ) -> None:
-    """Refuse prompts that cannot fit the target's context, before anything is decoded."""
+    """Refuse, before anything is decoded, a depth or a prompt that cannot be.
+
+    The drafter may not be able to draft as deep, the target's context may be too short.
+    """
+    try:
+        check_depth(drafter, config.depth)
+    except ValueError as error:
+        raise ValueError(f"eval.{error}") from None
     room = target.spec.max_positions - config.max_new_tokens - config.depth
     for prompt in prompts:
         # Later turns carry the answers before them, each at its longest.
@@ -116,7 +130,6 @@ def methods_of(
         return autoregressive_decode(target, tokens, row=row, **settings)
 
     def speculative(drafter: Drafter) -> Decode:
-        check_depth(drafter, config.depth)
         return lambda tokens, row: speculative_decode(
             target, drafter, tokens, depth=config.depth, row=row, **settings
         )

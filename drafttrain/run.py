@@ -18,6 +18,7 @@ import drafttrain
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
+LOG = "train.log"
 PACKAGES = (
     "torch",
     "transformers",
@@ -64,6 +65,13 @@ def write_config(config: Any, path: Path) -> None:
     beside = path.with_name(path.name + ".tmp")
     beside.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     os.replace(beside, path)
+
+
+def append_log(folder: Path, lines: list[str]) -> None:
+    """Move lines from the list to the end of the run's log."""
+    with (folder / LOG).open("a") as log:
+        log.writelines(f"{line}\n" for line in lines)
+    lines.clear()
 
 
 def load_config(folder: Path) -> dict[str, dict[str, Any]]:

@@ -56,32 +56,40 @@ def open_tracker(
     config: dict[str, Any],
     resume_step: int | None,
     is_main: bool,
+    append: bool = False,
 ) -> "Tracker":
     """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
 
     config: what the run was told, sections of plain data. resume_step: finished steps of the
     checkpoint that the run goes on from, None for a new run; what was recorded of later steps is
-    dropped, for those steps are taken again. Raises ValueError if Weights & Biases was asked for
-    and cannot start; once it has, its failures cost a warning, not the run.
+    dropped, for those steps are taken again. append: keep every row, for what follows a training
+    run, such as an evaluation. Raises ValueError if Weights & Biases was asked for and cannot
+    start; once it has, its failures cost a warning, not the run.
     """
     if not is_main:
         return Tracker(None, None, None)
     folder.mkdir(parents=True, exist_ok=True)
     run = None
     if isinstance(choice, WandbConfig):
-        run = _start_wandb(choice, folder, config, resumed=resume_step is not None)
-    return Tracker(folder / METRICS_FILE, resume_step, run)
+        run = _start_wandb(choice, folder, config, resumed=append or resume_step is not None)
+    return Tracker(folder / METRICS_FILE, resume_step, run, append)
 
 
 class Tracker:
     """Writes rows to metrics.jsonl, each as soon as it comes, and mirrors them."""
 
-    def __init__(self, path: Path | None, resume_step: int | None, wandb_run: Any) -> None:
+    def __init__(
+        self, path: Path | None, resume_step: int | None, wandb_run: Any, append: bool = False
+    ) -> None:
         self._path = path
         self._run = wandb_run
         self._resume_step = -1 if resume_step is None else resume_step
         self._step = max(self._resume_step, 0)
-        if path is not None and path.exists():
+        if path is None or not path.exists():
+            return
+        if append:
+            self._step = max((row["step"] for row in read_metrics(path)), default=0)
+        else:
             _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -121,6 +121,13 @@ def train(
     if state is None:
         state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, {})
     else:
+        if state.fingerprint != target.spec.fingerprint:
+            raise ValueError(
+                f"a resumed run must have the target of its checkpoint, with fingerprint "
+                f"{state.fingerprint[:16]}, but {target.spec.name} has "
+                f"{target.spec.fingerprint[:16]}; point model.path at the old one, or start "
+                "another run by run.name=ANOTHER_NAME"
+            )
         batches.load_state_dict(state.data)
     meter = Meter(engine)
     with progress("train", config.max_steps, state.step, show=engine.is_main) as tick:
@@ -191,6 +198,7 @@ class Meter:
     def _reset(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.weights: dict[str, float] = {}
+        self.judged: set[str] = set()  # terms that count correct choices
         self.loss_tokens = self.tokens = 0
         self.forget_time()
         self.busy_s = 0.0
@@ -209,6 +217,8 @@ class Meter:
         uncovered: Tensor | None,
     ) -> None:
         """Add one term of one micro batch."""
+        if correct is not None:
+            self.judged.add(name)
         zero = torch.zeros((), device=total.device)
         values = [total.detach(), count, correct, uncovered]
         row = torch.stack([(zero if v is None else v).double() for v in values])
@@ -233,7 +243,7 @@ class Meter:
             loss += self.weights[name] * total
             uncovered, counted = uncovered + left_out, counted + count
             metrics[f"train/loss_{name}"] = total / max(self.loss_tokens, 1)
-            if correct:
+            if name in self.judged:
                 metrics[f"train/accuracy_{name}"] = correct / max(count, 1)
         metrics["train/loss"] = loss / max(self.loss_tokens, 1)
         if uncovered:

@@ -26,12 +26,14 @@ class Validation:
         num_prompts: int,
         depth: int,
         max_new_tokens: int,
+        draft_dtype: torch.dtype,
     ) -> None:
         assert isinstance(engine.module, Drafter)
         self.target, self.engine, self.drafter = target, engine, engine.module
         deepest = self.drafter.capabilities.max_depth
         self.depth = depth if deepest is None else min(depth, deepest)
         self.max_new_tokens = max_new_tokens
+        self.draft_dtype = draft_dtype
         room = target.spec.max_positions - max_new_tokens - self.depth
         prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
         self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
@@ -45,8 +47,8 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return acceptance metrics over all ranks' prompts, in the target's dtype."""
-        drafter = copy.deepcopy(self.drafter).to(self.target.dtype).eval()
+        """Return acceptance metrics over all ranks' prompts."""
+        drafter = copy.deepcopy(self.drafter).to(self.draft_dtype).eval()
         self.rows = []
         for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
             decoded = speculative_decode(

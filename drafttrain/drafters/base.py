@@ -34,6 +34,8 @@ class DrafterConfig:
 
     name: str
 
+    trainable: ClassVar[bool] = True
+
     def build(self, spec: TargetSpec) -> "Drafter":
         """Make the drafter for a target, weights at their initial values."""
         raise AssertionError(f"{type(self).__name__} does not say which drafter it builds")
@@ -81,7 +83,6 @@ class Drafter(nn.Module, ABC):
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
-    lossless: ClassVar[bool] = True
 
     @property
     @abstractmethod

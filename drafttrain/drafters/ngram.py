@@ -1,6 +1,7 @@
 """Prompt lookup: copy what followed the same n-gram before (Saxena, 2023); needs no training."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -24,6 +25,8 @@ class NgramConfig(DrafterConfig):
 
     max_ngram: int
     min_ngram: int
+
+    trainable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:

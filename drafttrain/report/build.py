@@ -49,6 +49,7 @@ class TimingInfo:
     threads: int
     blocks: int
     device: str
+    draft_dtype: str | None = None  # of the drafter, where it is not the target's
 
 
 def build_report(
