@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from drafttrain.data.prompts import (
     BUILTIN_PROMPTS,
@@ -15,7 +14,6 @@ from drafttrain.data.prompts import (
     overlap_line,
     overlap_path,
     overlap_record,
-    overlap_with_samples,
     read_prompts,
     sha256_of,
 )
@@ -151,20 +149,3 @@ def test_a_record_of_other_prompts_is_refused(tmp_path: Path):
     written(tmp_path, '{"id": 1, "task": "a", "turns": ["y"]}')
     with pytest.raises(ValueError, match="got one of a file with other content"):
         overlap_record(path)
-
-
-def test_overlap_with_samples_equals_a_search_in_plain_python():
-    generator = torch.Generator().manual_seed(0)
-    samples = [torch.randint(0, 4, (60,), generator=generator) for _ in range(5)]
-    prompts = [torch.randint(0, 4, (12,), generator=generator).tolist() for _ in range(6)]
-    prompts += [samples[2][7:20].tolist(), [1, 2]]
-    for n in (1, 3, 5):
-        found = {tuple(s[i : i + n].tolist()) for s in samples for i in range(len(s) - n + 1)}
-        own = [{tuple(p[i : i + n]) for i in range(len(p) - n + 1)} for p in prompts]
-        overlap = overlap_with_samples(prompts, samples, n)
-        wanted = set().union(*own)
-        assert overlap["num_ngrams"] == len(wanted)
-        assert overlap["num_shared_ngrams"] == len(wanted & found)
-        assert overlap["num_prompts_covered"] == sum(bool(g) and g <= found for g in own)
-        assert overlap["num_prompts_short"] == sum(len(p) < n for p in prompts)
-    assert overlap_with_samples([[1]], samples, 5)["shared_ngram_share"] is None

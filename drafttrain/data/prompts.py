@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from drafttrain.data.conversations import file_records
 from drafttrain.data.records import Unusable, checked_text
 from drafttrain.data.skips import NothingUsable, SkipReport
@@ -194,42 +192,3 @@ def overlap_line(record: OverlapRecord | None) -> str:
         f"{record['ngram_words']}-grams of words occur"
         + (f" ({100 * share:.1f} %)" if share is not None else "")
     )
-
-
-def overlap_with_samples(
-    prompts_tokens: Sequence[Sequence[int]], samples_tokens: Iterable[Any], n: int
-) -> dict[str, Any]:
-    """Count the token n-grams of the prompts that occur in the samples a drafter was trained on.
-
-    Give the prompts' own tokens, without the chat template around them: every sample has that.
-    Samples are sequences or tensors of tokens. `num_prompts_covered` counts the prompts of which
-    every n-gram occurs; a prompt shorter than n has none and is counted under `num_prompts_short`.
-    """
-    grams = [
-        {tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)} for tokens in prompts_tokens
-    ]
-    wanted = set().union(*grams)
-    shared: set[tuple[int, ...]] = set()
-    # Hashes find the few windows worth comparing; the comparison itself is exact.
-    factors = np.random.default_rng(0).integers(1, 2**63, n, dtype=np.uint64) | np.uint64(1)
-    hashes = _hashes(np.array(sorted(wanted), dtype=np.uint64).reshape(-1, n), factors)
-    for sample in samples_tokens:
-        tokens = np.asarray(sample, dtype=np.int64)
-        if len(tokens) < n or not wanted:
-            continue
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, n)
-        candidates = windows[np.isin(_hashes(windows.astype(np.uint64), factors), hashes)]
-        shared.update(gram for gram in map(tuple, candidates.tolist()) if gram in wanted)
-    return {
-        "n": n,
-        "num_prompts": len(grams),
-        "num_prompts_short": sum(not own for own in grams),
-        "num_prompts_covered": sum(bool(own) and own <= shared for own in grams),
-        "num_ngrams": len(wanted),
-        "num_shared_ngrams": len(shared),
-        "shared_ngram_share": len(shared) / len(wanted) if wanted else None,
-    }
-
-
-def _hashes(windows: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    return (windows * factors).sum(-1, dtype=np.uint64)
