@@ -1,0 +1,272 @@
+"""Evaluation: every turn by every method, the losslessness check, what is refused, validation."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from test_drafters import random_drafter
+from test_engine import deepspeed_config
+from tests_support import model_config
+
+from drafttrain import evaluate
+from drafttrain.data.prompts import Prompt
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
+from drafttrain.engine import build_engine
+from drafttrain.evaluate import (
+    EvalConfig,
+    check_lossless,
+    check_settings,
+    first_turn,
+    measure,
+    spread,
+)
+from drafttrain.target.target import Target, load_target
+from drafttrain.types import Decoded, PromptResult, Sample
+from drafttrain.validate import Validation
+
+PROMPTS = [
+    Prompt("sum", "math", "math", ("What is 2 + 2?",)),
+    Prompt("talk", "chat", "chat", ("Say hello.", "And good bye, please.")),
+    Prompt("list", "code", "code", ("Write a list of a, b and c.",)),
+]
+TURNS = [("sum", 0), ("talk", 0), ("talk", 1), ("list", 0)]
+METHODS = ["autoregressive", "eagle3", "ngram"]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Target) -> dict[str, Drafter]:
+    return {name: random_drafter(name, target) for name in ("eagle3", "ngram")}
+
+
+def settings(**changes: Any) -> EvalConfig:
+    values: dict[str, Any] = {
+        "name": "test",
+        "prompts": None,
+        "prompts_per_task": None,
+        "depth": 3,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": 12,
+        "blocks": 3,
+        "repeats": 1,
+        "lossless_prompts": 3,
+        "resamples": 100,
+    }
+    return EvalConfig(**values | changes)
+
+
+def measured(
+    target: Target, drafters: dict[str, Drafter], **changes: Any
+) -> dict[tuple[str, int], dict[str, list[PromptResult]]]:
+    """Results by turn and method."""
+    table: dict[tuple[str, int], dict[str, list[PromptResult]]] = {}
+    config = settings(**changes)
+    for result in measure(target, drafters, PROMPTS, "chat", config, seed=0, show=False):
+        turn = table.setdefault((result.prompt_id, result.turn), {})
+        turn.setdefault(result.method, []).append(result)
+    return table
+
+
+@pytest.mark.parametrize(("blocks", "repeats"), [(2, 1), (3, 3), (5, 1), (5, 2)])
+def test_every_turn_is_measured_by_every_method_in_as_many_blocks_as_asked(
+    blocks: int, repeats: int, target: Target, drafters: dict[str, Drafter]
+) -> None:
+    table = measured(target, drafters, blocks=blocks, repeats=repeats, max_new_tokens=2)
+    assert sorted(table) == sorted(TURNS)
+    used: set[int] = set()
+    for turn, methods in table.items():
+        assert sorted(methods) == METHODS, turn
+        in_blocks = {tuple(result.block for result in results) for results in methods.values()}
+        assert len(in_blocks) == 1, (turn, in_blocks)  # methods are compared within a block
+        (chosen,) = in_blocks
+        assert len(set(chosen)) == len(chosen) == repeats, turn
+        used |= set(chosen)
+    assert used <= set(range(blocks))
+    assert len(used) == min(blocks, len(PROMPTS) + repeats - 1)
+
+
+def test_greedy_outputs_of_all_methods_are_equal_and_fit_the_limit(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    table = measured(target, drafters, blocks=1)
+    for turn, methods in table.items():
+        outputs = {result.tokens for results in methods.values() for result in results}
+        assert len(outputs) == 1, turn
+        assert 1 <= len(outputs.pop()) <= 12
+        assert len({result.num_prompt_tokens for (result,) in methods.values()}) == 1
+        assert methods["eagle3"][0].stats.trimmed.num_drafts >= 1
+        assert methods["autoregressive"][0].stats.trimmed.num_drafts == 0
+    assert {result.task for result in table["talk", 1]["ngram"]} == {"chat"}
+
+
+def test_a_later_turn_carries_the_answer_before_it(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    table = measured(target, drafters, blocks=1, max_new_tokens=4)
+    first, second = (table["talk", turn]["autoregressive"][0] for turn in (0, 1))
+    answer = [token for token in first.tokens if token not in target.spec.eos_token_ids]
+    question = len(target.tokenizer("And good bye, please.")["input_ids"])
+    assert second.num_prompt_tokens > first.num_prompt_tokens + question + len(answer)
+
+
+def test_sampled_results_repeat_with_the_seed(target: Target, drafters: dict[str, Drafter]) -> None:
+    def outputs(seed: int) -> list[tuple[int, ...]]:
+        config = settings(temperature=1.0, max_new_tokens=6, blocks=1)
+        results = measure(target, drafters, PROMPTS[:1], "chat", config, seed=seed, show=False)
+        return [result.tokens for result in results]
+
+    once = outputs(1)
+    assert outputs(1) == once
+    assert outputs(2) != once
+
+
+def test_a_lossless_loop_is_identical_on_every_prompt_checked(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    check = check_lossless(target, drafters["eagle3"], PROMPTS, "chat", settings(), show=False)
+    assert (check.greedy_identical, check.greedy_total) == (3, 3)
+    assert check.divergences == []
+    assert check.dtype == "float32"
+    fewer = settings(lossless_prompts=2)
+    assert (
+        check_lossless(target, drafters["eagle3"], PROMPTS, "chat", fewer, show=False).greedy_total
+        == 2
+    )
+
+
+def test_a_planted_divergence_is_reported_by_prompt_and_position(
+    target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = first_turn(PROMPTS[1], target, "chat")
+
+    def diverging(target: Target, drafter: Drafter, prompt: list[int], **more: Any) -> Decoded:
+        decoded = speculative_decode(target, drafter, prompt, **more)
+        if prompt != wrong:
+            return decoded
+        changed = (*decoded.tokens[:2], (decoded.tokens[2] + 1) % 97, *decoded.tokens[3:])
+        return Decoded(changed, decoded.stats)
+
+    monkeypatch.setattr(evaluate, "speculative_decode", diverging)
+    check = check_lossless(target, drafters["eagle3"], PROMPTS, "chat", settings(), show=False)
+    assert (check.greedy_identical, check.greedy_total) == (2, 3)
+    (divergence,) = check.divergences
+    assert (divergence["prompt"], divergence["position"]) == ("talk", 2)
+
+
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    drafter = drafters["eagle3"]
+    check_settings(PROMPTS, target, drafter, "chat", settings())
+    long = Prompt("novel", "chat", "chat", ("word " * 200,))
+    with pytest.raises(ValueError, match=r"eval\.prompts: novel may need 10\d\d tokens"):
+        check_settings([*PROMPTS, long], target, drafter, "chat", settings())
+    # Each turn fits alone; with the answers in between they do not.
+    many = Prompt("talker", "chat", "chat", ("Go on.",) * 8)
+    check_settings([many], target, drafter, "chat", settings())
+    with pytest.raises(ValueError, match=r"talker .* lower eval\.max_new_tokens"):
+        check_settings([many], target, drafter, "chat", settings(max_new_tokens=60))
+    heads = random_drafter("medusa", target)
+    with pytest.raises(ValueError, match=r"^eval\.depth must"):
+        check_settings(PROMPTS, target, heads, "chat", settings(depth=50))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depth": 0}, r"eval\.depth must be at least 1, got 0"),
+        ({"repeats": 4}, r"eval\.repeats must be in 1\.\.eval\.blocks \(3\), got 4"),
+        ({"prompts_per_task": 0}, r"eval\.prompts_per_task must be at least 1 or null, got 0"),
+        ({"lossless_prompts": -1}, r"eval\.lossless_prompts must be at least 0, got -1"),
+        ({"resamples": 10}, r"eval\.resamples must be at least 100, got 10"),
+        ({"temperature": -1.0}, r"eval\.temperature must be in \[0, 10\], got -1"),
+    ],
+)
+def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
+
+
+def test_spreading_takes_one_task_after_the_other() -> None:
+    tasks = ["a", "a", "a", "b", "c", "c"]
+    prompts = [Prompt(f"{t}{i}", t, t, ("x",)) for i, t in enumerate(tasks)]
+    chosen = [prompt.id for prompt in spread(prompts, 5)]
+    assert chosen == ["a0", "b3", "c4", "a1", "c5"]
+    assert len(spread(prompts, 50)) == 6
+    assert spread(prompts, 0) == []
+    assert Counter(p.task for p in spread(prompts, 3)) == {"a": 1, "b": 1, "c": 1}
+
+
+def validation_of(name: str, target: Target, held_out: list[Sample], **changes: Any) -> Validation:
+    engine = build_engine(
+        random_drafter(name, target),
+        deepspeed_config("none"),
+        device="cpu",
+        dtype=torch.float32,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
+    values: dict[str, Any] = {"num_prompts": 4, "depth": 3, "max_new_tokens": 16}
+    return Validation(target, engine, held_out, **values | {"draft_dtype": torch.float32} | changes)
+
+
+def held_out_samples(count: int = 6, length: int = 20) -> list[Sample]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        Sample(
+            torch.randint(6, 97, (length,), generator=generator), torch.arange(length) >= 8, index
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_validation_reports_acceptance_of_the_loop_and_leaves_the_drafter_alone(
+    name: str, target: Target
+) -> None:
+    validation = validation_of(name, target, held_out_samples())
+    drafter = validation.drafter.train()
+    before = {key: value.clone() for key, value in drafter.state_dict().items()}
+    metrics = validation()
+    length = metrics["val/acceptance_length"]
+    positions = [metrics[f"val/acceptance_position_{place}"] for place in (1, 2, 3)]
+    assert 1 <= length <= 4
+    assert length == pytest.approx(1 + sum(positions))
+    assert positions == sorted(positions, reverse=True)
+    assert validation() == metrics
+    assert drafter.training
+    assert all(torch.equal(drafter.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.xfail(raises=TypeCheckError, reason="validate.py: table() annotates ints as float")
+def test_the_table_of_validation_adds_up_to_its_metrics(target: Target) -> None:
+    validation = validation_of("medusa", target, held_out_samples())
+    metrics = validation()
+    columns, rows = validation.table()
+    assert [row[0] for row in rows] == [0, 1, 2, 3]
+    totals = dict(zip(columns, map(sum, zip(*rows, strict=True)), strict=True))
+    length = 1 + totals["num_accepted_tokens"] / totals["num_drafts"]
+    assert metrics["val/acceptance_length"] == pytest.approx(length)
+
+
+def test_validation_drafts_no_deeper_than_the_drafter_can(target: Target) -> None:
+    validation = validation_of("medusa", target, held_out_samples(), depth=50)
+    assert validation.depth == validation.drafter.capabilities.max_depth
+    assert f"val/acceptance_position_{validation.depth}" in validation()
+
+
+def test_validation_without_a_prompt_that_fits_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.validation_prompts: none .* data\.holdout"):
+        validation_of("eagle3", target, held_out_samples(), max_new_tokens=505)
