@@ -12,7 +12,9 @@ from test_engine import deepspeed_config
 from tests_support import model_config
 
 from drafttrain import evaluate
+from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
+from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import build_engine
@@ -114,9 +116,11 @@ def test_a_later_turn_carries_the_answer_before_it(
 ) -> None:
     table = measured(target, drafters, blocks=1, max_new_tokens=4)
     first, second = (table["talk", turn]["autoregressive"][0] for turn in (0, 1))
-    answer = [token for token in first.tokens if token not in target.spec.eos_token_ids]
-    question = len(target.tokenizer("And good bye, please.")["input_ids"])
-    assert second.num_prompt_tokens > first.num_prompt_tokens + question + len(answer)
+    answer = target.tokenizer.decode(first.tokens, skip_special_tokens=True)
+    assert answer
+    said = [("user", "Say hello."), ("assistant", answer), ("user", "And good bye, please.")]
+    expected = prompt_tokens([Message(*turn) for turn in said], target.tokenizer, "chat")
+    assert second.num_prompt_tokens == len(expected)
 
 
 def test_sampled_results_repeat_with_the_seed(target: Target, drafters: dict[str, Drafter]) -> None:
