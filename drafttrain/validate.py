@@ -79,5 +79,6 @@ class Validation:
         rows: list[list[float]] = []
         for index, counters in self.rows:
             drafts, accepted = counters.num_drafts, counters.num_accepted_tokens
-            rows.append([index, drafts, accepted, 1 + accepted / max(drafts, 1)])
+            length = 1 + accepted / max(drafts, 1)
+            rows.append([float(index), float(drafts), float(accepted), length])
         return columns, rows

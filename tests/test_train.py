@@ -212,8 +212,9 @@ def test_the_real_validation_runs_at_its_steps_and_changes_no_training(
     assert recorded(tmp_path / "real") == recorded(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_its_checkpoint(
-    target: Target, tmp_path: Path
+    name: str, target: Target, tmp_path: Path
 ) -> None:
     head = target.readout.head
     healthy = head.clone()
@@ -224,15 +225,17 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_its_checkpoint(
         return {METRIC: 1.0}
 
     config = trainer(validate_every=3)
-    with pytest.raises(NonFiniteError, match=r"optimizer step 3 must have a finite loss"):
-        start("eagle", target, tmp_path / "broken", config, break_the_target)
+    try:
+        with pytest.raises(NonFiniteError, match=r"optimizer step 3 must have a finite loss"):
+            start(name, target, tmp_path / "broken", config, break_the_target)
+    finally:
+        with torch.no_grad():
+            head.copy_(healthy)
     latest = Checkpoints(tmp_path / "broken/checkpoints", 2).latest()
     assert latest is not None
     verify(latest)
     assert load_state(latest).step == 3
     assert all(bool(value.isfinite().all()) for value in load_weights(latest).values())
-    with torch.no_grad():
-        head.copy_(healthy)
     resumed = start("eagle", target, tmp_path / "broken", config, constant)
     whole = start("eagle", target, tmp_path / "whole", config, constant)
     for key, value in whole.module.state_dict().items():

@@ -228,7 +228,9 @@ class Eagle3(Drafter):
         if self.vocab is None:
             return logits.softmax(-1), choices, torch.ones_like(rows, dtype=torch.bool)
         choices = self.vocab.draft_ids[choices]
-        return logits[:, self.vocab.target_ids].softmax(-1), choices, choices >= 0
+        # A NaN must reach the loss, where it is caught, and not pass for a token left out.
+        covered = (choices >= 0) | logits.isnan().any(-1)
+        return logits[:, self.vocab.target_ids].softmax(-1), choices.clamp(min=0), covered
 
     def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         captured = [features.captured[layer].to(self.dtype) for layer in self.captures]
