@@ -236,8 +236,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_its_checkpoint(
     verify(latest)
     assert load_state(latest).step == 3
     assert all(bool(value.isfinite().all()) for value in load_weights(latest).values())
-    resumed = start("eagle", target, tmp_path / "broken", config, constant)
-    whole = start("eagle", target, tmp_path / "whole", config, constant)
+    resumed = start(name, target, tmp_path / "broken", config, constant)
+    whole = start(name, target, tmp_path / "whole", config, constant)
     for key, value in whole.module.state_dict().items():
         assert torch.equal(resumed.module.state_dict()[key], value), key
     assert recorded(tmp_path / "broken") == recorded(tmp_path / "whole")
