@@ -51,7 +51,7 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 
 test: install ## the default tests: CPU, offline, under 4 minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow

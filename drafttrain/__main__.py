@@ -35,7 +35,7 @@ class Request:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, or 2 for what cannot be meant, or 1 for what failed."""
-    # Read when torch is loaded, later. OpenMP's threads spin for milliseconds before they sleep, and
+    # Read when torch is loaded, later. OpenMP's threads spin for milliseconds before they sleep:
     # on a machine that does other work besides, that makes two threads ten times slower than one.
     # Some tens of microseconds bridge the gap between two products and harm nobody.
     if "OMP_WAIT_POLICY" not in os.environ:
