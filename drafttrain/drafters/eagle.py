@@ -86,7 +86,25 @@ class EagleState(DraftState):
     cache: KeyValues
     table: Rotation
     committed: int = 0
-    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # predicted feature of the last node
+    hidden: Float[Tensor, "batch 1 hidden"] | None = (
+        None  # what the next node reads: the last's own
+    )
+
+    @classmethod
+    def empty(cls, drafter: Drafter, access: Readout, rows: int, capacity: int) -> "EagleState":
+        """Allocate for a drafter with one layer of the target's shape, EAGLE's or EAGLE-3's."""
+        spec, dtype, device = drafter.spec, drafter.dtype, drafter.device
+        positions = torch.arange(capacity, device=device)
+        table = rotation(positions, spec.head_dim, spec.rope_theta, dtype)
+        heads = spec.num_key_value_heads
+        cache = KeyValues.empty(rows, heads, capacity, spec.head_dim, dtype, device)
+        return cls(access, cache, table)
+
+    def turn(self, num_tokens: int) -> Rotation:
+        """Return the rotation of the next `num_tokens` positions."""
+        start = self.cache.length
+        stop = start + num_tokens
+        return Rotation(self.table.cos[start:stop], self.table.sin[start:stop])
 
 
 class Eagle(Drafter):
@@ -151,20 +169,10 @@ class Eagle(Drafter):
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        spec = self.spec
-        table = rotation(
-            torch.arange(capacity, device=self.device), spec.head_dim, spec.rope_theta, self.dtype
-        )
-        rows = len(first_tokens)
-        cache = KeyValues.empty(
-            rows, spec.num_key_value_heads, capacity, spec.head_dim, self.dtype, self.device
-        )
-        return EagleState(access, cache, table)
+        return EagleState.empty(self, access, len(first_tokens), capacity)
 
     def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> None:
-        start = state.cache.length
-        stop = start + tokens.shape[1]
-        turn = Rotation(state.table.cos[start:stop], state.table.sin[start:stop])
+        turn = state.turn(tokens.shape[1])
         predicted = self.layers[0](self._pairs(state.access, tokens, features), turn, state.cache)
         state.hidden = predicted[:, -1:]
 

@@ -9,20 +9,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain import losses
-from drafttrain.cache import KeyValues
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
     DrafterConfig,
-    DraftState,
     Expansion,
     TrainingChance,
     count_correct,
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.drafters.eagle import llama_shape
-from drafttrain.layers import MLP, Attention, RMSNorm, Rotation, document_mask, rotation
+from drafttrain.drafters.eagle import EagleState, llama_shape
+from drafttrain.layers import MLP, Attention, RMSNorm, document_mask, rotation
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
@@ -103,16 +101,6 @@ class Eagle3Layer(nn.Module):
         """Add attention and feed-forward to the residual stream."""
         hidden = hidden + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-@dataclass
-class Eagle3State(DraftState):
-    """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
-
-    cache: KeyValues
-    table: Rotation
-    committed: int = 0
-    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # of the last node, before the norm
 
 
 class Eagle3(Drafter):
@@ -238,22 +226,12 @@ class Eagle3(Drafter):
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> Eagle3State:
+    ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        spec = self.spec
-        table = rotation(
-            torch.arange(capacity, device=self.device), spec.head_dim, spec.rope_theta, self.dtype
-        )
-        rows = len(first_tokens)
-        cache = KeyValues.empty(
-            rows, spec.num_key_value_heads, capacity, spec.head_dim, self.dtype, self.device
-        )
-        return Eagle3State(access, cache, table)
+        return EagleState.empty(self, access, len(first_tokens), capacity)
 
-    def _advance(self, state: Eagle3State, tokens: Tensor, hidden: Tensor) -> None:
-        start = state.cache.length
-        stop = start + tokens.shape[1]
-        turn = Rotation(state.table.cos[start:stop], state.table.sin[start:stop])
+    def _advance(self, state: EagleState, tokens: Tensor, hidden: Tensor) -> None:
+        turn = state.turn(tokens.shape[1])
         embedded = state.access.embed(tokens).to(self.dtype)
         inputs = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
@@ -261,7 +239,7 @@ class Eagle3(Drafter):
 
     def observe(
         self,
-        state: Eagle3State,
+        state: EagleState,
         tokens: Int[Tensor, "batch new"],
         features: TargetFeatures,
         path: Int[Tensor, "batch depth"] | None,
@@ -271,7 +249,7 @@ class Eagle3(Drafter):
         self._advance(state, tokens, self._fuse(features))
         state.committed = state.cache.length
 
-    def expand(self, state: Eagle3State, nodes: Nodes | None) -> Expansion:
+    def expand(self, state: EagleState, nodes: Nodes | None) -> Expansion:
         """Continue from the own hidden state before the norm, as training did."""
         assert state.hidden is not None, "observe comes before expand"
         if nodes is not None:
