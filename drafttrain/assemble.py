@@ -108,7 +108,7 @@ def load_target_to_decode(
         @torch.inference_mode()
         def run(num_tokens: int) -> None:
             target.step(cache, context[:, :num_tokens])
-            target.rollback(cache, num_tokens)
+            target.rollback(cache, [context.shape[1]])
 
         with torch.inference_mode():
             target.step(cache, context)

@@ -123,19 +123,15 @@ class Attention(nn.Module):
         self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: KeyValues
     ) -> Float[Tensor, "batch new width"]:
         """Append to the cache and attend to everything in it, causally."""
-        past = cache.length
+        mask, first = cache.visible(values.shape[1]), max(cache.lengths) == 0
         queries, keys, own = self.project(values, turn)
         all_keys, all_values = cache.append(keys, own)
-        new = values.shape[1]
-        mask = None
-        if past and new > 1:
-            mask = torch.ones(new, past + new, dtype=torch.bool, device=values.device).tril(past)
         mixed = functional.scaled_dot_product_attention(
             queries,
             all_keys,
             all_values,
             attn_mask=mask,
-            is_causal=past == 0 and new > 1,
+            is_causal=mask is None and first and values.shape[1] > 1,
             enable_gqa=True,
         )
         return self.merge(mixed)

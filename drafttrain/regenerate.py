@@ -191,7 +191,7 @@ def write(
         if not active.any():
             break
         if (~active).sum() * DROP_FROM >= len(rows):
-            target.select(cache, torch.from_numpy(np.flatnonzero(active)).to(target.device))
+            target.select(cache, np.flatnonzero(active).tolist())
             rows = rows[active]
         fed = tokens[rows, position : position + 1]
     return [

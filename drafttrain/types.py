@@ -5,6 +5,7 @@ vocabulary, draft_vocab the drafter's, node one drafted token of a proposal, dep
 along one path.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +92,12 @@ class TargetFeatures:
             self.final_hidden[:, start:stop],
             self.readout,
         )
+
+    def rows(self, kept: Sequence[int]) -> "TargetFeatures":
+        """Return the features of these rows."""
+        index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
+        captured = {i: hidden[index] for i, hidden in self.captured.items()}
+        return TargetFeatures(captured, self.final_hidden[index], self.readout)
 
 
 @dataclass(frozen=True)
@@ -216,12 +223,15 @@ class DecodeStats:
 
     `trimmed` counts what reached the output; `untrimmed` also what lay past EOS or the limit, as
     vLLM counts. For plain decoding the counters stay zero and `verify_s` is the target's time.
-    `other_s` is the loop's own time; prefill is outside the other three.
+    `other_s` is the loop's own time; prefill is outside the other three. The seconds of a batch are
+    shared out to its rows.
     """
 
     trimmed: Counters = field(default_factory=Counters)
     untrimmed: Counters = field(default_factory=Counters)
     num_target_passes: int = 0  # after the prefill
+    # Of each cycle: the output position of its first token, and its trimmed drafted and accepted.
+    cycles: list[tuple[int, int, int]] = field(default_factory=list)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

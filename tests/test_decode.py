@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain.chance import SeededChance
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.decode.verify import residual, verify_greedy, verify_rejection
+from drafttrain.decode.verify import LOSSLESS, residual, verify_chain, verify_greedy
 from drafttrain.drafters.base import Capabilities, Drafter, DraftState
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.sampling import probabilities
@@ -50,12 +50,15 @@ class Oracle(Drafter):
         self.seen = 1
         return DraftState(access)
 
-    def observe(self, state: Any, tokens: Tensor, features: Any, path: Any) -> None:
+    def observe(self, state: Any, tokens: Tensor, counts: Any, features: Any) -> None:
         assert features.final_hidden.shape[1] == tokens.shape[1]
-        self.seen += tokens.shape[1]
+        self.seen += counts[0]
 
     def expand(self, state: Any, nodes: Any) -> Any:
         raise AssertionError("proposes whole chains")
+
+    def select(self, state: Any, rows: Any) -> None:
+        raise AssertionError("decodes one row")
 
     def propose(self, state: Any, depth: int) -> Proposal:
         tokens = torch.tensor([self.text[self.seen : self.seen + depth]], dtype=torch.long)
@@ -335,8 +338,8 @@ def test_greedy_rule_equals_rejection_with_point_masses() -> None:
         tokens = torch.where(torch.rand(3, 3, generator=generator) < 0.7, agreeing, tokens)
         proposal = Proposal(tokens, torch.arange(-1, 2).expand(3, 3), torch.tensor([3, 2, 3]), None)
         greedy = verify_greedy(proposal, logits.argmax(-1))
-        sampled = verify_rejection(
-            proposal, probabilities(logits, GREEDY), SeededChance(0), [0, 1, 2], [7, 7, 7]
+        sampled = verify_chain(
+            LOSSLESS, proposal, probabilities(logits, GREEDY), SeededChance(0), [0, 1, 2], [7, 7, 7]
         )
         assert torch.equal(greedy.path, sampled.path)
         assert torch.equal(greedy.num_accepted, sampled.num_accepted)

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from drafttrain import losses
 from drafttrain.chance import SeededChance
-from drafttrain.decode.autoregressive import autoregressive_decode
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import (
@@ -19,6 +19,7 @@ from drafttrain.types import (
     Batch,
     Losses,
     Nodes,
+    Sampling,
     TargetFeatures,
     TargetSpec,
     weighted_sum,
@@ -28,6 +29,7 @@ CONF = Path(__file__).parents[1] / "conf" / "drafter"
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
 TINY = {"eagle3": {"draft_vocab_coverage": 0.9}}
 ALL = sorted(path.stem for path in CONF.glob("*.yaml"))
+STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
 PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5]]
 
 
@@ -109,6 +111,43 @@ def test_greedy_speculative_output_is_greedy_output(name: str, depth: int, targe
         assert drafted.tokens == plain.tokens
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_batch_says_what_its_rows_say_alone(
+    name: str, sampling: Sampling, target: Target
+) -> None:
+    """Unequal prompts, unequal acceptance, rows that leave early: tokens and counters stay."""
+    drafter = random_drafter(name, target)
+    settings: dict[str, Any] = {
+        "sampling": sampling,
+        "chance": SeededChance(3),
+        "depth": 3,
+        "max_new_tokens": 24,
+        "stop_tokens": STOPS,
+    }
+    alone = [
+        speculative_decode(target, drafter, prompt, row=row, **settings)
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    assert len({len(decoded.tokens) for decoded in alone}) > 1, "some row must leave early"
+    together = speculative_decode_batch(
+        target, drafter, PROMPTS, rows=range(len(PROMPTS)), **settings
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        assert one.stats.trimmed == other.stats.trimmed
+        assert one.stats.untrimmed == other.stats.untrimmed
+        assert one.stats.cycles == other.stats.cycles
+        assert one.stats.num_target_passes == other.stats.num_target_passes
+    del settings["depth"]
+    plain = autoregressive_decode_batch(target, PROMPTS, rows=range(len(PROMPTS)), **settings)
+    for row, prompt in enumerate(PROMPTS):
+        one = autoregressive_decode(target, prompt, row=row, **settings)
+        assert plain[row].tokens == one.tokens
+        if sampling.greedy:
+            assert together[row].tokens == one.tokens
+
+
 def test_every_depth_of_training_is_tested_by_some_drafter(target: Target) -> None:
     unrolls = {name: build(name, target.spec).capabilities.unroll for name in TRAINABLE}
     assert max(unrolls.values()) >= 3, unrolls
@@ -121,7 +160,7 @@ def stepped_logits(
     prefix = torch.tensor([tokens[: root + 1]])
     _, features = target.step(target.begin(), prefix[:, :-1], drafter.captures)
     state = drafter.begin(target.readout, prefix[:, 0], 128)
-    drafter.observe(state, prefix[:, 1:], features, None)
+    drafter.observe(state, prefix[:, 1:], [root], features)
     expansion = drafter.expand(state, None)
     for level in range(1, depth):
         token = torch.tensor([[tokens[root + level]]])

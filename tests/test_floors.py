@@ -15,8 +15,8 @@ FLOORS = {
     "ground": ["cache", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
-        "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks", "sampling",
-        "vocab",
+        "chance", "growing", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
+        "sampling", "vocab",
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["checkpoint", "decode"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests_support import model_config
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.pretrained import ModelConfig
 from drafttrain.target.target import Target, load_target
@@ -220,11 +220,11 @@ def test_steps_and_rollbacks_give_the_logits_of_one_forward(target: Target) -> N
         wrong = tokens_of(2, rejected) if rejected else tokens[:, :0]
         piece = torch.cat([tokens[:, done : done + kept], wrong], 1)
         scores, features = target.step(cache, piece, captures=(2, 4))
-        target.rollback(cache, rejected)
+        target.rollback(cache, [done + kept] * 2)
         logits.append(scores[:, :kept])
         hidden.append(features.captured[2][:, :kept])
         done += kept
-        assert cache.get_seq_length() == done
+        assert cache.lengths == [done, done]
     torch.testing.assert_close(torch.cat(logits, 1), expected.logits, **CLOSE)
     torch.testing.assert_close(torch.cat(hidden, 1), expected.hidden_states[2], **CLOSE)
 
@@ -233,25 +233,14 @@ def test_a_cache_can_be_rolled_back_to_nothing(llama: Target) -> None:
     tokens = tokens_of(1, 5)
     cache = llama.begin()
     first, _ = llama.step(cache, tokens)
-    llama.rollback(cache, 0)
+    llama.rollback(cache, [5])
     assert cache.get_seq_length() == 5
-    llama.rollback(cache, 5)
+    llama.rollback(cache, [0])
     assert cache.get_seq_length() == 0
     again, _ = llama.step(cache, tokens)
     assert torch.equal(first, again)
-    with pytest.raises(AssertionError, match="cannot forget 6 tokens"):
-        llama.rollback(cache, 6)
-
-
-def test_crop_still_counts_what_it_removes() -> None:
-    # Below Transformers 5.18 a positive number is the length to keep; above it raises. The
-    # negative one means the same in both, and zero nothing: what `rollback` relies on.
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 1, 7, 2), torch.zeros(1, 1, 7, 2), 0)
-    cache.crop(-3)
-    assert cache.get_seq_length() == 4
-    cache.crop(0)
-    assert cache.get_seq_length() == 4
+    with pytest.raises(AssertionError, match=r"cannot roll back from \[5\] to \[6\]"):
+        llama.rollback(cache, [6])
 
 
 def test_last_only_scores_the_last_token(llama: Target) -> None:
@@ -263,36 +252,38 @@ def test_last_only_scores_the_last_token(llama: Target) -> None:
     assert features.final_hidden.shape == (2, 6, 32)
 
 
-def test_left_padded_rows_decode_as_if_alone(target: Target) -> None:
-    tokens, lengths = tokens_of(3, 13), (9, 4, 1)
+def test_rows_of_different_lengths_decode_as_if_alone(target: Target) -> None:
+    tokens, lengths = tokens_of(3, 20), [9, 4, 1]
     prompt = torch.zeros(3, 9, dtype=torch.long)
-    mask = torch.zeros(3, 9, dtype=torch.bool)
     for row, length in enumerate(lengths):
-        prompt[row, 9 - length :] = tokens[row, :length]
-        mask[row, 9 - length :] = True
+        prompt[row, :length] = tokens[row, :length]
     cache = target.begin()
-    prefill, _ = target.step(cache, prompt, mask=mask)
-    steps = []
-    for new in (1, 3):
-        piece = torch.stack(
-            [
-                tokens[row, length + len(steps) * 1 : length + len(steps) * 1 + new]
-                for row, length in enumerate(lengths)
-            ]
-        )
-        mask = torch.cat([mask, torch.ones(3, new, dtype=torch.bool)], 1)
-        steps.append(target.step(cache, piece, mask=mask)[0])
-    for row, length in enumerate(lengths):
-        expected = forward(target, tokens[row : row + 1, : length + 4]).logits[0]
-        ours = torch.cat([prefill[row, 9 - length :], steps[0][row], steps[1][row]])
-        torch.testing.assert_close(ours, expected, **CLOSE)
+    prefill, _ = target.step(cache, prompt, counts=lengths)
+    last, _ = target.step(target.begin(), prompt, counts=lengths, last_only=True)
+    said = [[prefill[row, :length]] for row, length in enumerate(lengths)]
+    for row in range(3):
+        torch.testing.assert_close(last[row, 0], said[row][0][-1], **CLOSE)
+    done = lengths
+    # Padding in some rows, a rollback of another number in each, and a step of one token.
+    for kept, fed in (([3, 1, 2], 4), ([1, 4, 2], 4), ([1, 1, 1], 1)):
+        piece = torch.zeros(3, fed, dtype=torch.long)
+        for row in range(3):
+            piece[row, : kept[row]] = tokens[row, done[row] : done[row] + kept[row]]
+        logits, _ = target.step(cache, piece)
+        done = [length + count for length, count in zip(done, kept, strict=True)]
+        target.rollback(cache, done)
+        for row in range(3):
+            said[row].append(logits[row, : kept[row]])
+    for row in range(3):
+        expected = forward(target, tokens[row : row + 1, : done[row]]).logits[0]
+        torch.testing.assert_close(torch.cat(said[row]), expected, **CLOSE)
 
 
 def test_selected_rows_go_on_alone(llama: Target) -> None:
     tokens = tokens_of(3, 10)
     cache = llama.begin()
     llama.step(cache, tokens[:, :6])
-    llama.select(cache, torch.tensor([2, 0]))
+    llama.select(cache, [2, 0])
     logits, _ = llama.step(cache, tokens[[2, 0], 6:])
     torch.testing.assert_close(logits, forward(llama, tokens[[2, 0]]).logits[:, 6:], **CLOSE)
 

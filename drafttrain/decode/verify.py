@@ -4,7 +4,9 @@ Row j of a chain's target laws is the law of the token after j drafted tokens: r
 root, row `depth` is the bonus after full acceptance.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -14,35 +16,155 @@ from drafttrain.chance import Chance, Purpose, draw_of
 from drafttrain.types import Proposal, Verdict
 
 
+class Rule(ABC):
+    """How a drafted token is accepted, and which law follows a rejection; a chain of such steps.
+
+    A rule is lossless if `one_step_law` is the target's law for every drafter's law.
+    """
+
+    name: str
+    lossless: bool
+
+    @abstractmethod
+    def acceptance(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+        token: Int[Tensor, "batch tokens"],
+    ) -> Float[Tensor, "batch tokens"]:
+        """Return the probability of accepting each token, were it the one drafted."""
+
+    @abstractmethod
+    def correction(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return the law of the token that follows a rejection."""
+
+
+@dataclass(frozen=True)
+class Rejection(Rule):
+    """Rejection sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023). Lossless.
+
+    Token x drawn from draft_probs is accepted with probability min(1, target_probs[x] /
+    draft_probs[x]); after a rejection the target's law less the drafter's, normalised, gives the
+    corrected token. Exact for any draft_probs that the tokens were really drawn from.
+    """
+
+    name = "rejection sampling"
+    lossless = True
+
+    def acceptance(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+        token: Int[Tensor, "batch tokens"],
+    ) -> Float[Tensor, "batch tokens"]:
+        """Return min(1, target/draft); 0 where the target never says the token."""
+        return _ratio(target_probs.gather(1, token), draft_probs.gather(1, token))
+
+    def correction(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return the residual law."""
+        return residual(target_probs, draft_probs)
+
+
+@dataclass(frozen=True)
+class Typical(Rule):
+    """Typical acceptance (Medusa, Cai et al., 2024, section 2.3.1). NOT lossless above T = 0.
+
+    A token is accepted, always, where the target's probability of it exceeds min(epsilon, delta *
+    exp(-entropy)); after a rejection the target's own law gives the next token.
+    """
+
+    epsilon: float
+    delta: float
+    name = "typical acceptance"
+    lossless = False
+
+    def acceptance(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+        token: Int[Tensor, "batch tokens"],
+    ) -> Float[Tensor, "batch tokens"]:
+        """Return 1 above the threshold, else 0."""
+        entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
+        threshold = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
+        return (target_probs.gather(1, token) > threshold).to(target_probs.dtype)
+
+    def correction(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return the target's law."""
+        return target_probs
+
+
+@dataclass(frozen=True)
+class Lenience(Rule):
+    """Rejection sampling against lenience * draft_probs (Leviathan et al., 2023, appendix A.5).
+
+    NOT lossless above T = 0 for lenience < 1: no token is emitted with more than 1 / lenience times
+    its probability under the target. With lenience 1 it is rejection sampling.
+    """
+
+    lenience: float
+    name = "lenience"
+    lossless = False
+
+    def acceptance(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+        token: Int[Tensor, "batch tokens"],
+    ) -> Float[Tensor, "batch tokens"]:
+        """Return min(1, target / (lenience * draft))."""
+        return _ratio(target_probs.gather(1, token), self.lenience * draft_probs.gather(1, token))
+
+    def correction(
+        self,
+        target_probs: Float[Tensor, "batch vocab"],
+        draft_probs: Float[Tensor, "batch vocab"],
+    ) -> Float[Tensor, "batch vocab"]:
+        """Return the residual of target less lenience * draft."""
+        return residual(target_probs, self.lenience * draft_probs)
+
+
+LOSSLESS = Rejection()
+
+
 def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch laws"]) -> Verdict:
     """Accept the longest prefix of the chain that the target's own choices spell. Lossless.
 
     choices: the target's argmax of each law; they are the law itself at temperature 0.
     """
     depth = proposal.tokens.shape[1]
-    drafted = torch.arange(depth, device=proposal.tokens.device) < proposal.num_nodes[:, None].to(
-        proposal.tokens.device
-    )
-    agree = (proposal.tokens == choices[:, :depth]) & drafted
+    agree = proposal.tokens == choices[:, :depth]
+    if int(proposal.num_nodes.min()) < depth:
+        nodes = torch.arange(depth, device=agree.device)
+        agree &= nodes < proposal.num_nodes[:, None].to(agree.device)
     num_accepted = agree.int().cumprod(-1).sum(-1)
     bonus = choices.gather(1, num_accepted[:, None]).squeeze(1)
     return Verdict(_chain_path(num_accepted, depth), num_accepted, bonus)
 
 
-def verify_rejection(
+def verify_chain(
+    rule: Rule,
     proposal: Proposal,
     target_probs: Float[Tensor, "batch laws vocab"],
     chance: Chance,
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Verdict:
-    """Accept a chain by rejection sampling. Lossless (Leviathan et al., 2023, algorithm 1).
+    """Accept a chain token by token under a rule; after full acceptance the next law gives a bonus.
 
-    Token x drawn from draft_probs is accepted with probability min(1, target_probs[x] /
-    draft_probs[x]); at the first rejection the target's law less the drafter's, normalised, gives
-    the corrected token; after full acceptance the next law gives the bonus. A token that was
-    chosen deterministically was drawn from a point mass. Exact for any draft_probs that the tokens
-    were really drawn from.
+    A token that was chosen deterministically was drawn from a point mass.
     """
     batch, depth = proposal.tokens.shape
     device = proposal.tokens.device
@@ -53,32 +175,47 @@ def verify_rejection(
     for node in range(depth):
         going &= node < num_nodes
         token = proposal.tokens[:, node : node + 1]
-        law = target_probs[:, node]
-        if proposal.draft_probs is None:
-            drawn_from = torch.zeros_like(law).scatter_(1, token, 1.0)
-        else:
-            drawn_from = proposal.draft_probs[:, node].to(law.dtype)
-        accept_probability = acceptance(law, drawn_from, token).squeeze(1)
+        law, drawn_from = target_probs[:, node], drawn_law(proposal, node, target_probs)
+        accept_probability = rule.acceptance(law, drawn_from, token).squeeze(1)
         accepted = chance.accept(accept_probability, rows, starts, draw_of(node, Purpose.ACCEPT))
         accepted &= going
         rejected = going & ~accepted
-        emit = torch.where(rejected[:, None], residual(law, drawn_from), emit)
+        emit = torch.where(rejected[:, None], rule.correction(law, drawn_from), emit)
         emit = torch.where(accepted[:, None], target_probs[:, node + 1], emit)
         num_accepted += accepted
         going = accepted
+        if not bool(going.any()):
+            break
     bonus = chance.choose(emit, rows, starts, draw_of(0, Purpose.EMIT))
     return Verdict(_chain_path(num_accepted, depth), num_accepted, bonus)
 
 
-def acceptance(
+def drawn_law(
+    proposal: Proposal, node: int, target_probs: Float[Tensor, "batch laws vocab"]
+) -> Float[Tensor, "batch vocab"]:
+    """Return the law that a node was drawn from, in the dtype of the target's laws."""
+    if proposal.draft_probs is not None:
+        return proposal.draft_probs[:, node].to(target_probs.dtype)
+    law = torch.zeros_like(target_probs[:, node])
+    return law.scatter_(1, proposal.tokens[:, node : node + 1], 1.0)
+
+
+def one_step_law(
+    rule: Rule,
     target_probs: Float[Tensor, "batch vocab"],
     draft_probs: Float[Tensor, "batch vocab"],
-    token: Int[Tensor, "batch 1"],
-) -> Float[Tensor, "batch 1"]:
-    """Return min(1, target/draft) of a drafted token; 0 where the target never says it."""
-    target, draft = target_probs.gather(1, token), draft_probs.gather(1, token)
-    # A drafted token has draft > 0; where rounding made it 0, it counts as drawn at will.
-    return torch.where(target >= draft, (target > 0).to(target.dtype), target / draft)
+) -> Float[Tensor, "batch vocab"]:
+    """Return the law of the first token that a cycle emits, over the drafter's chance too.
+
+    In closed form: draft * acceptance + (1 - sum of that) * correction. For a lossless rule it is
+    target_probs, up to rounding; otherwise its distance from it is what the rule costs.
+    """
+    every = torch.arange(target_probs.shape[1], device=target_probs.device)
+    accepted = draft_probs * rule.acceptance(
+        target_probs, draft_probs, every.expand_as(target_probs)
+    )
+    rejected = (draft_probs.sum(-1, keepdim=True) - accepted.sum(-1, keepdim=True)).clamp(min=0)
+    return accepted + rejected * rule.correction(target_probs, draft_probs)
 
 
 def residual(
@@ -92,6 +229,13 @@ def residual(
     left = (target_probs - draft_probs).clamp(min=0)
     mass = left.sum(-1, keepdim=True)
     return torch.where(mass > 0, left / mass, target_probs)
+
+
+def _ratio(
+    target: Float[Tensor, "batch tokens"], draft: Float[Tensor, "batch tokens"]
+) -> Float[Tensor, "batch tokens"]:
+    # A drafted token has draft > 0; where rounding made it 0, it counts as drawn at will.
+    return torch.where(target >= draft, (target > 0).to(target.dtype), target / draft)
 
 
 def _chain_path(num_accepted: Int[Tensor, " batch"], depth: int) -> Int[Tensor, "batch depth"]:

@@ -16,6 +16,7 @@ read yet. So the first drafted token always stands two positions after the newes
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -110,19 +111,23 @@ class Drafter(nn.Module, ABC):
         self,
         state: Any,
         tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
         features: TargetFeatures,
-        path: Int[Tensor, "batch depth"] | None,
     ) -> None:
         """Take in committed tokens: tokens[:, i] stands right after the position of feature i.
 
-        The prompt comes first, then after each verification the accepted tokens and the bonus.
-        `path` names the accepted nodes of the last proposal (None for the prompt). Whatever the
-        drafter wrote for its own proposal is rolled back here.
+        The prompt comes first, less its first token and with the root; then after each verification
+        the accepted tokens and the bonus. Row r has counts[r] of them, the rest of it is padding
+        on the right. Whatever the drafter wrote for its own proposal is rolled back here.
         """
 
     @abstractmethod
     def expand(self, state: Any, nodes: Nodes | None) -> Expansion:
         """Return logits for the children of `nodes` (None: of the root, right after `observe`)."""
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order; the others have finished."""
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return config.json and tensors as serving engines expect them (formats: see `export`)."""
@@ -174,6 +179,16 @@ def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             "they must come from the same drafter configuration and a target of the same shape"
         )
     module.load_state_dict(tensors)
+
+
+def last_of(
+    values: Float[Tensor, "batch new width"], counts: Sequence[int]
+) -> Float[Tensor, "batch 1 width"]:
+    """Return what stands at each row's last real position."""
+    if min(counts) == values.shape[1]:
+        return values[:, -1:]
+    last = torch.tensor(counts, device=values.device) - 1
+    return values[torch.arange(len(values), device=values.device), last][:, None]
 
 
 def count_correct(

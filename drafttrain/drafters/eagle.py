@@ -1,5 +1,6 @@
 """EAGLE-1: one layer that continues the target's features (Li et al., 2024, arXiv:2401.15077)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from drafttrain.drafters.base import (
     Expansion,
     TrainingChance,
     count_correct,
+    last_of,
     load_exactly,
     positions_to_predict,
 )
@@ -85,7 +87,7 @@ class EagleState(DraftState):
 
     cache: KeyValues
     table: Rotation
-    committed: int = 0
+    committed: list[int]  # per row
     hidden: Float[Tensor, "batch 1 hidden"] | None = (
         None  # what the next node reads: the last's own
     )
@@ -98,13 +100,29 @@ class EagleState(DraftState):
         table = rotation(positions, spec.head_dim, spec.rope_theta, dtype)
         heads = spec.num_key_value_heads
         cache = KeyValues.empty(rows, heads, capacity, spec.head_dim, dtype, device)
-        return cls(access, cache, table)
+        return cls(access, cache, table, [0] * rows)
 
     def turn(self, num_tokens: int) -> Rotation:
-        """Return the rotation of the next `num_tokens` positions."""
-        start = self.cache.length
-        stop = start + num_tokens
-        return Rotation(self.table.cos[start:stop], self.table.sin[start:stop])
+        """Return the rotation of the next `num_tokens` positions of each row."""
+        if self.cache.even:
+            start = self.cache.lengths[0]
+            stop = start + num_tokens
+            return Rotation(self.table.cos[start:stop], self.table.sin[start:stop])
+        places = self.cache.places(num_tokens)
+        return Rotation(self.table.cos[places], self.table.sin[places])
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Keep of what was appended last `counts` positions per row; the rest was padding."""
+        pairs = zip(self.committed, counts, strict=True)
+        self.committed = [length + count for length, count in pairs]
+        self.cache.rollback(self.committed)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self.cache.select(rows)
+        self.committed = [self.committed[row] for row in rows]
+        if self.hidden is not None:
+            self.hidden = self.hidden[list(rows)]
 
 
 class Eagle(Drafter):
@@ -171,29 +189,32 @@ class Eagle(Drafter):
         """Allocate the cache; the first token is never paired, it has no feature before it."""
         return EagleState.empty(self, access, len(first_tokens), capacity)
 
-    def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> None:
+    def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> Tensor:
         turn = state.turn(tokens.shape[1])
-        predicted = self.layers[0](self._pairs(state.access, tokens, features), turn, state.cache)
-        state.hidden = predicted[:, -1:]
+        return self.layers[0](self._pairs(state.access, tokens, features), turn, state.cache)
 
     def observe(
         self,
         state: EagleState,
         tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
         features: TargetFeatures,
-        path: Int[Tensor, "batch depth"] | None,
     ) -> None:
         """Replace own nodes by pairs of true features, the root's among them."""
         state.cache.rollback(state.committed)
-        self._advance(state, tokens, features.final_hidden)
-        state.committed = state.cache.length
+        state.hidden = last_of(self._advance(state, tokens, features.final_hidden), counts)
+        state.commit(counts)
 
     def expand(self, state: EagleState, nodes: Nodes | None) -> Expansion:
         """Continue from the predicted feature: it stands in for the target's."""
         assert state.hidden is not None, "observe comes before expand"
         if nodes is not None:
-            self._advance(state, nodes.tokens, state.hidden)
+            state.hidden = self._advance(state, nodes.tokens, state.hidden)
         return Expansion(self._logits(state.access, state.hidden))
+
+    def select(self, state: EagleState, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        state.select(rows)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the SafeAILab layout; fc.bias is zero, for engines whose fc always has one.

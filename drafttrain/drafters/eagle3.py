@@ -1,5 +1,6 @@
 """EAGLE-3: fused features and training-time test (Li et al., 2025, arXiv:2503.01840)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from drafttrain.drafters.base import (
     Expansion,
     TrainingChance,
     count_correct,
+    last_of,
     load_exactly,
     positions_to_predict,
 )
@@ -230,31 +232,38 @@ class Eagle3(Drafter):
         """Allocate the cache; the first token is never paired, it has no feature before it."""
         return EagleState.empty(self, access, len(first_tokens), capacity)
 
-    def _advance(self, state: EagleState, tokens: Tensor, hidden: Tensor) -> None:
+    def _advance(
+        self, state: EagleState, tokens: Tensor, hidden: Tensor, counts: Sequence[int]
+    ) -> None:
         turn = state.turn(tokens.shape[1])
         embedded = state.access.embed(tokens).to(self.dtype)
         inputs = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
-        state.hidden = self.midlayer.finish(hidden[:, -1:], mixed[:, -1:])
+        # What is not drafted from needs keys and values only.
+        state.hidden = self.midlayer.finish(last_of(hidden, counts), last_of(mixed, counts))
 
     def observe(
         self,
         state: EagleState,
         tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
         features: TargetFeatures,
-        path: Int[Tensor, "batch depth"] | None,
     ) -> None:
         """Replace own nodes by pairs of true features, the root's among them."""
         state.cache.rollback(state.committed)
-        self._advance(state, tokens, self._fuse(features))
-        state.committed = state.cache.length
+        self._advance(state, tokens, self._fuse(features), counts)
+        state.commit(counts)
 
     def expand(self, state: EagleState, nodes: Nodes | None) -> Expansion:
         """Continue from the own hidden state before the norm, as training did."""
         assert state.hidden is not None, "observe comes before expand"
         if nodes is not None:
-            self._advance(state, nodes.tokens, state.hidden)
+            self._advance(state, nodes.tokens, state.hidden, [1] * len(nodes.tokens))
         return Expansion(self.lm_head(self.norm(state.hidden)))
+
+    def select(self, state: EagleState, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        state.select(rows)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the native `LlamaForCausalLMEagle3` layout that vLLM and SGLang read."""

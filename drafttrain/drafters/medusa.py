@@ -1,5 +1,6 @@
 """Medusa-1: heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from drafttrain.drafters.base import (
     Expansion,
     TrainingChance,
     count_correct,
+    last_of,
     load_exactly,
     positions_to_predict,
 )
@@ -129,11 +131,11 @@ class Medusa(Drafter):
         self,
         state: MedusaState,
         tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
         features: TargetFeatures,
-        path: Int[Tensor, "batch depth"] | None,
     ) -> None:
         """Keep the newest hidden state."""
-        state.hidden = features.final_hidden[:, -1]
+        state.hidden = last_of(features.final_hidden, counts)[:, 0]
         state.logits = None
         state.depth = 0
 
@@ -148,6 +150,12 @@ class Medusa(Drafter):
         logits = state.logits[state.depth]
         state.depth += 1
         return Expansion(logits[:, None])
+
+    def select(self, state: MedusaState, rows: Sequence[int]) -> None:
+        """Keep only these rows; the heads have not spoken since the last `observe`."""
+        if state.hidden is not None:
+            state.hidden = state.hidden[list(rows)]
+        state.logits = None
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return vLLM's `MedusaModel` layout."""

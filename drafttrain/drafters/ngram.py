@@ -1,5 +1,6 @@
 """Prompt lookup: copy what followed the same n-gram before (Saxena, 2023); needs no training."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -41,11 +42,18 @@ class NgramConfig(DrafterConfig):
 
 
 @dataclass
-class NgramState(DraftState):
-    """The text so far, and for every n-gram where its latest occurrence but the suffix ends."""
+class Text:
+    """The text of a row, and for every n-gram where its latest occurrence but the suffix ends."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+@dataclass
+class NgramState(DraftState):
+    """The text of every row."""
+
+    texts: list[Text] = field(default_factory=list)
 
 
 class Ngram(Drafter):
@@ -70,37 +78,47 @@ class Ngram(Drafter):
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> NgramState:
-        """Start from the first token of the only row."""
-        assert len(first_tokens) == 1, "prompt lookup decodes one row at a time"
-        return NgramState(access, first_tokens.tolist())
+        """Start from the first token of each row."""
+        return NgramState(access, [Text([token]) for token in first_tokens.tolist()])
 
     def observe(
         self,
         state: NgramState,
         tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
         features: TargetFeatures,
-        path: Int[Tensor, "batch depth"] | None,
     ) -> None:
         """Index the n-grams that got a continuation; the suffix itself has none yet."""
-        for token in tokens[0].tolist():
-            end = len(state.tokens)
-            for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
-                state.ends[tuple(state.tokens[end - size :])] = end
-            state.tokens.append(token)
+        for text, row, count in zip(state.texts, tokens.tolist(), counts, strict=True):
+            for token in row[:count]:
+                end = len(text.tokens)
+                for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
+                    text.ends[tuple(text.tokens[end - size :])] = end
+                text.tokens.append(token)
 
     def expand(self, state: NgramState, nodes: Nodes | None) -> Expansion:
         """Never asked: the whole proposal is looked up at once."""
         raise AssertionError("prompt lookup proposes whole chains")
 
+    def select(self, state: NgramState, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        state.texts = [state.texts[row] for row in rows]
+
     def propose(self, state: NgramState, depth: int) -> Proposal:
-        """Look up the longest suffix; an empty proposal where nothing matches."""
-        found: list[int] = []
-        longest = min(self.config.max_ngram, len(state.tokens) - 1)
+        """Look up the longest suffix of each row; no node where nothing matches."""
+        device = state.access.embedding.device
+        found = [self._look_up(text, depth) for text in state.texts]
+        num_nodes = [len(chain) for chain in found]
+        longest = max(num_nodes)
+        padded = [chain + [0] * (longest - len(chain)) for chain in found]
+        tokens = torch.tensor(padded, dtype=torch.long, device=device)
+        parents = torch.arange(-1, longest - 1, device=device).expand(len(found), longest)
+        return Proposal(tokens, parents, torch.tensor(num_nodes), None)
+
+    def _look_up(self, text: Text, depth: int) -> list[int]:
+        longest = min(self.config.max_ngram, len(text.tokens) - 1)
         for size in range(longest, self.config.min_ngram - 1, -1):
-            end = state.ends.get(tuple(state.tokens[-size:]))
+            end = text.ends.get(tuple(text.tokens[-size:]))
             if end is not None:
-                found = state.tokens[end : end + depth]
-                break
-        tokens = torch.tensor([found], dtype=torch.long, device=state.access.embedding.device)
-        parents = torch.arange(-1, len(found) - 1, device=tokens.device)[None]
-        return Proposal(tokens, parents, torch.tensor([len(found)]), None)
+                return text.tokens[end : end + depth]
+        return []

@@ -193,7 +193,8 @@ def probe(drafter: Drafter) -> Tensor:
     features = TargetFeatures(captured, normal(*shape), readout)
     tokens = torch.randint(ids, (PROBE_ROWS, PROBE_LENGTH + 1 + PROBE_DEPTH), generator=generator)
     state = drafter.begin(readout, tokens[:, 0], PROBE_LENGTH + PROBE_DEPTH + 1)
-    drafter.observe(state, tokens[:, 1 : PROBE_LENGTH + 1], features, None)
+    counts = [PROBE_LENGTH] * PROBE_ROWS
+    drafter.observe(state, tokens[:, 1 : PROBE_LENGTH + 1], counts, features)
     logits, nodes = [], None
     for depth in range(min(PROBE_DEPTH, drafter.capabilities.max_depth or PROBE_DEPTH)):
         logits.append(drafter.expand(state, nodes).logits[:, 0])

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from drafttrain import pretrained
+from drafttrain.growing import RaggedCache, additive, run_decoder
 from drafttrain.pretrained import ModelConfig
 from drafttrain.readout import Readout
 from drafttrain.target.describe import describe, read_out, refuse_unless_rollable
-from drafttrain.target.growing import GrowingCache
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
 
@@ -80,64 +79,49 @@ class Target:
             )
         return TargetFeatures(captured, output.last_hidden_state, self.readout)
 
-    def begin(self) -> DynamicCache:
+    def begin(self) -> RaggedCache:
         """Return an empty cache; the first step fixes its number of rows."""
-        # Without a configuration every layer keeps all positions, so all can be rolled back.
-        return GrowingCache()
+        return RaggedCache()
 
     @torch.no_grad()
     def step(
         self,
-        cache: DynamicCache,
+        cache: RaggedCache,
         tokens: Int[Tensor, "batch new"],
         captures: tuple[int, ...] = (),
-        mask: Bool[Tensor, "batch total"] | None = None,
+        counts: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
-        """Append tokens to the cache; return logits (of the last one if `last_only`) and features.
+        """Append tokens to the cache; return logits and features of them.
 
-        `mask` is for rows padded on the left: true for real tokens, over everything in the cache
-        and the new tokens; positions count the real ones.
+        Row r has counts[r] real tokens, the rest of it is padding on the right (None: all are
+        real); what is returned for padding is meaningless. last_only: logits of each row's last
+        real token only.
         """
-        past, new = cache.get_seq_length(), tokens.shape[1]
-        if past + new > self.spec.max_positions:
+        longest, new = max(cache.lengths, default=0), tokens.shape[1]
+        if longest + new > self.spec.max_positions:
             raise ValueError(
-                f"{past + new} tokens must fit in the {self.spec.max_positions} positions of"
+                f"{longest + new} tokens must fit in the {self.spec.max_positions} positions of"
                 f" model={self.spec.name}; shorten the prompt or the output"
             )
-        if mask is None:
-            positions = torch.arange(past, past + new, device=tokens.device)[None]
-            attention = None
-            if past and new > 1:
-                causal = torch.ones(new, past + new, dtype=torch.bool, device=tokens.device)
-                attention = self._mask(causal.tril_(past)[None, None])
-        else:
-            positions = (mask.cumsum(1)[:, past:] - 1).clamp_(min=0)
-            causal = torch.ones(new, past + new, dtype=torch.bool, device=tokens.device)
-            # Padding sees itself: where nothing is seen, some kernels answer NaN, which spreads.
-            itself = torch.eye(past + new, dtype=torch.bool, device=tokens.device)[past:]
-            attention = self._mask(((causal.tril_(past) & mask[:, None]) | itself)[:, None])
         with self._capturing(captures) as captured:
-            output = self.decoder(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=attention,
-                past_key_values=cache,
-                use_cache=True,
-            )
+            output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
         final = output.last_hidden_state
-        logits = self.readout.logits(final[:, -1:] if last_only else final)
-        return logits, TargetFeatures(captured, final, self.readout)
+        scored = final
+        if last_only:
+            scored = final[:, -1:]
+            if counts is not None and min(counts) < new:
+                last = torch.tensor(counts, device=final.device) - 1
+                scored = final[torch.arange(len(final), device=final.device), last][:, None]
+        return self.readout.logits(scored), TargetFeatures(captured, final, self.readout)
 
-    def rollback(self, cache: DynamicCache, num_tokens: int) -> None:
-        """Forget the last `num_tokens` positions."""
-        assert 0 <= num_tokens <= cache.get_seq_length(), f"cannot forget {num_tokens} tokens"
-        if num_tokens:
-            cache.crop(-num_tokens)
+    def rollback(self, cache: RaggedCache, lengths: Sequence[int]) -> None:
+        """Forget what stands past these lengths, one per row."""
+        cache.rollback(lengths)
 
-    def select(self, cache: DynamicCache, rows: Int[Tensor, " kept"]) -> None:
+    def select(self, cache: RaggedCache, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch."""
-        cache.batch_select_indices(rows)
+        cache.select(rows)
 
     @torch.no_grad()
     def check_readout(self) -> None:
@@ -161,12 +145,7 @@ class Target:
                 )
 
     def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
-        if not self.eager:
-            return visible
-        lowest = torch.finfo(self.dtype).min
-        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
-            ~visible, lowest
-        )
+        return additive(visible, self.dtype) if self.eager else visible
 
     @contextmanager
     def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:

@@ -1,0 +1,130 @@
+"""The rows of a decoding batch: what each has said, when it ends, and what it cost."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from drafttrain.target.target import Target
+from drafttrain.types import Decoded, DecodeStats
+
+
+class Stops:
+    """What ends an output: a stop token, a stop string as soon as it is spelled, or the limit."""
+
+    def __init__(
+        self,
+        target: Target,
+        limit: int,
+        tokens: Collection[int] | None,
+        strings: Sequence[str],
+    ) -> None:
+        self.limit = limit
+        self.tokens = frozenset(target.spec.eos_token_ids if tokens is None else tokens)
+        self.strings = tuple(strings)
+        if not all(self.strings):
+            raise ValueError("a stop string must not be empty")
+        self.tokenizer = target.tokenizer
+        # A token spells at least one byte of the text, so a string lies within its last so many
+        # tokens; the others are there because a text's first token may lose its space.
+        self.window = max((len(text.encode()) for text in self.strings), default=0) + 4
+
+    def cut(self, output: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
+        """Return how many of the new tokens reach the output, and whether it ends with them."""
+        room = self.limit - len(output)
+        for index, token in enumerate(new[:room]):
+            if token in self.tokens or (self.strings and self._spelled(output, new[: index + 1])):
+                return index + 1, True
+        return min(len(new), room), len(new) >= room
+
+    def _spelled(self, output: Sequence[int], new: Sequence[int]) -> bool:
+        tail = [*output[-self.window :], *new][-self.window :]
+        text = self.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(string in text for string in self.strings)
+
+
+@dataclass
+class Row:
+    """One row: its own name (the key of its chance), what it has said, what it cost."""
+
+    name: int
+    num_prompt_tokens: int
+    output: list[int] = field(default_factory=list)
+    stats: DecodeStats = field(default_factory=DecodeStats)
+
+
+class Rows:
+    """All rows of a batch, and those still going."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], names: Sequence[int]) -> None:
+        self.all = [
+            Row(name, len(prompt)) for name, prompt in zip(names, prompts, strict=True)
+        ]  # fmt: skip
+        self.going = list(self.all)
+
+    @property
+    def names(self) -> list[int]:
+        """The names of the rows still going."""
+        return [row.name for row in self.going]
+
+    @property
+    def starts(self) -> list[int]:
+        """How many tokens each row going has committed, prompt included."""
+        return [row.num_prompt_tokens + len(row.output) for row in self.going]
+
+    def commit(self, new: Sequence[Sequence[int]], stops: Stops) -> tuple[list[int], list[int]]:
+        """Take in each row's new tokens; return how many were kept, and which places stay.
+
+        The rows of the other places have ended and leave.
+        """
+        kept, staying = [], []
+        for place, (row, tokens) in enumerate(zip(self.going, new, strict=True)):
+            count, ended = stops.cut(row.output, tokens)
+            row.output.extend(tokens[:count])
+            kept.append(count)
+            if not ended:
+                staying.append(place)
+        self.going = [self.going[place] for place in staying]
+        return kept, staying
+
+    def decoded(self) -> list[Decoded]:
+        """Return every row's output, in the order the prompts came."""
+        return [Decoded(tuple(row.output), row.stats) for row in self.all]
+
+
+def charge(rows: Sequence[Row], **seconds: float) -> None:
+    """Share out seconds of a pass equally: summed over rows, the wall time comes back."""
+    for row in rows:
+        for part, value in seconds.items():
+            setattr(row.stats, part, getattr(row.stats, part) + value / len(rows))
+
+
+def padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Int[Tensor, "batch seq"], list[int]]:
+    """Return prompts as rows padded right, and how many tokens of each are real."""
+    counts = [len(prompt) for prompt in prompts]
+    longest = max(counts)
+    filled = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    return torch.tensor(filled, device=device), counts
+
+
+def check_room(
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, depth: int
+) -> int:
+    """Return the positions that decoding may need; ValueError where the context is too short."""
+    if not all(prompts):
+        raise ValueError("the prompt is empty: it must hold at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    longest = max(len(prompt) for prompt in prompts)
+    needed = longest + max_new_tokens + depth
+    if needed > target.spec.max_positions:
+        raise ValueError(
+            f"prompt and output must fit the context of {target.spec.max_positions} tokens of "
+            f"{target.spec.name}: the prompt has {longest}, max_new_tokens is "
+            f"{max_new_tokens}, the depth {depth}; shorten one of them"
+        )
+    return needed

@@ -1,0 +1,167 @@
+"""A key-value cache for decoders of Transformers: room to grow, and rows of different lengths."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+ROOM = 64  # positions added when the room is used up, at least
+
+
+class RaggedLayer(DynamicLayer):
+    """`DynamicLayer` that writes each row behind its own last position, in preallocated room.
+
+    Transformers appends by concatenation: at batch 128 and 100 positions that copying was two
+    fifths of a step of the embedded target. What stands past a row's length is garbage that the
+    row's mask hides until it is overwritten.
+    """
+
+    def __init__(self, owner: "RaggedCache") -> None:
+        super().__init__()
+        self.owner = owner
+        self.room: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new positions of every row; return keys and values of all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        lengths, new = self.owner.lengths, key_states.shape[2]
+        total = max(lengths) + new
+        if self.room is None or self.room[0].shape[2] < total:
+            capacity = max(total + ROOM, total + total // 2)
+            self.room = (
+                grown(self.room and self.room[0], key_states, capacity),
+                grown(self.room and self.room[1], value_states, capacity),
+            )
+        if self.owner.even:
+            past = total - new
+            for room, states in zip(self.room, (key_states, value_states), strict=True):
+                room[:, :, past:total] = states
+        else:
+            rows, places = self.owner.places(new, key_states.device)
+            for room, states in zip(self.room, (key_states, value_states), strict=True):
+                room[rows, :, places] = states.transpose(1, 2)
+        self.keys, self.values = (room[:, :, :total] for room in self.room)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Return the length of the longest row."""
+        return max(self.owner.lengths, default=0)
+
+    def select(self, rows: Int[Tensor, " kept"]) -> None:
+        """Keep only these rows."""
+        if self.room is not None:
+            self.room = (self.room[0][rows], self.room[1][rows])
+            self.keys, self.values = self.room
+
+
+def grown(filled: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+    """Return room for `capacity` positions that begins with what is `filled`."""
+    rows, heads, _, width = like.shape
+    # Zeros: what is garbage in one row is multiplied by a weight of zero, which NaN survives.
+    room = like.new_zeros(rows, heads, capacity, width)
+    if filled is not None:
+        room[:, :, : filled.shape[2]] = filled
+    return room
+
+
+class RaggedCache(DynamicCache):
+    """`DynamicCache` whose rows have lengths of their own; every layer keeps every position."""
+
+    def __init__(self) -> None:
+        # Without a configuration every layer keeps all positions, so all can be rolled back.
+        super().__init__()
+        self.lengths: list[int] = []
+        # Transformers calls it without arguments for each layer that it meets.
+        self.layer_class_to_replicate = partial(RaggedLayer, self)  # type: ignore[assignment]
+
+    @property
+    def even(self) -> bool:
+        """Whether all rows are equally long."""
+        return self.lengths.count(self.lengths[0]) == len(self.lengths)
+
+    def places(self, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the indices (rows, positions), each "batch new", of the next `new` positions."""
+        starts = torch.tensor(self.lengths, device=device)
+        positions = starts[:, None] + torch.arange(new, device=device)
+        return torch.arange(len(starts), device=device)[:, None].expand_as(positions), positions
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forget what stands past these lengths, one per row."""
+        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (
+            f"cannot roll back from {self.lengths} to {list(lengths)}"
+        )
+        self.lengths = list(lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows, dtype=torch.long)
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer)
+            layer.select(index.to(layer.device))
+
+
+def visible(
+    lengths: Sequence[int], new: int, device: torch.device
+) -> Bool[Tensor, "batch 1 new total"]:
+    """Return which positions each new token sees: its row's own past, and itself."""
+    total = max(lengths) + new
+    starts = torch.tensor(lengths, device=device)[:, None, None, None]
+    queries = starts + torch.arange(new, device=device)[:, None]
+    return torch.arange(total, device=device) <= queries
+
+
+def run_decoder(
+    decoder: Any,
+    cache: RaggedCache,
+    tokens: Int[Tensor, "batch new"],
+    counts: Sequence[int] | None = None,
+    eager: bool = False,
+) -> Any:
+    """Append tokens to the cache and return the decoder's output for them.
+
+    Row r has counts[r] real tokens, the rest of the row is padding on the right that nothing sees
+    (None: all are real). The first call fixes the number of rows. eager: the decoder adds its mask
+    to scores instead of reading booleans.
+    """
+    rows, new = tokens.shape
+    if not cache.lengths:
+        cache.lengths = [0] * rows
+    lengths = cache.lengths
+    longest = max(lengths)
+    mask = None
+    if cache.even:
+        positions = torch.arange(longest, longest + new, device=tokens.device)[None]
+        if longest and new > 1:
+            ones = torch.ones(new, longest + new, dtype=torch.bool, device=tokens.device)
+            mask = ones.tril_(longest)[None, None]
+    else:
+        positions = cache.places(new, tokens.device)[1]
+        mask = visible(lengths, new, tokens.device)
+    if mask is not None and eager:
+        mask = additive(mask, next(decoder.parameters()).dtype)
+    output = decoder(
+        input_ids=tokens,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    added = [new] * rows if counts is None else counts
+    cache.lengths = [length + count for length, count in zip(lengths, added, strict=True)]
+    return output
+
+
+def additive(mask: Bool[Tensor, "rows 1 new total"], dtype: torch.dtype) -> Tensor:
+    """Return the mask as what is added to scores."""
+    shape, device = mask.shape, mask.device
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~mask, lowest)
