@@ -1,6 +1,5 @@
 """One function per command: typed configuration -> objects -> worker. The architecture diagram."""
 
-import copy
 import json
 import sys
 import time
@@ -25,19 +24,17 @@ from drafttrain.config import EvaluateConfig, ExportConfig, TrainConfig, load_ch
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
 from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_record, read_prompts
-from drafttrain.decode.loop import rule_of
 from drafttrain.engine import build_engine
-from drafttrain.evaluate import PLAIN, check_lossless, check_settings, measure
+from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
+from drafttrain.evaluation.measure import PLAIN
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
 from drafttrain.ranks import join_ranks
 from drafttrain.report import (
-    LosslessCheck,
     Report,
     TimingInfo,
-    build_report,
     summary_table,
     write_report,
 )
@@ -184,47 +181,62 @@ def evaluate(config: EvaluateConfig) -> None:
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(f"decoding in {how}")
-    template = config.data.template
-    check_settings(prompts, target, drafter, template, settings)
-    lossless = LosslessCheck(rule_of(settings.sampling), True, "not checked", 0, 0, [])
-    if settings.lossless_prompts:
-        exact = choice.dtype == torch.float32
-        reference = target if exact else load_target(model, torch.float32, str(device))
-        lossless = check_lossless(reference, drafter, prompts, template, settings)
-        del reference
-    ngram = load_choice("drafter", "ngram").build(target.spec)
-    drafters = {"ngram": ngram, config.drafter.name: copy.deepcopy(drafter).to(draft_dtype)}
-    results = measure(target, drafters, prompts, template, settings, config.run.seed)
-    report = build_report(
-        results,
-        target=model.name,
-        drafter=config.drafter.name,
-        depth=settings.depth,
-        sampling=settings.sampling,
-        max_new_tokens=settings.max_new_tokens,
-        lossless=lossless,
+    exact = target
+    if settings.lossless_prompts and choice.dtype != torch.float32:
+        exact = load_target(model, torch.float32, str(device))
+    parts = Parts(
+        target=target,
+        exact=exact,
+        drafter=drafter,
+        drafter_name=config.drafter.name,
+        draft_dtype=draft_dtype,
+        references={"ngram": load_choice("drafter", "ngram").build(target.spec)},
+    )
+    place = folder / "evaluations" / settings.name
+    measured_with = {
+        "checkpoint": str(checkpoint),
+        "target_fingerprint": target.spec.fingerprint,
+        "dtype": name_of(choice.dtype),
+        "draft_dtype": name_of(draft_dtype),
+        "threads": choice.threads,
+        "device": str(device),
+        "seed": config.run.seed,
+        "prompts": [prompt.id for prompt in prompts],
+        "template": config.data.template,
+    }
+    report, _ = evaluate_drafter(
+        parts,
+        prompts,
+        config.data.template,
+        settings,
+        folder=place,
+        conditions=measured_with,
         timing=TimingInfo(
             dtype=name_of(choice.dtype),
             threads=choice.threads,
-            blocks=len({result.block for result in results}),
+            blocks=settings.blocks,
             device=str(device),
             draft_dtype=name_of(draft_dtype),
         ),
-        provenance=provenance(sys.argv[1:])
-        | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
-        prompts={
-            "source": settings.prompts or "the prompts of the package",
-            "num_prompts": len(prompts),
-            "skipped": skipped.to_dict(),
-            "overlap": overlap,
+        report_settings={
+            "target": model.name,
+            "provenance": provenance(sys.argv[1:])
+            | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
+            "prompts": {
+                "source": settings.prompts or "the prompts of the package",
+                "num_prompts": len(prompts),
+                "skipped": skipped.to_dict(),
+                "overlap": overlap,
+            },
+            "notes": [f"decoded in {how}", "losslessness is checked on first turns"],
         },
-        notes=[f"decoded in {how}", "losslessness is checked on first turns"],
-        resamples=settings.resamples,
         seed=config.run.seed,
     )
     place = folder / "evaluations" / settings.name
     write_report(report, place)
     console.print(summary_table(report))
+    if report["certificate"] is not None:
+        console.print(f"certificate: {report['certificate']['statement']}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
     tracker = open_tracker(
         config.tracker, folder, config=asdict(config), resume_step=None, is_main=True, append=True

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.engine import DeepSpeedConfig
-    from drafttrain.evaluate import EvalConfig
+    from drafttrain.evaluation.config import EvalConfig
     from drafttrain.export import ExportConfig as FormatConfig
     from drafttrain.hardware import HardwareConfig
     from drafttrain.pretrained import ModelConfig
@@ -39,7 +39,7 @@ SECTIONS = {
     "hardware": "drafttrain.hardware.HardwareConfig",
     "deepspeed": "drafttrain.engine.DeepSpeedConfig",
     "tracker": "drafttrain.tracker.TrackerConfig",
-    "eval": "drafttrain.evaluate.EvalConfig",
+    "eval": "drafttrain.evaluation.config.EvalConfig",
     "export": "drafttrain.export.ExportConfig",
 }
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds

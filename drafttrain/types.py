@@ -230,12 +230,12 @@ class DecodeStats:
     trimmed: Counters = field(default_factory=Counters)
     untrimmed: Counters = field(default_factory=Counters)
     num_target_passes: int = 0  # after the prefill
-    # Of each cycle: the output position of its first token, and its trimmed drafted and accepted.
-    cycles: list[tuple[int, int, int]] = field(default_factory=list)
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+    # Of each cycle: the output position of its first token, and its trimmed drafted and accepted.
+    cycles: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def total_s(self) -> float:

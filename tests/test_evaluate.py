@@ -6,23 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
 from tests_support import model_config
 
-from drafttrain import evaluate
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import build_engine
-from drafttrain.evaluate import (
-    EvalConfig,
-    check_lossless,
+from drafttrain.evaluation import certify
+from drafttrain.evaluation.certify import greedy_check
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measure import (
+    at_depth,
     check_settings,
     first_turn,
     measure,
+    methods_of,
     spread,
 )
 from drafttrain.target.target import Target, load_target
@@ -35,6 +39,7 @@ PROMPTS = [
     Prompt("list", "code", "code", ("Write a list of a, b and c.",)),
 ]
 TURNS = [("sum", 0), ("talk", 0), ("talk", 1), ("list", 0)]
+CONF = Path(__file__).parents[1] / "conf"
 METHODS = ["autoregressive", "eagle3", "ngram"]
 
 
@@ -49,21 +54,29 @@ def drafters(target: Target) -> dict[str, Drafter]:
 
 
 def settings(**changes: Any) -> EvalConfig:
-    values: dict[str, Any] = {
-        "name": "test",
-        "prompts": None,
-        "prompts_per_task": None,
-        "depth": 3,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "max_new_tokens": 12,
-        "blocks": 3,
-        "repeats": 1,
-        "lossless_prompts": 3,
-        "resamples": 100,
-    }
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "eval" / "default.yaml"))
+    assert isinstance(values, dict)
+    values |= {"name": "test", "depth": 3, "max_new_tokens": 12, "blocks": 3, "resamples": 100}
+    values |= {"lossless_prompts": 3}
     return EvalConfig(**values | changes)
+
+
+def results_of(
+    target: Target, drafters: dict[str, Drafter], config: EvalConfig, **more: Any
+) -> list[PromptResult]:
+    """Results of one point, under the names of reports."""
+    ordered = {name: drafters[name] for name in ("ngram", "eagle3")}
+    methods = methods_of(ordered, [config.depth], config.depth)
+    values: dict[str, Any] = {
+        "sampling": config.sampling,
+        "batch_size": config.batch_size,
+        "seed": 0,
+        "show": False,
+    }
+    values |= more
+    prompts = values.pop("prompts", PROMPTS)
+    results = measure(target, methods, prompts, "chat", config, **values)
+    return at_depth(results, methods, "eagle3", config.depth)
 
 
 def measured(
@@ -71,8 +84,7 @@ def measured(
 ) -> dict[tuple[str, int], dict[str, list[PromptResult]]]:
     """Results by turn and method."""
     table: dict[tuple[str, int], dict[str, list[PromptResult]]] = {}
-    config = settings(**changes)
-    for result in measure(target, drafters, PROMPTS, "chat", config, seed=0, show=False):
+    for result in results_of(target, drafters, settings(**changes)):
         turn = table.setdefault((result.prompt_id, result.turn), {})
         turn.setdefault(result.method, []).append(result)
     return table
@@ -125,7 +137,7 @@ def test_a_later_turn_carries_the_answer_before_it(
 def test_sampled_results_repeat_with_the_seed(target: Target, drafters: dict[str, Drafter]) -> None:
     def outputs(seed: int) -> list[tuple[int, ...]]:
         config = settings(temperature=1.0, max_new_tokens=6, blocks=1)
-        results = measure(target, drafters, PROMPTS[:1], "chat", config, seed=seed, show=False)
+        results = results_of(target, drafters, config, prompts=PROMPTS[:1], seed=seed)
         return [result.tokens for result in results]
 
     once = outputs(1)
@@ -133,18 +145,16 @@ def test_sampled_results_repeat_with_the_seed(target: Target, drafters: dict[str
     assert outputs(2) != once
 
 
+def greedy_prompts(target: Target) -> list[tuple[str, list[int]]]:
+    return [(prompt.id, first_turn(prompt, target, "chat")) for prompt in PROMPTS]
+
+
 def test_a_lossless_loop_is_identical_on_every_prompt_checked(
     target: Target, drafters: dict[str, Drafter]
 ) -> None:
-    check = check_lossless(target, drafters["eagle3"], PROMPTS, "chat", settings(), show=False)
-    assert (check.greedy_identical, check.greedy_total) == (3, 3)
-    assert check.divergences == []
-    assert check.dtype == "float32"
-    fewer = settings(lossless_prompts=2)
-    assert (
-        check_lossless(target, drafters["eagle3"], PROMPTS, "chat", fewer, show=False).greedy_total
-        == 2
-    )
+    check = greedy_check(target, drafters["eagle3"], greedy_prompts(target), settings())
+    assert (check.passed, check.measured, check.divergences) == (True, 1.0, [])
+    assert "3 of 3 greedy outputs identical to plain decoding in float32" in check.text
 
 
 def test_a_planted_divergence_is_reported_by_prompt_and_position(
@@ -159,11 +169,13 @@ def test_a_planted_divergence_is_reported_by_prompt_and_position(
         changed = (*decoded.tokens[:2], (decoded.tokens[2] + 1) % 97, *decoded.tokens[3:])
         return Decoded(changed, decoded.stats)
 
-    monkeypatch.setattr(evaluate, "speculative_decode", diverging)
-    check = check_lossless(target, drafters["eagle3"], PROMPTS, "chat", settings(), show=False)
-    assert (check.greedy_identical, check.greedy_total) == (2, 3)
+    monkeypatch.setattr(certify, "speculative_decode", diverging)
+    check = greedy_check(target, drafters["eagle3"], greedy_prompts(target), settings())
+    assert not check.passed
     (divergence,) = check.divergences
     assert (divergence["prompt"], divergence["position"]) == ("talk", 2)
+    assert not divergence["tie"]
+    assert divergence["gap"] > divergence["noise"] >= 0
 
 
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
@@ -198,6 +210,68 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
 def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**changes)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batches_say_what_single_prompts_say(
+    size: int, temperature: float, target: Target, drafters: dict[str, Drafter]
+) -> None:
+    prompts = [
+        Prompt(f"p{i}", "chat", "chat", ("Say " + "hello " * i, "And?")[: 1 + i % 2])
+        for i in range(5)
+    ]
+    config = settings(temperature=temperature, blocks=1)
+    alone = results_of(target, drafters, config, prompts=prompts)
+    together = results_of(target, drafters, config, prompts=prompts, batch_size=size)
+
+    def table(results: list[PromptResult]) -> dict[Any, Any]:
+        return {
+            (r.prompt_id, r.turn, r.method): (r.tokens, r.stats.trimmed, r.stats.untrimmed)
+            for r in results
+        }
+
+    assert len(table(alone)) == 3 * 7
+    assert table(together) == table(alone)
+
+
+def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
+    target: Target, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(blocks=2, repeats=2)
+    conditions = {"seed": 0}
+    whole = Journal(tmp_path / "whole", "point", conditions)
+    expected = results_of(target, drafters, config, journal=whole)
+    journal = Journal(tmp_path, "point", conditions)
+    added = journal.add
+
+    def stopped(key: Any, results: Any) -> None:
+        added(key, results)
+        if key == (0, 2):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal, "add", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        results_of(target, drafters, config, journal=journal)
+    file = next(tmp_path.glob("*.partial.jsonl"))
+    content = file.read_text()
+    file.write_text(content + '{"key": [1, 0], "resu')  # killed while it wrote
+    again = Journal(tmp_path, "point", conditions)
+    assert again.num_known == 3
+    known = [result for results in again.known.values() for result in results]
+    resumed = results_of(target, drafters, config, journal=again)
+    assert len(resumed) == len(expected)
+    for one, other in zip(resumed, expected, strict=True):
+        assert (one.tokens, one.stats.trimmed, one.block) == (
+            other.tokens,
+            other.stats.trimmed,
+            other.block,
+        )
+    assert {id(r.stats) for r in known} <= {id(r.stats) for r in resumed}  # not measured again
+    again.finish()
+    assert Journal(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
+    other = Journal(tmp_path / "whole", "point", {"seed": 1})
+    assert other.num_known == 0  # measured under other conditions
 
 
 def test_spreading_takes_one_task_after_the_other() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.pretrained import EMBEDDED, ModelConfig
+from drafttrain.report.certificate import certificate_rows
 from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.wording import estimate, flat, number, positions, speed
 
@@ -144,12 +145,23 @@ def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
     law = "greedy" if greedy else ", ".join(f"{key} {value}" for key, value in sampling.items())
     return [
         f"Evaluation `{name}`: {report['drafter']} at depth {report['depth']}, {law}, "
-        f"batch 1. {report['verdict']}",
+        f"batch {report['batch_size']}. {report['verdict']}",
         _table(header, rows),
         f"Lossless: {lossless['statement']}.",
+        *_certificate(report["certificate"]),
         f"Timed in {timing['dtype']} on {timing['device']} with {timing['threads']} threads, "
         f"{timing['blocks']} interleaved blocks.",
         *(f"Beware ({flag['row']}): {flag['text']}." for flag in report["flags"]),
+    ]
+
+
+def _certificate(section: Mapping[str, Any] | None) -> list[str]:
+    if section is None:
+        return []
+    return [
+        f"Certificate ({section['dtype']}, {section['num_prompts']} prompts): "
+        f"{section['statement']}. Rule: {section['rule']}.",
+        _table(["check", "outcome", "measured", "bound"], certificate_rows(dict(section))),
     ]
 
 

@@ -1,13 +1,22 @@
 """The report: statistics with definitions and intervals, as JSON, Markdown, HTML and a table."""
 
 from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_report
+from drafttrain.report.certificate import Check, certificate, certificate_rows
+from drafttrain.report.sweep import sweep_point, sweep_table
+from drafttrain.report.tables import Table
 from drafttrain.report.write import summary_table, write_report
 
 __all__ = [
+    "Check",
     "LosslessCheck",
     "Report",
+    "Table",
     "TimingInfo",
     "build_report",
+    "certificate",
+    "certificate_rows",
     "summary_table",
+    "sweep_point",
+    "sweep_table",
     "write_report",
 ]

@@ -17,10 +17,11 @@ from drafttrain.report.statistics import (
     collect,
     speedup_difference,
 )
+from drafttrain.report.tables import Table
 from drafttrain.report.wording import between, number
 from drafttrain.types import PromptResult, Sampling
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio
 
 Report = dict[str, Any]
@@ -59,8 +60,13 @@ def build_report(
     drafter: str,
     depth: int,
     sampling: Sampling,
+    draft_sampling: Sampling,
+    batch_size: int,
     max_new_tokens: int,
     lossless: LosslessCheck,
+    certificate: Mapping[str, Any] | None,
+    sweep: Sequence[Mapping[str, Any]],
+    tables: Sequence[Table],
     timing: TimingInfo,
     provenance: Mapping[str, Any],
     prompts: Mapping[str, Any],
@@ -71,7 +77,8 @@ def build_report(
     """Return everything a report says, as what JSON can hold: no NaN, no infinity.
 
     `results` has every prompt, turn and block by every method; `drafter` is the method whose rows
-    head the report, all others but the plain loop stand under `methods`. Intervals are by
+    head the report, all others but the plain loop stand under `methods`. `tables` are shown beside
+    the report's own. Intervals are by
     bootstrap, with so many `resamples` drawn from `seed`. Raises ValueError when the results
     cannot be compared as pairs.
     """
@@ -100,6 +107,8 @@ def build_report(
         "drafter": drafter,
         "depth": depth,
         "sampling": {**asdict(sampling), "max_new_tokens": max_new_tokens},
+        "draft_sampling": asdict(draft_sampling),
+        "batch_size": batch_size,
         "summary": rows[drafter]["summary"],
         "tasks": rows[drafter]["tasks"],
         "methods": {
@@ -107,6 +116,9 @@ def build_report(
             **{method: rows[method] for method in rows if method != drafter},
         },
         "lossless": {**asdict(lossless), "statement": _lossless_statement(lossless)},
+        "certificate": None if certificate is None else dict(certificate),
+        "sweep": list(sweep),
+        "tables": [asdict(table) for table in tables],
         "beats_ngram": _beats_ngram(totals, drafter, resampling),
         "timing": {
             **asdict(timing),

@@ -131,9 +131,9 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"Depth {report['depth']}, temperature {sampling['temperature']}, top-k "
         f"{sampling['top_k']}, top-p {sampling['top_p']}, at most {sampling['max_new_tokens']} new "
-        f"tokens. Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])}, "
-        f"{timing['threads']} threads, {timing['blocks']} interleaved blocks, each "
-        f"prompt in {timing['repeats']} of them.",
+        f"tokens, batch {report['batch_size']}. Timed in {escaped(timing['dtype'])} on "
+        f"{escaped(timing['device'])}, {timing['threads']} threads, "
+        f"{timing['blocks']} interleaved blocks, each prompt in {timing['repeats']} of them.",
         "",
         "## Measured",
         "",
@@ -143,6 +143,11 @@ def markdown(report: dict[str, Any]) -> str:
         *counts_table(report),
         "",
     ]
+    for extra in report["tables"]:
+        cells = [[escaped(cell) for cell in row] for row in extra["rows"]]
+        lines += [f"## {escaped(extra['title'])}", "", escaped(extra["caption"]), ""]
+        lines += [*table(extra["columns"], cells), ""]
+        lines += [f"- {escaped(note)}" for note in extra["notes"]] + [""]
     for title, items in lists.items():
         if items:
             lines += [f"## {title}", "", *items, ""]

@@ -1,0 +1,1 @@
+"""Prompts x methods: the decode loops measured, certified, swept; the report is made from this."""

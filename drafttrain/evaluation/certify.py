@@ -1,0 +1,340 @@
+"""The certificate: what can be proved of losslessness on the user's own target, and is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy import stats
+from torch import Tensor
+
+from drafttrain.chance import SeededChance
+from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.loop import (
+    Cycle,
+    is_lossless,
+    rule_of,
+    speculative_decode,
+    speculative_decode_batch,
+)
+from drafttrain.decode.verify import Rule, drawn_law, one_step_law
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.report import Check
+from drafttrain.sampling import probabilities
+from drafttrain.target.target import Target
+from drafttrain.terminal import progress
+from drafttrain.types import GREEDY, Decoded, Sampling
+
+COMPARED_IDS = 256
+SAME_LOGITS = 1e-3  # of the largest logit; float32 leaves 1e-6, a wrong position 1e-1
+EXACT_LAW = 1e-4  # total variation; float32 sums over large vocabularies leave 1e-6
+SMALLEST_P = 1e-3  # a correct loop fails the test of uniformity once in a thousand certificates
+SAMPLED_AT = 1.0  # the temperature of the sampled checks where the evaluation itself is greedy
+ROUNDING_MARGIN = 2.0  # a choice flips when both of the two best move by the rounding noise
+
+Prompts = Sequence[tuple[str, list[int]]]  # id, tokens
+
+
+class Audit:
+    """What the recorded cycles of one sampled decoding say of its law."""
+
+    def __init__(self, rule: Rule, sampling: Sampling, vocab_size: int) -> None:
+        self.rule, self.sampling = rule, sampling
+        self.distances: list[float] = []  # total variation, one per law visited
+        # Logits of some ids at every position of every row: all of them would fill the memory.
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randperm(vocab_size, generator=generator)[:COMPARED_IDS]
+        self.logits: dict[int, dict[int, Tensor]] = {}
+
+    def __call__(self, cycle: Cycle) -> None:
+        """Compare the one-step law at every position that the cycle reached with the target's."""
+        laws = probabilities(cycle.logits, self.sampling)
+        nodes = cycle.proposal.num_nodes.tolist()
+        ids = self.ids.to(cycle.logits.device)
+        for row, accepted in enumerate(cycle.verdict.num_accepted.tolist()):
+            seen = self.logits.setdefault(cycle.rows[row], {})
+            for node in range(accepted + 1):
+                seen[cycle.starts[row] + node] = cycle.logits[row, node, ids].double().cpu()
+            for node in range(min(accepted + 1, nodes[row])):
+                law = laws[row : row + 1, node].double()
+                drawn = drawn_law(cycle.proposal, node, laws)[row : row + 1].double()
+                emitted = one_step_law(self.rule, law, drawn / drawn.sum(-1, keepdim=True))
+                self.distances.append(float((emitted - law).abs().sum() / 2))
+
+
+def certify(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: EvalConfig,
+    *,
+    timed: tuple[Target, Drafter] | None,
+    seed: int,
+    show: bool = True,
+) -> list[Check]:
+    """Return the checks of the certificate, made on these prompts.
+
+    `target` and `drafter` are best in float32. timed: the same two as the timing uses them, where
+    that is another dtype; its divergences are audited.
+    """
+    rule, sampling = config.acceptance_rule, config.sampling
+    if sampling.greedy:
+        sampling = Sampling(SAMPLED_AT, config.top_k, config.top_p)
+    checks = []
+    with progress("certificate", 4 + (timed is not None), show=show) as tick:
+        checks.append(greedy_check(target, drafter, prompts, config))
+        tick(1)
+        if timed is not None:
+            checks.append(greedy_check(*timed, prompts, config))
+            tick(1)
+        audit = Audit(rule, sampling, target.spec.vocab_size)
+        drafted = _sampled(target, drafter, prompts, config, sampling, seed, audit)
+        checks.append(law_check(audit))
+        tick(1)
+        checks.append(cache_check(target, prompts, drafted, audit))
+        tick(1)
+        plain = _sampled(target, None, prompts, config, sampling, seed + 1, None)
+        checks += text_checks(target, prompts, drafted, plain, rule, sampling)
+        if config.batch_size > 1:
+            checks.append(batch_check(target, drafter, prompts, config, sampling, seed))
+        tick(1)
+    return checks
+
+
+def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: EvalConfig) -> Check:
+    """Compare greedy speculative output with the plain loop's; audit where they first differ.
+
+    In float32 they must be equal. Elsewhere a difference passes where the target's two best logits
+    lie closer than its own rounding noise: what a pass over several tokens and a pass over one
+    token say of the same position differs by that much.
+    """
+    divergences: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {
+        "sampling": GREEDY,
+        "max_new_tokens": config.max_new_tokens,
+        "chance": SeededChance(0),
+        "stop_strings": tuple(config.stop_strings),
+    }
+    for name, tokens in prompts:
+        plain = autoregressive_decode(target, tokens, **settings)
+        drafted = speculative_decode(
+            target, drafter, tokens, depth=config.depth, rule=config.acceptance_rule, **settings
+        )
+        if plain.tokens != drafted.tokens:
+            place = first_difference(plain.tokens, drafted.tokens)
+            text = [*tokens, *plain.tokens[:place]]
+            gap, noise = near_tie(target, text)
+            divergences.append(
+                {
+                    "prompt": name,
+                    "position": place,
+                    "gap": gap,
+                    "noise": noise,
+                    "tie": gap <= ROUNDING_MARGIN * noise,
+                }
+            )
+    dtype = str(target.dtype).removeprefix("torch.")
+    same = len(prompts) - len(divergences)
+    exact = target.dtype in (torch.float32, torch.float64)
+    passed = not divergences if exact else all(bool(d["tie"]) for d in divergences)
+    told = f"{same} of {len(prompts)} greedy outputs identical to plain decoding in {dtype}"
+    if divergences:
+        ties = sum(bool(d["tie"]) for d in divergences)
+        told += (
+            f"; at the first difference the target's two best logits were closer than its rounding "
+            f"noise in {ties} of {len(divergences)}"
+        )
+    bound = "all identical" if exact else f"gap <= {ROUNDING_MARGIN:g} x rounding noise"
+    return Check(f"greedy output, {dtype}", passed, same / len(prompts), bound, told, divergences)
+
+
+@torch.inference_mode()
+def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
+    """Return the gap of the target's two best logits after a text, and its rounding noise there.
+
+    The noise is the largest difference, over the vocabulary, between the logits of one pass over
+    the whole text and those of a step of its last token alone.
+    """
+    tokens = torch.tensor([list(text)], device=target.device)
+    whole, _ = target.step(target.begin(), tokens, last_only=True)
+    cache = target.begin()
+    if len(text) > 1:
+        target.step(cache, tokens[:, :-1], last_only=True)
+    stepped, _ = target.step(cache, tokens[:, -1:])
+    best = whole[0, -1].float().topk(2).values
+    noise = (whole[0, -1].float() - stepped[0, -1].float()).abs().max()
+    return float(best[0] - best[1]), float(noise)
+
+
+def law_check(audit: Audit) -> Check:
+    """Compare the law of each emitted token, in closed form, with the target's law there."""
+    distances = np.array(audit.distances) if audit.distances else np.zeros(1)
+    mean, worst = float(distances.mean()), float(distances.max())
+    lossless = is_lossless(audit.rule, audit.sampling)
+    text = (
+        f"one-step law in closed form from the recorded probabilities, {len(audit.distances):,} "
+        f"positions at temperature {audit.sampling.temperature:g}: total variation from the "
+        f"target's law {mean:.2g} on average, {worst:.2g} at most"
+    )
+    bound = f"at most {EXACT_LAW:g}" if lossless else "none: the rule is not lossless"
+    passed = worst <= EXACT_LAW if lossless else None
+    return Check("one-step law", passed, worst if lossless else mean, bound, text, [])
+
+
+@torch.inference_mode()
+def cache_check(
+    target: Target, prompts: Prompts, drafted: Sequence[Decoded], audit: Audit
+) -> Check:
+    """Compare the logits that the loop verified with, over its cache, with a pass without one."""
+    worst, scale, compared = 0.0, 0.0, 0
+    for row, ((_, prompt), decoded) in enumerate(zip(prompts, drafted, strict=True)):
+        text = [*prompt, *decoded.tokens]
+        tokens = torch.tensor([text], device=target.device)
+        whole, _ = target.step(target.begin(), tokens)
+        expected = whole[0][:, audit.ids.to(whole.device)].double().cpu()
+        for position, logits in audit.logits.get(row, {}).items():
+            if position <= len(text):
+                worst = max(worst, float((logits - expected[position - 1]).abs().max()))
+                compared += 1
+        scale = max(scale, float(whole.float().abs().max()))
+    relative = worst / max(scale, 1e-9)
+    text_ = (
+        f"logits of {compared:,} verified positions against one pass without a cache: "
+        f"{relative:.2g} of the largest logit at most"
+    )
+    bound = f"at most {SAME_LOGITS:g}"
+    return Check("cache and positions", relative <= SAME_LOGITS, relative, bound, text_, [])
+
+
+@torch.inference_mode()
+def text_laws(
+    target: Target, prompt: Sequence[int], output: Sequence[int], sampling: Sampling
+) -> Float[Tensor, "output vocab"]:
+    """Return the target's law of each output token, from one pass without a cache, in float64."""
+    tokens = torch.tensor([[*prompt, *output]], device=target.device)
+    logits, _ = target.step(target.begin(), tokens[:, :-1])
+    return probabilities(logits[0, len(prompt) - 1 :], sampling).double()
+
+
+def text_checks(
+    target: Target,
+    prompts: Prompts,
+    drafted: Sequence[Decoded],
+    plain: Sequence[Decoded],
+    rule: Rule,
+    sampling: Sampling,
+) -> list[Check]:
+    """Compare sampled text with the target's own law, and with text sampled plainly.
+
+    Where the target's law is F, u = F(x-) + v p(x) with v uniform is uniform over tokens x of that
+    law (Rosenblatt, 1952, randomised): a test of the whole loop's law on the user's own target.
+    """
+    lossless = is_lossless(rule, sampling)
+    generator = np.random.default_rng(0)
+    uniforms: list[float] = []
+    likelihood: list[list[float]] = [[], []]
+    outside = 0
+    for place, outputs in enumerate((drafted, plain)):
+        for (_, prompt), decoded in zip(prompts, outputs, strict=True):
+            laws = text_laws(target, prompt, decoded.tokens, sampling)
+            tokens = torch.tensor(decoded.tokens, device=laws.device)[:, None]
+            chosen = laws.gather(1, tokens)[:, 0]
+            likelihood[place].append(float(chosen.clamp(min=1e-30).log().mean()))
+            if place == 0:
+                before = laws.cumsum(-1).gather(1, tokens)[:, 0] - chosen
+                drawn = generator.random(len(tokens))
+                uniforms += (before.cpu().numpy() + drawn * chosen.cpu().numpy()).tolist()
+                outside += int((chosen == 0).sum())
+    test = stats.kstest(np.clip(uniforms, 0, 1), "uniform")
+    text = (
+        f"{len(uniforms):,} sampled tokens follow the target's law: Kolmogorov-Smirnov "
+        f"p = {test.pvalue:.2g}"
+    )
+    if outside:
+        text += f"; {outside} tokens lie outside the target's nucleus, by rounding or by the rule"
+    passed = bool(test.pvalue >= SMALLEST_P) if lossless else None
+    bound = f"p >= {SMALLEST_P:g}" if lossless else "none: the rule is not lossless"
+    uniform = Check("law of the sampled text", passed, float(test.pvalue), bound, text, [])
+    ours, theirs = (np.array(values) for values in likelihood)
+    difference = ours - theirs
+    low, high = _interval(difference)
+    text = (
+        f"mean log-probability of a sampled token under the target: {ours.mean():.3f}, of plain "
+        f"decoding {theirs.mean():.3f}; difference {difference.mean():+.3f} "
+        f"(95 % interval {low:.3f} to {high:.3f})"
+    )
+    # One certificate in twenty would miss zero by chance alone: this one is reported, not judged.
+    quality = Check("quality", None, float(difference.mean()), "reported", text, [])
+    return [uniform, quality]
+
+
+def batch_check(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: EvalConfig,
+    sampling: Sampling,
+    seed: int,
+) -> Check:
+    """Compare batches with their rows decoded alone, sampled: chance is keyed by row."""
+    members = prompts[: config.batch_size]
+    together = _sampled(target, drafter, members, config, sampling, seed, None, together=True)
+    alone = _sampled(target, drafter, members, config, sampling, seed, None)
+    same = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
+    text = f"{same} of {len(members)} sampled rows of a batch are those of batch 1"
+    return Check("batch", same == len(members), same / len(members), "all identical", text, [])
+
+
+def _sampled(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    config: EvalConfig,
+    sampling: Sampling,
+    seed: int,
+    record: Callable[[Cycle], None] | None,
+    together: bool = False,
+) -> list[Decoded]:
+    settings: dict[str, Any] = {
+        "sampling": sampling,
+        "max_new_tokens": config.max_new_tokens,
+        "chance": SeededChance(seed),
+        "stop_strings": tuple(config.stop_strings),
+    }
+    if drafter is not None:
+        settings |= {"depth": config.depth, "rule": config.acceptance_rule, "record": record}
+        settings["draft_sampling"] = config.draft_sampling_beside(sampling)
+    decoded: list[Decoded] = []
+    size = len(prompts) if together else 1
+    for start in range(0, len(prompts), size):
+        tokens = [prompt for _, prompt in prompts[start : start + size]]
+        rows = range(start, start + len(tokens))
+        if drafter is None:
+            decoded += autoregressive_decode_batch(target, tokens, rows=rows, **settings)
+        else:
+            decoded += speculative_decode_batch(target, drafter, tokens, rows=rows, **settings)
+    return decoded
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    if len(values) < 2 or not np.ptp(values):
+        return float(values.mean()), float(values.mean())
+    found = stats.bootstrap(
+        (values,), np.mean, n_resamples=2000, rng=np.random.default_rng(0), method="percentile"
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the first position where two outputs differ."""
+    for position, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return position
+    return min(len(one), len(other))
+
+
+def rule_text(config: EvalConfig) -> str:
+    """Name the rule of an evaluation for reports."""
+    return rule_of(config.sampling, config.acceptance_rule)

@@ -1,0 +1,133 @@
+"""What `evaluate` measures, and how carefully."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
+from drafttrain.types import Sampling
+
+RULES = ("lossless", "typical", "lenience")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Which prompts, how they are decoded, and how carefully that is measured."""
+
+    name: str
+    prompts: str | None
+    prompts_per_task: int | None
+    depth: int
+    temperature: float
+    top_k: int
+    top_p: float
+    draft_temperature: float | None
+    draft_top_k: int | None
+    draft_top_p: float | None
+    rule: str
+    typical_epsilon: float
+    typical_delta: float
+    lenience: float
+    batch_size: int
+    max_new_tokens: int
+    stop_strings: list[str]
+    blocks: int
+    repeats: int
+    lossless_prompts: int
+    certify: bool
+    resamples: int
+    depths: list[int]
+    temperatures: list[float]
+    batch_sizes: list[int]
+
+    def __post_init__(self) -> None:
+        _sampling("", self.temperature, self.top_k, self.top_p)
+        for temperature in self.temperatures:
+            _sampling("temperatures: ", temperature, self.top_k, self.top_p)
+        for key in ("depth", "max_new_tokens", "blocks", "batch_size"):
+            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
+        for key in ("depths", "batch_sizes"):
+            values = getattr(self, key)
+            _require(key, all(value >= 1 for value in values), "numbers of at least 1", values)
+        for key in ("depths", "batch_sizes", "temperatures"):
+            values = getattr(self, key)
+            _require(key, len(set(values)) == len(values), "distinct values", values)
+        if not 1 <= self.repeats <= self.blocks:
+            raise ValueError(
+                f"eval.repeats must be in 1..eval.blocks ({self.blocks}), got {self.repeats}"
+            )
+        wanted = self.prompts_per_task
+        _require("prompts_per_task", wanted is None or wanted >= 1, "at least 1 or null", wanted)
+        checked = self.lossless_prompts
+        _require("lossless_prompts", checked >= 0, "at least 0", checked)
+        if self.certify and not checked:
+            raise ValueError(
+                "eval.lossless_prompts must be at least 1 with eval.certify=true, got 0: they are "
+                "the prompts that the certificate is made from"
+            )
+        _require("resamples", self.resamples >= 100, "at least 100", self.resamples)
+        _require("rule", self.rule in RULES, f"one of {', '.join(RULES)}", self.rule)
+        for key in ("typical_epsilon", "typical_delta", "lenience"):
+            value = getattr(self, key)
+            _require(key, 0 < value <= 1, "in (0, 1]", value)
+        _require("stop_strings", all(self.stop_strings), "texts that are not empty", "''")
+        _ = self.draft_sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the target's logits become probabilities."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def draft_sampling(self) -> Sampling:
+        """How the drafter's logits become the law that drafts are drawn from."""
+        return self.draft_sampling_beside(self.sampling)
+
+    def draft_sampling_beside(self, sampling: Sampling) -> Sampling:
+        """How drafts are drawn where the target is sampled as `sampling` says."""
+        return _sampling(
+            "draft_",
+            sampling.temperature if self.draft_temperature is None else self.draft_temperature,
+            sampling.top_k if self.draft_top_k is None else self.draft_top_k,
+            sampling.top_p if self.draft_top_p is None else self.draft_top_p,
+        )
+
+    @property
+    def acceptance_rule(self) -> Rule:
+        """The rule by which drafts are accepted."""
+        if self.rule == "typical":
+            return Typical(self.typical_epsilon, self.typical_delta)
+        return Lenience(self.lenience) if self.rule == "lenience" else LOSSLESS
+
+    @property
+    def every_depth(self) -> list[int]:
+        """The depths to measure, ascending: eval.depth and those of the sweep."""
+        return sorted({self.depth, *self.depths})
+
+    @property
+    def points(self) -> list[tuple[float, int]]:
+        """The (temperature, batch size) pairs to measure: that of the report comes first."""
+        base = (self.temperature, self.batch_size)
+        every = [
+            (temperature, size)
+            for temperature in self.temperatures or [self.temperature]
+            for size in self.batch_sizes or [self.batch_size]
+        ]
+        return [base, *(point for point in every if point != base)]
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether anything beside the report's own point is measured."""
+        return len(self.every_depth) > 1 or len(self.points) > 1
+
+
+def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Sampling:
+    try:
+        return Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise ValueError(f"eval.{prefix}{error}") from None
+
+
+def _require(key: str, holds: bool, what: str, got: object) -> None:
+    if not holds:
+        shown = list(got) if isinstance(got, Sequence) and not isinstance(got, str) else got
+        raise ValueError(f"eval.{key} must be {what}, got {shown}")

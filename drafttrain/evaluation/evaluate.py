@@ -1,0 +1,201 @@
+"""The whole evaluation: certificate, measurements at every point of the sweep, the report."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.data.prompts import Prompt
+from drafttrain.decode.loop import is_lossless, rule_of
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.certify import certify, greedy_check
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measure import (
+    at_depth,
+    check_settings,
+    first_turn,
+    measure,
+    methods_of,
+    spread,
+)
+from drafttrain.report import (
+    Check,
+    LosslessCheck,
+    Report,
+    Table,
+    TimingInfo,
+    build_report,
+    certificate,
+    certificate_rows,
+    sweep_point,
+    sweep_table,
+)
+from drafttrain.target.target import Target
+from drafttrain.terminal import console
+from drafttrain.types import PromptResult, Sampling
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an evaluation is made of: the timed target, the exact one, and who drafts for them."""
+
+    target: Target
+    exact: Target  # the same weights in float32; the timed one itself where that is float32
+    drafter: Drafter  # float32
+    drafter_name: str
+    draft_dtype: torch.dtype
+    references: Mapping[str, Drafter]  # drafters that stand beside it, such as prompt lookup
+
+    @property
+    def timed_drafter(self) -> Drafter:
+        """The drafter in the dtype that it is timed in."""
+        return copy.deepcopy(self.drafter).to(self.draft_dtype)
+
+
+def evaluate_drafter(
+    parts: Parts,
+    prompts: Sequence[Prompt],
+    template: str,
+    config: EvalConfig,
+    *,
+    folder: Path,
+    conditions: Mapping[str, Any],
+    timing: TimingInfo,
+    report_settings: Mapping[str, Any],
+    seed: int,
+) -> tuple[Report, list[PromptResult]]:
+    """Check, certify, measure, and return the report with the results behind its headline.
+
+    conditions: what a measurement depends on besides `config`; measurements that were made under
+    others are not taken up again after a stop. report_settings: what goes to `build_report` as it
+    is.
+    """
+    check_settings(prompts, parts.target, parts.drafter, template, config)
+    lossless, section = losslessness(parts, prompts, template, config, seed)
+    timed = parts.timed_drafter
+    drafters = {**parts.references, parts.drafter_name: timed}
+    methods = methods_of(drafters, config.every_depth, config.depth)
+    points: list[dict[str, Any]] = []
+    base: list[PromptResult] = []
+    journals = []
+    for temperature, batch_size in config.points:
+        sampling = Sampling(temperature, config.top_k, config.top_p)
+        journal = Journal(
+            folder,
+            f"temperature{temperature:g}-batch{batch_size}",
+            {**conditions, "config": asdict(config), "depths": config.every_depth},
+        )
+        if journal.num_known:
+            console.print(f"going on: {journal.num_known} batches of prompts were measured before")
+        journals.append(journal)
+        results = measure(
+            parts.target,
+            methods,
+            prompts,
+            template,
+            config,
+            sampling=sampling,
+            batch_size=batch_size,
+            seed=seed,
+            journal=journal,
+        )
+        for depth in config.every_depth:
+            here = at_depth(results, methods, parts.drafter_name, depth)
+            if not base and depth == config.depth:
+                base = here
+            if config.sweeps:
+                points.append(
+                    sweep_point(
+                        here,
+                        drafter=parts.drafter_name,
+                        depth=depth,
+                        temperature=temperature,
+                        batch_size=batch_size,
+                        resamples=config.resamples,
+                        seed=seed,
+                    )
+                )
+    timing = replace(timing, blocks=len({result.block for result in base}))
+    tables = []
+    if section is not None:
+        tables.append(certificate_table(section))
+    if points:
+        tables.append(sweep_table(points))
+    report = build_report(
+        base,
+        drafter=parts.drafter_name,
+        depth=config.depth,
+        sampling=config.sampling,
+        draft_sampling=config.draft_sampling,
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        lossless=lossless,
+        certificate=section,
+        sweep=points,
+        tables=tables,
+        timing=timing,
+        resamples=config.resamples,
+        seed=seed,
+        **report_settings,
+    )
+    for journal in journals:
+        journal.finish()
+    return report, base
+
+
+def losslessness(
+    parts: Parts, prompts: Sequence[Prompt], template: str, config: EvalConfig, seed: int
+) -> tuple[LosslessCheck, dict[str, Any] | None]:
+    """Return the greedy check of every report, and the certificate where it is wanted.
+
+    A rule that is not lossless is always certified: its distance from the target's law belongs
+    beside its numbers.
+    """
+    rule, sampling = config.acceptance_rule, config.sampling
+    name, lossless = rule_of(sampling, rule), is_lossless(rule, sampling)
+    chosen = [
+        (prompt.id, first_turn(prompt, parts.exact, template))
+        for prompt in spread(prompts, config.lossless_prompts)
+    ]
+    if not chosen:
+        return LosslessCheck(name, lossless, "not checked", 0, 0, []), None
+    if config.certify or not lossless:
+        narrow = None if parts.exact is parts.target else (parts.target, parts.timed_drafter)
+        checks = certify(parts.exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
+        dtype = str(parts.exact.dtype).removeprefix("torch.")
+        section = certificate(
+            checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=len(chosen)
+        )
+    else:
+        checks = [greedy_check(parts.exact, parts.drafter, chosen, config)]
+        section = None
+    return _greedy_summary(checks[0], name, lossless, len(chosen), parts.exact.dtype), section
+
+
+def _greedy_summary(
+    check: Check, rule: str, lossless: bool, total: int, dtype: torch.dtype
+) -> LosslessCheck:
+    return LosslessCheck(
+        rule=rule,
+        lossless=lossless,
+        dtype=str(dtype).removeprefix("torch."),
+        greedy_identical=total - len(check.divergences),
+        greedy_total=total,
+        divergences=check.divergences,
+    )
+
+
+def certificate_table(section: Mapping[str, Any]) -> Table:
+    """Return the certificate as a table of the report."""
+    return Table(
+        "Certificate",
+        f"{section['statement'][0].upper()}{section['statement'][1:]}. Rule: {section['rule']}; "
+        f"checked in {section['dtype']} on {section['num_prompts']} prompts.",
+        ["check", "outcome", "measured", "bound"],
+        [list(row) for row in certificate_rows(dict(section))],
+        [],
+    )

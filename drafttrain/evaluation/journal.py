@@ -1,0 +1,85 @@
+"""What an evaluation has measured so far, on disk: a run of hours that stops goes on from there."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drafttrain.types import Counters, DecodeStats, PromptResult
+
+Key = tuple[int, int]  # block, batch of prompts
+
+PARTIAL = "measurements.partial.jsonl"
+WHOLE = "measurements.jsonl"
+
+
+class Journal:
+    """A file of JSON lines: first what it was measured with, then one line a batch.
+
+    Results measured with other settings, weights or prompts are not taken up: the file is begun
+    anew. A torn last line, which a killed run leaves, is cut off.
+    """
+
+    def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
+        self.file = folder / f"{name}.{PARTIAL}"
+        self.whole = folder / f"{name}.{WHOLE}"
+        self.mark = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+        self.known: dict[Key, list[PromptResult]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self._load():
+            self.file.write_text(
+                json.dumps({"mark": self.mark, "conditions": dict(conditions)}) + "\n"
+            )
+
+    @property
+    def num_known(self) -> int:
+        """How many batches were measured before."""
+        return len(self.known)
+
+    def get(self, key: Key) -> list[PromptResult] | None:
+        """Return what was measured of a batch in a block, if it was."""
+        return self.known.get(key)
+
+    def add(self, key: Key, results: Sequence[PromptResult]) -> None:
+        """Write down what was measured; it is on the disk when this returns."""
+        line = json.dumps({"key": key, "results": [asdict(result) for result in results]})
+        with self.file.open("a") as stream:
+            stream.write(line + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def finish(self) -> None:
+        """Keep the measurements under their final name: the next evaluation begins anew."""
+        self.file.replace(self.whole)
+
+    def _load(self) -> bool:
+        if not self.file.is_file():
+            return False
+        content = self.file.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        lines = content[:whole].splitlines()
+        try:
+            if not lines or json.loads(lines[0])["mark"] != self.mark:
+                return False
+            for line in lines[1:]:
+                record = json.loads(line)
+                block, place = record["key"]
+                self.known[block, place] = [_result(values) for values in record["results"]]
+        except (ValueError, KeyError, TypeError):
+            self.known = {}
+            return False
+        if whole < len(content):
+            os.truncate(self.file, whole)
+        return True
+
+
+def _result(values: dict[str, Any]) -> PromptResult:
+    stats = values["stats"]
+    stats |= {key: Counters(**stats[key]) for key in ("trimmed", "untrimmed")}
+    stats["cycles"] = [tuple(cycle) for cycle in stats["cycles"]]
+    return PromptResult(
+        **{**values, "tokens": tuple(values["tokens"]), "stats": DecodeStats(**stats)}
+    )

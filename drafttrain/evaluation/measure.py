@@ -1,0 +1,253 @@
+"""Prompts x methods: the decode loops, interleaved and timed."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from drafttrain.chance import SeededChance
+from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.prompts import Prompt
+from drafttrain.data.records import Message
+from drafttrain.decode.autoregressive import autoregressive_decode_batch
+from drafttrain.decode.loop import check_depth, speculative_decode_batch
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.journal import Journal
+from drafttrain.target.target import Target
+from drafttrain.terminal import progress
+from drafttrain.types import Decoded, PromptResult, Sampling
+
+PLAIN = "autoregressive"
+
+Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # prompts, row names
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafter at a depth; its name is what reports call it."""
+
+    name: str
+    drafter: Drafter
+    depth: int
+
+
+def methods_of(
+    drafters: Mapping[str, Drafter], depths: Sequence[int], reference_depth: int
+) -> list[Method]:
+    """Return the main drafter (the last one) at every depth, the others at the reference depth."""
+    *references, main = drafters
+    wanted = [(name, reference_depth) for name in references] + [(main, depth) for depth in depths]
+    return [Method(f"{name}@{depth}", drafters[name], depth) for name, depth in wanted]
+
+
+def check_settings(
+    prompts: Sequence[Prompt],
+    target: Target,
+    drafter: Drafter,
+    template: str,
+    config: EvalConfig,
+) -> None:
+    """Refuse, before anything is decoded, a depth or a prompt that cannot be.
+
+    The drafter may not be able to draft as deep, the target's context may be too short.
+    """
+    deepest = max(config.every_depth)
+    try:
+        check_depth(drafter, deepest)
+    except ValueError as error:
+        raise ValueError(f"eval.{error}") from None
+    room = target.spec.max_positions - config.max_new_tokens - deepest
+    for prompt in prompts:
+        # Later turns carry the answers before them, each at its longest.
+        tokens = first_turn(prompt, target, template)
+        needed = len(tokens) + sum(
+            len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
+            for turn in prompt.turns[1:]
+        )
+        if needed > room:
+            raise ValueError(
+                f"eval.prompts: {prompt.id} may need {needed} tokens before its last answer, but "
+                f"{target.spec.name} has {target.spec.max_positions} positions and "
+                f"eval.max_new_tokens={config.max_new_tokens}, eval.depth={deepest} leave "
+                f"{room}; shorten the prompt or lower eval.max_new_tokens"
+            )
+
+
+def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:
+    """Return the tokens of a prompt's first turn."""
+    return prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
+
+
+def decoders(
+    target: Target, methods: Sequence[Method], config: EvalConfig, sampling: Sampling, seed: int
+) -> dict[str, Decode]:
+    """Return the plain loop and the speculative one of each method, ready to be called."""
+    chance = SeededChance(seed)
+    limit, strings = config.max_new_tokens, tuple(config.stop_strings)
+
+    def plain(prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Decoded]:
+        return autoregressive_decode_batch(
+            target,
+            prompts,
+            sampling=sampling,
+            max_new_tokens=limit,
+            chance=chance,
+            rows=rows,
+            stop_strings=strings,
+        )
+
+    def speculative(method: Method) -> Decode:
+        return lambda prompts, rows: speculative_decode_batch(
+            target,
+            method.drafter,
+            prompts,
+            depth=method.depth,
+            sampling=sampling,
+            draft_sampling=config.draft_sampling_beside(sampling),
+            rule=config.acceptance_rule,
+            max_new_tokens=limit,
+            chance=chance,
+            rows=rows,
+            stop_strings=strings,
+        )
+
+    return {PLAIN: plain, **{method.name: speculative(method) for method in methods}}
+
+
+def groups_of(prompts: Sequence[Prompt], size: int) -> Iterator[list[tuple[int, Prompt]]]:
+    """Deal prompts, with their places, into batches of one task each; a task's last is smaller."""
+    by_task: dict[str, list[tuple[int, Prompt]]] = {}
+    for place, prompt in enumerate(prompts):
+        by_task.setdefault(prompt.task, []).append((place, prompt))
+    if size == 1:  # in the order given, tasks mixed as they come
+        yield from ([(place, prompt)] for place, prompt in enumerate(prompts))
+        return
+    for members in by_task.values():
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
+
+
+def measure(
+    target: Target,
+    methods: Sequence[Method],
+    prompts: Sequence[Prompt],
+    template: str,
+    config: EvalConfig,
+    *,
+    sampling: Sampling,
+    batch_size: int,
+    seed: int,
+    journal: Journal | None = None,
+    show: bool = True,
+) -> list[PromptResult]:
+    """Decode every turn of every prompt by every method; return one result each.
+
+    Prompts of a task are decoded `batch_size` together. The batches are dealt into `config.blocks`
+    blocks, each into `config.repeats` of them. Within a block each batch goes through all methods
+    one after the other, in an order that rotates, so that a change in the machine's speed meets
+    all of them. Later turns follow the plain loop's answers, the same for every method. What the
+    journal holds already is not measured again.
+    """
+    decode = decoders(target, methods, config, sampling, seed)
+    names = list(decode)
+    groups = list(groups_of(prompts, batch_size))
+    for name in names:  # first calls pay for allocations that later ones do not
+        warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
+        decode[name](warm, [0] * len(warm))
+    results: list[PromptResult] = []
+    work = [
+        (block, place)
+        for block in range(config.blocks)
+        for place in range(len(groups))
+        if (block - place) % config.blocks < config.repeats
+    ]
+    label = "evaluate" if batch_size == 1 else f"evaluate, batch {batch_size}"
+    gc.collect()
+    gc.disable()  # a collection inside a timed cycle would be charged to one method
+    try:
+        with progress(label, len(work), show=show) as tick:
+            for done, (block, place) in enumerate(work):
+                key = (block, place)
+                known = journal.get(key) if journal else None
+                if known is None:
+                    shift = done % len(names)
+                    order = names[shift:] + names[:shift]
+                    known = _group(target, decode, order, groups[place], template, block)
+                    if journal:
+                        journal.add(key, known)
+                    gc.collect()
+                results.extend(known)
+                tick(1)
+    finally:
+        gc.enable()
+    return results
+
+
+def _group(
+    target: Target,
+    decode: Mapping[str, Decode],
+    order: Sequence[str],
+    group: Sequence[tuple[int, Prompt]],
+    template: str,
+    block: int,
+) -> list[PromptResult]:
+    """Decode one batch of prompts, turn after turn, by every method."""
+    results: list[PromptResult] = []
+    messages: dict[int, list[Message]] = {place: [] for place, _ in group}
+    for turn in range(max(len(prompt.turns) for _, prompt in group)):
+        members = [(place, prompt) for place, prompt in group if turn < len(prompt.turns)]
+        for place, prompt in members:
+            messages[place].append(Message("user", prompt.turns[turn]))
+        places = [place for place, _ in members]
+        tokens = [prompt_tokens(messages[p], target.tokenizer, template) for p in places]
+        outputs = {name: decode[name](tokens, places) for name in order}
+        for name in decode:
+            results += [
+                PromptResult(
+                    prompt.id,
+                    turn,
+                    prompt.task,
+                    name,
+                    block,
+                    len(tokens[row]),
+                    outputs[name][row].tokens,
+                    outputs[name][row].stats,
+                )
+                for row, (_, prompt) in enumerate(members)
+            ]
+        for row, place in enumerate(places):
+            answer = target.tokenizer.decode(outputs[PLAIN][row].tokens, skip_special_tokens=True)
+            messages[place].append(Message("assistant", answer))
+    return results
+
+
+def at_depth(
+    results: Sequence[PromptResult], methods: Sequence[Method], main: str, depth: int
+) -> list[PromptResult]:
+    """Return the results of the plain loop, the references and the main drafter at one depth.
+
+    Under the names that reports use, without depths.
+    """
+    renamed = {PLAIN: PLAIN}
+    for method in methods:
+        name = method.name.rpartition("@")[0]
+        if name != main or method.depth == depth:
+            renamed[method.name] = name
+    return [
+        PromptResult(
+            r.prompt_id, r.turn, r.task, renamed[r.method], r.block, r.num_prompt_tokens, r.tokens,
+            r.stats,
+        )
+        for r in results
+        if r.method in renamed
+    ]  # fmt: skip
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """Choose `count` prompts, one task after the other."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    longest = max((len(group) for group in by_task.values()), default=0)
+    ordered = [g[i] for i in range(longest) for g in by_task.values() if i < len(g)]
+    return ordered[:count]
