@@ -1,0 +1,162 @@
+"""What a pass costs on this machine: target and drafter, by tokens, rows and context."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from drafttrain.chance import SeededChance
+from drafttrain.decode.autoregressive import clock_of
+from drafttrain.decode.draft import draft_chain
+from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.target.target import Target
+from drafttrain.terminal import progress
+from drafttrain.types import GREEDY, Proposal
+
+WARM_UP = 2  # rounds before the first one that counts
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Median seconds by batch and context: a plain step, and per depth a draft and a pass over it.
+
+    `draft` has what a cycle asks of the drafter: a chain of `depth`, and taking in what was
+    accepted.
+    """
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    depths: Sequence[int]
+    plain: dict[tuple[int, int], float]  # batch, context
+    verify: dict[tuple[int, int, int], float]  # depth, batch, context
+    draft: dict[tuple[int, int, int], float]
+
+    def plain_s(self, rows: int, context: float) -> float:
+        """Return seconds of a plain step, interpolated between what was measured."""
+        return self._between(lambda batch, length: self.plain[batch, length], rows, context)
+
+    def cycle_s(self, depth: int, rows: int, context: float) -> float:
+        """Return seconds of a cycle at a measured depth, interpolated."""
+        return self.draft_s(depth, rows, context) + self.verify_s(depth, rows, context)
+
+    def draft_s(self, depth: int, rows: int, context: float) -> float:
+        """Return seconds that a cycle spends with the drafter."""
+        return self._between(lambda b, c: self.draft[depth, b, c], rows, context)
+
+    def verify_s(self, depth: int, rows: int, context: float) -> float:
+        """Return seconds that a cycle spends with the target."""
+        return self._between(lambda b, c: self.verify[depth, b, c], rows, context)
+
+    def _between(self, value: Callable[[int, int], float], rows: int, context: float) -> float:
+        by_batch = [
+            float(np.interp(context, self.contexts, [value(batch, c) for c in self.contexts]))
+            for batch in self.batches
+        ]
+        return float(np.interp(rows, self.batches, by_batch))
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    *,
+    depths: Sequence[int],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    rounds: int,
+    show: bool = True,
+) -> Costs:
+    """Time passes of the target and cycles of the drafter, all candidates in turn, `rounds` times.
+
+    Over a context of random tokens: what a pass costs does not depend on what it says, except for
+    a drafter that looks things up.
+    """
+    plain: dict[tuple[int, int], list[float]] = {}
+    verify: dict[tuple[int, int, int], list[float]] = {}
+    draft: dict[tuple[int, int, int], list[float]] = {}
+    now = clock_of(target)
+    with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
+        for batch in batches:
+            for context in contexts:
+                cell = Cell(target, drafter, batch, context, max(depths))
+                for turn in range(WARM_UP + rounds):
+                    kept = turn >= WARM_UP
+                    step = cell.step(1, now)
+                    if kept:
+                        plain.setdefault((batch, context), []).append(step)
+                    for depth in depths:
+                        drafted, verified = cell.cycle(depth, now)
+                        if kept:
+                            draft.setdefault((depth, batch, context), []).append(drafted)
+                            verify.setdefault((depth, batch, context), []).append(verified)
+                tick(1)
+    return Costs(
+        list(batches),
+        list(contexts),
+        list(depths),
+        {key: median(values) for key, values in plain.items()},
+        {key: median(values) for key, values in verify.items()},
+        {key: median(values) for key, values in draft.items()},
+    )
+
+
+class Cell:
+    """Rows of one context, ready for a pass that leaves no trace."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, target: Target, drafter: Drafter, batch: int, context: int, deepest: int
+    ) -> None:
+        self.target, self.drafter, self.batch, self.context = target, drafter, batch, context
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch, context + deepest + 1)
+        ids = torch.randint(target.spec.vocab_size, shape, generator=generator)
+        self.tokens = ids.to(target.device)
+        self.cache = target.begin()
+        read = self.tokens[:, :context]
+        _, self.features = target.step(self.cache, read, drafter.captures, last_only=True)
+        self.deepest = deepest
+
+    @torch.inference_mode()
+    def step(self, num_tokens: int, now: Callable[[], float]) -> float:
+        """Return the seconds of one pass over so many tokens."""
+        new = self.tokens[:, self.context : self.context + num_tokens]
+        started = now()
+        self.target.step(self.cache, new, self.drafter.captures)
+        seconds = now() - started
+        self.target.rollback(self.cache, [self.context] * self.batch)
+        return seconds
+
+    @torch.inference_mode()
+    def cycle(self, depth: int, now: Callable[[], float]) -> tuple[float, float]:
+        """Return the seconds with the drafter and with the target of one cycle.
+
+        Half of the chain is taken in as accepted: what is between nothing and all of it.
+        """
+        # One state for all rounds would grow; a fresh one costs the prompt, which is not timed, and
+        # a first token, because drafters may put reading off until they are asked.
+        capacity = self.context + 2 * self.deepest + 4
+        state = self.drafter.begin(self.target.readout, self.tokens[:, 0], capacity)
+        following = self.tokens[:, 1 : self.context + 1]
+        self.drafter.observe(state, following, [self.context] * self.batch, self.features)
+        self._draft(state, 1)
+        self.drafter.observe(state, following[:, :1], [1] * self.batch, self.features.slice(0, 1))
+        started = now()
+        proposal = self._draft(state, depth)
+        drafted = now()
+        width = proposal.tokens.shape[1]
+        fed = self.tokens[:, self.context : self.context + 1 + width]
+        _, features = self.target.step(self.cache, fed, self.drafter.captures)
+        verified = now()
+        taken = 1 + width // 2
+        new = fed[:, :taken]
+        self.drafter.observe(state, new, [taken] * self.batch, features.slice(0, taken))
+        observed = now()
+        self.target.rollback(self.cache, [self.context] * self.batch)
+        return (drafted - started) + (observed - verified), verified - drafted
+
+    def _draft(self, state: DraftState, depth: int) -> Proposal:
+        rows = range(self.batch)
+        starts = [self.context] * self.batch
+        return draft_chain(self.drafter, state, depth, GREEDY, SeededChance(0), rows, starts)

@@ -1,0 +1,210 @@
+"""`tune`: what each depth should cost and bring on this machine, beside what it does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.evaluation.cost import Costs
+from drafttrain.evaluation.measure import PLAIN
+from drafttrain.types import Counters, PromptResult
+
+TUNED = "tuned.json"
+
+Choice = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Which depths and batches are weighed, and how carefully."""
+
+    name: str
+    depths: list[int]
+    batch_sizes: list[int]
+    contexts: list[int]
+    rounds: int
+    measure: bool
+
+    def __post_init__(self) -> None:
+        for key in ("depths", "batch_sizes", "contexts"):
+            values = getattr(self, key)
+            if not values or min(values) < 1 or len(set(values)) < len(values):
+                raise ValueError(
+                    f"tune.{key} must be distinct numbers of at least 1, got {list(values)}"
+                )
+        if self.rounds < 1:
+            raise ValueError(f"tune.rounds must be at least 1, got {self.rounds}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A depth at a batch size on one task, or on all: what should be and what was."""
+
+    task: str
+    batch_size: int
+    depth: int
+    acceptance_length: float
+    predicted: float  # speedup of decoding, prefill left out
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction lies from what was measured, relative to it."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+
+def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
+    """Return the acceptance length that each depth should have, from chains of the deepest.
+
+    A chain of depth d accepts what the first d tokens of a deeper chain would have: 1 + the sum of
+    the first d acceptance rates per position. (Cycles of another depth begin elsewhere in the
+    text; this takes their beginnings to be alike.)
+    """
+    per_position = counters.num_accepted_tokens_per_position
+    drafts = max(counters.num_drafts, 1)
+    return {depth: 1 + sum(per_position[:depth]) / drafts for depth in depths}
+
+
+def predict(
+    results: Sequence[PromptResult],
+    deepest: str,
+    costs: Costs,
+    depths: Sequence[int],
+    batch_size: int,
+) -> list[Prediction]:
+    """Return the predicted speedup of every depth at a batch size, by task and in all.
+
+    results: of the plain loop and of the drafter at the deepest depth, one prompt at a time: they
+    say how long outputs are and what is accepted. predicted = t_plain / (t_draft + t_verify) per
+    token, where the rows of a batch leave as they end: a plain batch costs one step for each token
+    of its longest row, a speculative one a cycle for each acceptance_length tokens.
+    """
+    plain = [result for result in results if result.method == PLAIN]
+    drafted = [result for result in results if result.method == deepest]
+    predictions = []
+    tasks = {task: None for task in (result.task for result in plain)}
+    totals: dict[int, list[float]] = {depth: [0.0, 0.0] for depth in depths}
+    for task in tasks:
+        rows = [result for result in plain if result.task == task]
+        counters = sum((r.stats.trimmed for r in drafted if r.task == task), Counters())
+        lengths = acceptance_lengths(counters, depths)
+        for depth in depths:
+            ours, theirs = _seconds(rows, batch_size, lengths[depth], depth, costs)
+            totals[depth][0] += ours
+            totals[depth][1] += theirs
+            predictions.append(
+                Prediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
+            )
+    counters = sum((result.stats.trimmed for result in drafted), Counters())
+    lengths = acceptance_lengths(counters, depths)
+    predictions += [
+        Prediction("all", batch_size, depth, lengths[depth], theirs / ours, None)
+        for depth, (ours, theirs) in totals.items()
+    ]
+    return predictions
+
+
+def _seconds(
+    rows: Sequence[PromptResult], batch_size: int, length: float, depth: int, costs: Costs
+) -> tuple[float, float]:
+    """Return the predicted decoding seconds, speculative and plain, of a task's turns."""
+    speculative = plain = 0.0
+    turns = sorted({row.turn for row in rows})
+    for turn in turns:
+        here = [row for row in rows if row.turn == turn]
+        for start in range(0, len(here), batch_size):
+            group = here[start : start + batch_size]
+            # The first token comes with the prefill.
+            left = sorted(max(len(row.tokens) - 1, 0) for row in group)
+            context = sum(row.num_prompt_tokens + len(row.tokens) / 2 for row in group) / len(group)
+            done = 0
+            for place, tokens in enumerate(left):
+                active = len(left) - place
+                steps = tokens - done
+                plain += steps * costs.plain_s(active, context)
+                speculative += steps / length * costs.cycle_s(depth, active, context)
+                done = tokens
+    return speculative, plain
+
+
+def decoding_speedup(results: Sequence[PromptResult], method: str, task: str | None) -> float:
+    """Return the measured speedup of decoding, prefill left out, over the plain loop."""
+    chosen = [result for result in results if task is None or result.task == task]
+
+    def per_token(name: str) -> float:
+        mine = [result for result in chosen if result.method == name]
+        seconds = sum(r.stats.total_s - r.stats.prefill_s for r in mine)
+        return seconds / max(sum(len(r.tokens) - 1 for r in mine), 1)
+
+    return per_token(PLAIN) / per_token(method)
+
+
+def choose(predictions: Sequence[Prediction]) -> dict[str, Choice]:
+    """Return for every batch size the depth that should be fastest, by task and in all.
+
+    What was measured outweighs what was predicted, where both are there.
+    """
+    chosen: dict[str, Choice] = {}
+    for size in dict.fromkeys(prediction.batch_size for prediction in predictions):
+        here = [p for p in predictions if p.batch_size == size]
+
+        def best(task: str, here: list[Prediction] = here) -> Choice:
+            rows = [p for p in here if p.task == task]
+            top = max(rows, key=lambda p: p.predicted if p.measured is None else p.measured)
+            speedup = top.predicted if top.measured is None else top.measured
+            return {"depth": top.depth, "speedup": speedup, "speculate": speedup > 1}
+
+        tasks = [p.task for p in here if p.task != "all"]
+        chosen[str(size)] = {
+            "all": best("all"),
+            "tasks": {task: best(task) for task in dict.fromkeys(tasks)},
+        }
+    return chosen
+
+
+def write_tuned(
+    folder: Path,
+    predictions: Sequence[Prediction],
+    costs: Costs,
+    conditions: Mapping[str, Any],
+) -> Path:
+    """Write what was chosen, and from what, where `evaluate` and `export` find it."""
+    file = folder / TUNED
+    record = {
+        "batches": choose(predictions),
+        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
+        "costs_ms": {
+            "plain": _cells(costs.plain, ("batch", "context")),
+            "verify": _cells(costs.verify, ("depth", "batch", "context")),
+            "draft": _cells(costs.draft, ("depth", "batch", "context")),
+        },
+        "conditions": dict(conditions),
+    }
+    part = file.with_suffix(".json.part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(file)
+    return file
+
+
+def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:
+    return [
+        {**dict(zip(names, key, strict=True)), "ms": 1000 * seconds}
+        for key, seconds in values.items()
+    ]
+
+
+def tuned_depth(run: Path, batch_size: int) -> int | None:
+    """Return the depth that `tune` chose for a run at a batch size (the nearest one it weighed)."""
+    file = run / TUNED
+    if not file.is_file():
+        return None
+    try:
+        batches = json.loads(file.read_text())["batches"]
+        nearest = min(batches, key=lambda size: abs(int(size) - batch_size))
+        return int(batches[nearest]["all"]["depth"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} must be what `tune` wrote, but cannot be read ({error!r}); run tune again, or "
+            "remove it"
+        ) from error
