@@ -108,8 +108,11 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
             f"make it again: {again}"
         ) from error
     config = load_config(folder) if (folder / CONFIG).is_file() else None
-    checkpoint = _checkpoint(folder, report)
-    trained = config is not None and checkpoint is not None
+    recorded = report["provenance"].get("checkpoint")
+    trained = recorded not in (None, "None")  # nothing was trained for ngram, say
+    # By its name, for the run may have moved; a later run may have dropped it.
+    checkpoint = folder / CHECKPOINTS / Path(str(recorded)).name
+    kept = trained and (checkpoint / WEIGHTS_FILE).is_file()
     return RunReport(
         name=name,
         folder=str(folder),
@@ -117,8 +120,8 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
         measured=measured,
         identity=_identity(config, report) if config is not None and trained else None,
         seed=config["run"]["seed"] if config is not None and trained else None,
-        parameters=num_parameters(checkpoint) if checkpoint else None,
-        training_tokens=load_state(checkpoint).tokens if checkpoint else None,
+        parameters=num_parameters(checkpoint) if kept else None,
+        training_tokens=load_state(checkpoint).tokens if kept else None,
     )
 
 
@@ -141,17 +144,8 @@ def _command(folder: Path, evaluation: str) -> str:
     return f"python -m drafttrain evaluate run.dir={folder}{named}"
 
 
-def _checkpoint(folder: Path, report: Mapping[str, Any]) -> Path | None:
-    """Return the checkpoint that was evaluated, where the run is now; None if it is not kept."""
-    recorded = report["provenance"].get("checkpoint")
-    if recorded in (None, "None"):
-        return None
-    found = folder / CHECKPOINTS / Path(recorded).name
-    return found if (found / WEIGHTS_FILE).is_file() else None
-
-
 def num_parameters(checkpoint: Path) -> int:
-    """Return how many numbers a checkpoint's weights have; vocabulary maps are integers, no weights."""
+    """Return how many numbers a checkpoint's weights have; integers are vocabulary maps."""
     total = 0
     with safe_open(checkpoint / WEIGHTS_FILE, framework="numpy") as file:
         for name in file.keys():  # noqa: SIM118, it is no mapping

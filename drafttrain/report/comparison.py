@@ -17,7 +17,7 @@ from drafttrain.report.runs import (
     training_statement,
 )
 from drafttrain.report.statistics import Key, Resampling
-from drafttrain.report.wording import between, number
+from drafttrain.report.wording import between, signed
 
 SCHEMA_VERSION = 1
 
@@ -179,11 +179,6 @@ def _answer(one: Method, two: Method, summary: Mapping[str, Any]) -> dict[str, A
     lossy = [method.label for method in (one, two) if not _lossless(method)["lossless"]]
     warning = f"; NOT lossless: {', '.join(lossy)}" if lossy else ""
     return {"answer": answer, "statement": f"{words}: {', '.join(shown)}{warning}."}
-
-
-def signed(value: float | None) -> str:
-    """Return a difference with its sign, or a dash where there is none."""
-    return f"{'+' * (value is not None and round(value, 2) > 0)}{number(value)}"
 
 
 def _run(run: RunReport) -> dict[str, Any]:

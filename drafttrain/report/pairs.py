@@ -114,8 +114,8 @@ class Quantity:
                 self.statistic(*columns[start : start + width], axis=axis)
                 for start in range(0, len(columns), width)
             ]
-            mean = sum(values[: counts[0]]) / counts[0]
-            return mean - sum(values[counts[0] :]) / counts[1] if len(counts) > 1 else mean
+            mean = np.mean(values[: counts[0]], axis=0)
+            return mean - np.mean(values[counts[0] :], axis=0) if len(counts) > 1 else mean
 
         columns = [column for side in sides for run in side for column in self._columns(run)]
         if not self.every_prompt:

@@ -36,6 +36,28 @@ def estimate(measured: Mapping[str, Any]) -> str:
     return f"{number(value)} [{number(low)}, {number(high)}]"
 
 
+def signed(value: Number | None) -> str:
+    """Return a difference with its sign, or a dash where there is none."""
+    return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
+
+
+def change(measured: Mapping[str, Any]) -> str:
+    """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
+    if measured["value"] is None or measured["ci95"] is None:
+        return signed(measured["value"])
+    low, high = measured["ci95"]
+    return f"{signed(measured['value'])} [{signed(low)}, {signed(high)}]"
+
+
+def size(value: Number | None) -> str:
+    """Return a large count in few characters: `12.4M`."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value is not None and value >= unit:
+            divisor = 1e3 if name == "k" else unit
+            return f"{number(value / divisor, 1)}{name}"
+    return number(value, 0)
+
+
 def positions(values: Sequence[Number | None]) -> str:
     """Return rates by position, without their leading zeros to fit a narrow column."""
     texts = [number(value) for value in values]
