@@ -99,7 +99,7 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
             raise ValueError(f"it has no measurements of {report['drafter']}")
         for key in ("target", "depth", "flags", "lossless"):
             report[key]
-        for key in ("rule", "lossless", "statement"):
+        for key in ("rule", "lossless", "statement", "greedy_identical", "greedy_total"):
             report["lossless"][key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
@@ -185,12 +185,13 @@ def comparison_table(
         pair = versus.get(row["method"])
         for task, part in {"all": row["summary"], **row["tasks"]}.items():
             cells: list[str | float | None] = [row["method"], row["training"], task]
-            cells.append(part["num_prompts"])
+            cells.append(float(part["num_prompts"]))
             beside = pair and {"all": pair["summary"], **pair["tasks"]}[task]
             for name in ("acceptance_length", "speedup"):
                 for value in (part[name], beside[name] if beside else {}):
                     cells += [value.get("value"), *(value.get("ci95") or (None, None))]
-            cells += [part["draft_ms"], row["drafter_parameters"], row["training_tokens"]]
+            sizes = (row["drafter_parameters"], row["training_tokens"])
+            cells += [part["draft_ms"], *(None if size is None else float(size) for size in sizes)]
             cells.append(row["lossless"]["statement"])
             rows.append(cells)
     return columns, rows

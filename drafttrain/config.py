@@ -265,7 +265,7 @@ def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
     for depth, key in enumerate(path):
         keys = [str(k) for k in node] if isinstance(node, DictConfig) else []
         if key not in keys:
-            name = config[path[0]].get("name") if depth == 1 else None
+            name = config[path[0]].get("name") if depth == 1 and choices(path[0]) else None
             section = f"{path[0]}={name}" if name else ".".join(path[:depth])
             own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..." * (depth > 1)
             raise UsageError(

@@ -120,7 +120,7 @@ def _numbers(columns: Sequence[Columns], resampling: Resampling) -> dict[str, An
             "autoregressive": mean_ratio(columns, "plain_tokens", "plain_seconds"),
             "speculative": mean_ratio(columns, "tokens", "seconds"),
         },
-        "draft_ms": mean_ratio(columns, "draft_seconds", "passes", scale=1000),
+        "draft_ms": mean_ratio(columns, "draft_seconds", "passes", scale=1000.0),
     }
 
 
@@ -208,8 +208,11 @@ def _flags(
 
     for method in methods:
         lossless = _lossless(method)
+        checks = [] if method.reference else [run.report["lossless"] for run in method.runs]
         if not lossless["lossless"]:
             flag("lossy", method.label, lossless["statement"])
+        elif any(check["greedy_identical"] < check["greedy_total"] for check in checks):
+            flag("lossless", method.label, lossless["statement"])
     if any(len(prompts_of(run)) > len(keys) for run in runs):
         flag("prompts", "all", _shared_statement(runs, keys))
     for what, values in _machines(runs).items():
@@ -231,9 +234,13 @@ def _flags(
             if not method.reference and one.identity is not None and one.identity == two.identity:
                 text = f"configuration and seeds are those of {other.label}: not another seed"
                 flag("repeated", method.label, text)
+    own: dict[tuple[str, str, str], list[str]] = {}
     for run in runs:
         for item in run.report["flags"]:
-            flag(item["kind"], f"{run.name}: {item['row']}", item["text"])
+            if item["kind"] != "lossless":  # said above
+                own.setdefault((item["kind"], item["row"], item["text"]), []).append(run.name)
+    for (kind, row, text), names in own.items():
+        flag(kind, f"{', '.join(names)}: {row}", text)
     return found
 
 

@@ -141,7 +141,7 @@ QUANTITIES = {
 }
 
 
-def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1) -> float | None:
+def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
     """Return the mean over runs of one column's sum over another's, None where one has none."""
     sums = [(sum(run[above]), sum(run[below])) for run in runs]
     if not all(divisor > 0 for _, divisor in sums):

@@ -100,7 +100,7 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     """Return the rows: runs that differ only in their seed as one, then the reference methods.
 
     A seed that comes a second time is a repeated measurement, and has a row of its own. A reference
-    measured beside several runs at the same depth is one row.
+    measured beside several runs at the same depth and under the same rule is one row.
     """
     groups: dict[tuple[str, int], list[RunReport]] = {}
     for run in runs:
@@ -108,11 +108,12 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         seen = [group for (key, _), group in groups.items() if key == identity]
         again = sum(run.seed in [other.seed for other in group] for group in seen)
         groups.setdefault((identity, again), []).append(run)
-    references: dict[tuple[str, int], list[RunReport]] = {}
+    references: dict[tuple[str, str, str], list[RunReport]] = {}
     for run in runs:
+        told = (f"depth {run.report['depth']}", f"rule {run.report['lossless']['rule']}")
         for drafter in run.measured:
             if drafter != run.report["drafter"]:
-                references.setdefault((drafter, run.report["depth"]), []).append(run)
+                references.setdefault((drafter, *told), []).append(run)
     methods: list[Method] = []
     taken = {run.name for run in runs}  # a label that is a run's name means that run
 
@@ -125,11 +126,16 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     for group in groups.values():
         names = [run.name for run in group]
         add([_common(names), " + ".join(names)], False, group[0].report["drafter"], group)
-    for (drafter, depth), group in references.items():
-        depths = [d for name, d in references if name == drafter]
-        full = f"{drafter}, depth {depth}, reference"
-        plain = drafter if len(depths) == 1 else f"{drafter}, depth {depth}"
-        add([plain, full, f"{full} of {group[0].folder}"], True, drafter, group)
+    for (drafter, *told), group in references.items():
+        alike = [key[1:] for key in references if key[0] == drafter]
+        apart = [
+            mine
+            for mine, all_of in zip(told, zip(*alike, strict=True), strict=True)
+            if len(set(all_of)) > 1
+        ]
+        full = ", ".join((drafter, *told, "reference"))
+        names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
+        add(names, True, drafter, group)
     return methods
 
 

@@ -9,7 +9,9 @@ NOTHING = "\N{EN DASH}"
 
 def number(value: Number | None, digits: int = 2) -> str:
     """Return the value with so many decimals, or a dash where there is none."""
-    return NOTHING if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return NOTHING
+    return f"{round(value, digits) + 0.0:,.{digits}f}"  # no minus before a zero
 
 
 def speed(value: Number | None) -> str:
