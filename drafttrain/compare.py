@@ -163,6 +163,7 @@ def _identity(config: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
     measured = {key: report["timing"].get(key) for key in TIMED_WITH}
     evaluated = [report["drafter"], report["depth"], report["lossless"]["rule"], measured]
+    evaluated.append(report.get("draft_sampling"))
     return json.dumps([trained, evaluated], sort_keys=True, default=str)
 
 

@@ -471,7 +471,7 @@ def test_runs_that_were_not_evaluated_alike_are_refused(
 def test_another_batch_size_is_refused(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results())
     b = write_run(tmp_path / "b", results())
-    change(tmp_path / "b", lambda report: report["timing"].update(batch_size=4))
+    change(tmp_path / "b", lambda report: report.update(batch_size=4))
     with pytest.raises(ValueError, match=r"same eval\.batch_size .*a has 1 and .*b has 4;"):
         compared(a, b)
 

@@ -208,9 +208,13 @@ def _flags(
 
     for method in methods:
         lossless = _lossless(method)
-        checks = [] if method.reference else [run.report["lossless"] for run in method.runs]
+        checked = [] if method.reference else [run.report for run in method.runs]
+        checks = [report["lossless"] for report in checked]
+        certificates = [report.get("certificate") for report in checked]
         if not lossless["lossless"]:
             flag("lossy", method.label, lossless["statement"])
+        elif any(one is not None and not one["certified"] for one in certificates):
+            flag("certificate", method.label, lossless["statement"])
         elif any(check["greedy_identical"] < check["greedy_total"] for check in checks):
             flag("lossless", method.label, lossless["statement"])
     if any(len(prompts_of(run)) > len(keys) for run in runs):

@@ -55,7 +55,7 @@ def conditions(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def batch_size(report: Mapping[str, Any]) -> int:
     """Return how many prompts were decoded at once; a report that does not say had one."""
-    return int(report.get("batch_size", report["timing"].get("batch_size", 1)))
+    return int(report.get("batch_size", 1))
 
 
 def check_comparable(runs: Sequence[RunReport]) -> None:
