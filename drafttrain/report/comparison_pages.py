@@ -103,6 +103,9 @@ def comparison_summary(comparison: dict[str, Any]) -> Table:
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
     """Return the whole comparison as one document."""
+    flags = [
+        f"- **{escaped(flag['row'])}**: {escaped(flag['text'])}" for flag in comparison["flags"]
+    ]
     lines = [
         f"# {escaped(comparison['name'])}: drafters of {escaped(comparison['target'])}",
         "",
@@ -110,6 +113,7 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
         "",
         f"{escaped(conditions_line(comparison))}.",
         "",
+        *(["## Read with care", "", *flags, ""] if flags else []),
         "## Methods",
         "",
         *_methods_table(comparison),
@@ -120,9 +124,6 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
     lists = {
         "Other differences": [
             f"- {escaped(pair['statement'])}" for pair in other_pairs(comparison)
-        ],
-        "Read with care": [
-            f"- **{escaped(flag['row'])}**: {escaped(flag['text'])}" for flag in comparison["flags"]
         ],
         "Runs": _runs_table(comparison),
         "Definitions": [
