@@ -21,7 +21,7 @@ from drafttrain.__main__ import main
 from drafttrain.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 from drafttrain.compare import CompareConfig, compare_runs, comparison_table
 from drafttrain.config import TrainConfig, compose, typed
-from drafttrain.report import LosslessCheck, TimingInfo, build_report
+from drafttrain.report import Check, LosslessCheck, TimingInfo, build_report, certificate
 from drafttrain.report.comparison_pages import (
     comparison_html,
     comparison_markdown,
@@ -103,7 +103,12 @@ def write_run(
         "drafter": drafter,
         "depth": 2,
         "sampling": Sampling(0.0, 0, 1.0),
+        "draft_sampling": Sampling(0.0, 0, 1.0),
+        "batch_size": 1,
         "max_new_tokens": 64,
+        "certificate": None,
+        "sweep": [],
+        "tables": [],
         "lossless": EXACT,
         "timing": TimingInfo("float32", 2, 1, "cpu", "float32"),
         "provenance": {
@@ -451,6 +456,7 @@ def test_unlike_machines_and_unlike_texts_are_flagged(tmp_path: Path) -> None:
     [
         ({"sampling": Sampling(1.0, 0, 1.0)}, "same eval.temperature .*a has 0.0 and .*b has 1.0;"),
         ({"sampling": Sampling(0.0, 0, 0.9)}, "same eval.top_p .*a has 1.0 and .*b has 0.9;"),
+        ({"batch_size": 4}, "same eval.batch_size .*a has 1 and .*b has 4;"),
         ({"max_new_tokens": 8}, "same eval.max_new_tokens .*a has 64 and .*b has 8;"),
         ({"prompts": {"source": "x.jsonl"}}, "same eval.prompts .*a has prompts.jsonl and .*x.js"),
         (
@@ -468,12 +474,26 @@ def test_runs_that_were_not_evaluated_alike_are_refused(
         compared(a, b)
 
 
-def test_another_batch_size_is_refused(tmp_path: Path) -> None:
+def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results())
     b = write_run(tmp_path / "b", results())
-    change(tmp_path / "b", lambda report: report.update(batch_size=4))
-    with pytest.raises(ValueError, match=r"same eval\.batch_size .*a has 1 and .*b has 4;"):
-        compared(a, b)
+    change(tmp_path / "b", lambda report: report.pop("batch_size"))
+    assert compared(a, b)["conditions"]["eval.batch_size"] == 1
+
+
+def test_the_certificate_stands_beside_its_row(tmp_path: Path) -> None:
+    checks = [Check("greedy_equality", passed, 0.0, "0", "text", []) for passed in (True, False)]
+    told = {"rule": "greedy", "lossless": True, "dtype": "float32", "num_prompts": 2}
+    a = write_run(tmp_path / "a", results(), certificate=certificate(checks[:1], **told))
+    b = write_run(tmp_path / "b", results(), depth=3, certificate=certificate(checks, **told))
+    comparison = compared(a, b)
+    said = row_of(comparison, "a")["lossless"]["statement"]
+    assert said.endswith("float32; certificate: certified: 1 of 1 checks passed on 2 prompts")
+    assert said in comparison_markdown(comparison)
+    failed = row_of(comparison, "b")["lossless"]["statement"]
+    assert "NOT certified: greedy_equality failed" in failed
+    assert {"kind": "certificate", "row": "b", "text": failed} in comparison["flags"]
+    assert "certificate" not in [flag["kind"] for flag in comparison["flags"] if flag["row"] == "a"]
 
 
 def change(folder: Path, edit: Any) -> None:

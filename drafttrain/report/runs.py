@@ -110,10 +110,10 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         groups.setdefault((identity, again), []).append(run)
     references: dict[tuple[str, str, str], list[RunReport]] = {}
     for run in runs:
-        told = (f"depth {run.report['depth']}", f"rule {run.report['lossless']['rule']}")
+        how = (f"depth {run.report['depth']}", f"rule {run.report['lossless']['rule']}")
         for drafter in run.measured:
             if drafter != run.report["drafter"]:
-                references.setdefault((drafter, *told), []).append(run)
+                references.setdefault((drafter, *how), []).append(run)
     methods: list[Method] = []
     taken = {run.name for run in runs}  # a label that is a run's name means that run
 
