@@ -5,7 +5,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OmegaConf.to_yaml(config), end="")
             return 0
         loaded: Any = typed(config, COMMANDS[request.command])
-        folder, failed = Path(loaded.run.dir), 1
+        place = loaded.compare if request.command == "compare" else loaded.run
+        folder, failed = Path(place.dir), 1
         from drafttrain import commands
 
         getattr(commands, request.command)(loaded)
@@ -115,13 +116,14 @@ def _help(request: Request) -> str:
     if request.command is None:
         return overview()
     groups = command_groups(request.command)
+    own = [entry.name for entry in fields(COMMANDS[request.command]) if entry.name not in groups]
     texts = []
     for text in request.overrides:  # --help SECTION or --help SECTION=CHOICE; keys say nothing here
         section, _, choice = text.partition("=")
         if "." in section:
             continue
-        if section not in groups and section != "run":
-            options = [*groups, "run"]
+        if section not in groups and section not in own:
+            options = [*groups, *own]
             raise UsageError(
                 f"no section is called {section}{did_you_mean(section, options)} "
                 f"sections: {', '.join(options)}"

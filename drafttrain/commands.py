@@ -20,7 +20,14 @@ from drafttrain.assemble import (
     recorded_spec,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
-from drafttrain.config import EvaluateConfig, ExportConfig, TrainConfig, load_choice
+from drafttrain.compare import compare_runs, comparison_table
+from drafttrain.config import (
+    CompareConfig,
+    EvaluateConfig,
+    ExportConfig,
+    TrainConfig,
+    load_choice,
+)
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
 from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_record, read_prompts
@@ -38,6 +45,7 @@ from drafttrain.report import (
     summary_table,
     write_report,
 )
+from drafttrain.report.comparison_pages import comparison_summary, write_comparison
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
@@ -259,6 +267,22 @@ def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float |
             values = [length, row["acceptance_rate"], speed["speculative"], row["speedup"]["value"]]
             rows.append([method, task, *values, low, high])
     return columns, rows
+
+
+def compare(config: CompareConfig) -> None:
+    """Set evaluated runs side by side, paired by prompt, and write the comparison."""
+    settings = config.compare
+    comparison = compare_runs(settings, provenance(sys.argv[1:]))
+    place = Path(settings.dir)
+    write_comparison(comparison, place)
+    console.print(comparison_summary(comparison))
+    console.print(f"comparison: {place / 'compare.html'} (the same in compare.md, compare.json)")
+    told = {"run": {"name": settings.name}} | asdict(config)
+    tracker = open_tracker(
+        config.tracker, place, config=told, resume_step=None, is_main=True, append=True
+    )
+    tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
+    tracker.finish()
 
 
 def export(config: ExportConfig) -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from drafttrain.run import RunConfig, load_config
 
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
+    from drafttrain.compare import CompareConfig as ComparisonConfig
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.engine import DeepSpeedConfig
@@ -41,7 +42,10 @@ SECTIONS = {
     "tracker": "drafttrain.tracker.TrackerConfig",
     "eval": "drafttrain.evaluation.config.EvalConfig",
     "export": "drafttrain.export.ExportConfig",
+    "compare": "drafttrain.compare.CompareConfig",
 }
+# Keys that a command takes without their section.
+SHORT = {"compare": {"runs": "compare.runs"}}
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 
 
@@ -89,12 +93,21 @@ class ExportConfig:
     export: "FormatConfig"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Everything `compare` is told; the runs say the rest."""
+
+    compare: "ComparisonConfig"
+    tracker: "TrackerConfig"
+
+
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "compare": CompareConfig,
     "export": ExportConfig,
 }
-Config = TypeVar("Config", TrainConfig, EvaluateConfig, ExportConfig)
+Config = TypeVar("Config", TrainConfig, EvaluateConfig, CompareConfig, ExportConfig)
 
 
 def conf_dir() -> Path:
@@ -131,7 +144,7 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
     config_dir: a folder laid out like conf/, whose choices join ours.
     Raises UsageError in one line for an unknown section, choice or key and for a missing value.
     """
-    parsed = _parse(overrides)
+    parsed = _parse(command, [_in_full(command, text) for text in overrides])
     groups = command_groups(command)
     if SAVED in groups.values():
         _offer_saved(_saved_run(command, parsed), [g for g in groups if groups[g] == SAVED])
@@ -188,14 +201,20 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ";"
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def _in_full(command: str, text: str) -> str:
+    key, equals, value = text.partition("=")
+    return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
+
+
+def _parse(command: str, overrides: Sequence[str]) -> list[Override]:
     """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("~"):
-            run = f"; did you mean run.dir={text}?" if Path(text).is_dir() else ""
+            key = f"'runs=[{text},...]'" if command == "compare" else f"run.dir={text}"
+            run = f"; did you mean {key}?" if Path(text).is_dir() else ""
             raise UsageError(
                 f"arguments must be section.key=value or section=choice, got {text!r}{run}"
             )
@@ -246,7 +265,7 @@ def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
     for depth, key in enumerate(path):
         keys = [str(k) for k in node] if isinstance(node, DictConfig) else []
         if key not in keys:
-            name = config[path[0]].get("name") if depth == 1 else None
+            name = config[path[0]].get("name") if depth == 1 and choices(path[0]) else None
             section = f"{path[0]}={name}" if name else ".".join(path[:depth])
             own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..." * (depth > 1)
             raise UsageError(

@@ -28,6 +28,13 @@ MOST_USED = {
         "eval.max_new_tokens",
         "hardware.device",
     ),
+    "compare": (
+        "compare.runs",
+        "compare.evaluation",
+        "compare.baseline",
+        "compare.all_pairs",
+        "compare.dir",
+    ),
     "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
 }
 EXAMPLES = {
@@ -41,6 +48,10 @@ EXAMPLES = {
         "evaluate run.dir=outputs/demo",
         "evaluate run.dir=outputs/demo eval.depth=6 eval.temperature=0.7",
         "evaluate run.dir=outputs/demo hardware=cpu eval.prompts=prompts.jsonl",
+    ),
+    "compare": (
+        "compare 'runs=[outputs/a,outputs/b]'",
+        "compare 'runs=[outputs/a,outputs/b,outputs/c]' compare.baseline=ngram tracker=wandb",
     ),
     "export": (
         "export run.dir=outputs/demo export=vllm export.dir=outputs/demo/vllm",
@@ -108,7 +119,11 @@ def section_help(command: str, section: str, choice: str, config_dir: Path | Non
     files = choices(section, config_dir)
     file = files.get(choice) or next(iter(files.values()), primary(command))
     prefix = "" if file == primary(command) else f"{section}."
-    lines = [headline(file), "", f"keys of {section}={file.stem}:" if prefix else "keys of run:"]
+    lines = [
+        headline(file),
+        "",
+        f"keys of {section}={file.stem}:" if prefix else f"keys of {section}:",
+    ]
     for key, (comment, value) in documented(file).items():
         lines += _row(f"{prefix}{key}={value}", comment)
     return "\n".join(lines)

@@ -20,7 +20,7 @@ FLOORS = {
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["checkpoint", "decode"],
-    "3, workers": ["evaluation", "export", "regenerate", "train", "validate"],
+    "3, workers": ["compare", "evaluation", "export", "regenerate", "train", "validate"],
     "4, configuration": ["assemble", "config"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],

@@ -54,3 +54,38 @@ DEFINITIONS: dict[str, str] = {
 def definitions(resamples: int) -> dict[str, str]:
     """Return the definitions of one report, with the number of resamples behind its intervals."""
     return {**DEFINITIONS, "ci95": f"{DEFINITIONS['ci95']} Resamples: {resamples:,}."}
+
+
+# What a comparison of runs says besides; the rest of its words are those of a report.
+COMPARED: dict[str, str] = {
+    "difference": "The row's value minus the baseline's (or the other row's), each the mean over "
+    "its own training seeds; ci95: both resampled on the same prompts (paired). Intervals are not "
+    "corrected for the number of comparisons.",
+    "training": "Runs whose configuration and evaluation differ in nothing but run.seed (and name, "
+    "folder, tracker and hardware) are seeds of one method. Their row is the mean over them; ci95 "
+    "is of that mean over prompts, these seeds held fixed; range: lowest and highest of the seeds. "
+    "Single run: nothing is known of how another seed would come out.",
+    "reference": "A method that was measured beside the runs' own drafters, in the same process; "
+    "where several runs did so, the mean over them, and the range says how well such a measurement "
+    "repeats.",
+    "num_prompts": "Prompts that every run decoded, matched by task and id; one prompt is the unit "
+    "that the bootstrap resamples.",
+    "drafter_parameters": "Numbers in the trained weights of the drafter, as its checkpoint holds "
+    "them; what it shares with the target is not counted.",
+    "training_tokens": "Tokens of all batches up to the evaluated checkpoint, those without loss "
+    "too; mean over seeds.",
+    "draft_ms": "Milliseconds of the drafter per target pass after the prefill.",
+}
+REUSED = (
+    "acceptance_length",
+    "acceptance_rate",
+    "tokens_per_second",
+    "speedup",
+    "ci95",
+    "lossless",
+)
+
+
+def comparison_definitions(resamples: int) -> dict[str, str]:
+    """Return the definitions of a comparison: its own, and those it shares with a report."""
+    return {**{key: definitions(resamples)[key] for key in REUSED}, **COMPARED}

@@ -116,7 +116,8 @@ def _short(name: str) -> str:
     return line if len(line) <= LABEL_LIMIT else f"{line[: LABEL_LIMIT - 1]}…"
 
 
-def _legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
+def legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
+    """Explain above the picture what each mark stands for."""
     names = [_short(name) for name in items]
     columns = len(names) if sum(map(len, names)) <= LEGEND_LIMIT else 2
     assert axes.figure is not None
@@ -131,7 +132,7 @@ def _kinds(rows: Mapping[str, object], drafter: str) -> dict[str, str]:
     return {drafter: "drafter", **{method: "other" for method in rows if method != drafter}}
 
 
-def _rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
+def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
     """Give the picture one row per name, from the top, and a scale from 0 below them."""
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
@@ -145,12 +146,12 @@ def _rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> N
     axes.set_xlabel(unit, loc="right")
 
 
-def _height(names: Collection[str], bars: int) -> int:
+def height_of(names: Collection[str], bars: int) -> int:
     """Return what rows of so many bars need, with the legend above and the scale below."""
     return 74 + (12 + 12 * bars) * len(names)
 
 
-def _beside(axes: Axes, x: Number, y: Number, words: str, **look: Any) -> None:
+def beside(axes: Axes, x: Number, y: Number, words: str, **look: Any) -> None:
     """Write to the right of a point."""
     axes.annotate(words, (x, y), (5, 0), textcoords="offset points", va="center_baseline", **look)
 
@@ -175,26 +176,27 @@ def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
                 if value is not None:
                     axes.plot(value, y, "o", color=STAND_IN[kind])
                 if predicted is not None:
-                    axes.plot(predicted, y, **_hollow(kind))
+                    axes.plot(predicted, y, **hollow(kind))
                 highest = max(highest, value or 0.0, predicted or 0.0, *(ci95 or []))
-        _rows_axis(axes, names, highest, "times plain decoding, 95 % interval")
+        rows_axis(axes, names, highest, "times plain decoding, 95 % interval")
         axes.axvline(1.0, color=STAND_IN["ink"], linewidth=1.25, linestyle=(0, (4, 3)), zorder=1)
         for index, name in enumerate(names):
             words = estimate(rows[drafter][name]["speedup"])
             weight = "bold" if name == "all" else "normal"
             across = axes.get_yaxis_transform()
-            _beside(axes, 1.0, index, words, xycoords=across, fontweight=weight)
+            beside(axes, 1.0, index, words, xycoords=across, fontweight=weight)
         dots = {
             method: Line2D([], [], color=STAND_IN[kind], marker="o", linewidth=2.5)
             for method, kind in kinds.items()
         }
-        _legend(axes, {**dots, "predicted": Line2D([], [], **_hollow("soft"))})
+        legend(axes, {**dots, "predicted": Line2D([], [], **hollow("soft"))})
 
-    height = _height(names, bars=1 + len(kinds))
+    height = height_of(names, bars=1 + len(kinds))
     return picture("speedup", "Speedup over plain decoding by task", height, draw)
 
 
-def _hollow(kind: str) -> dict[str, Any]:
+def hollow(kind: str) -> dict[str, Any]:
+    """Return the look of a second, lesser mark."""
     return {
         "marker": "D",
         "linestyle": "",
@@ -250,7 +252,7 @@ def acceptance_plot(rows: Mapping[str, Row], drafter: str) -> Markup:
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("drafted token", loc="right")
         bars = {method: _patch(kind) for method, kind in kinds.items()}
-        _legend(axes, {**bars, "conditional": Line2D([], [], **line)})
+        legend(axes, {**bars, "conditional": Line2D([], [], **line)})
 
     return picture("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
 
@@ -282,11 +284,11 @@ def time_plot(rows: Mapping[str, Row], plain: Row, drafter: str) -> Markup:
                         color=STAND_IN["ink" if stage == "other" else "on-bar"],
                     )
                 left += spent
-            _beside(axes, left, index, f"{number(left)} ms", fontweight="bold")
-        _rows_axis(axes, list(bars), max(totals), "milliseconds per target pass")
-        _legend(axes, {stage: _patch(colour) for stage, colour in STAGES.items()})
+            beside(axes, left, index, f"{number(left)} ms", fontweight="bold")
+        rows_axis(axes, list(bars), max(totals), "milliseconds per target pass")
+        legend(axes, {stage: _patch(colour) for stage, colour in STAGES.items()})
 
-    return picture("time", "Time of one cycle beside one plain step", _height(bars, bars=3), draw)
+    return picture("time", "Time of one cycle beside one plain step", height_of(bars, bars=3), draw)
 
 
 def speed_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
@@ -305,10 +307,10 @@ def speed_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
                 y = index + (place - (len(bars) - 1) / 2) * thick
                 axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[kind])
                 words = speed(value)
-                _beside(axes, value or 0.0, y, words, fontsize=10, color=STAND_IN["soft"])
+                beside(axes, value or 0.0, y, words, fontsize=10, color=STAND_IN["soft"])
         highest = max(value or 0.0 for _, _, values in bars for value in values)
-        _rows_axis(axes, names, highest, "tokens per second")
-        _legend(axes, {method: _patch(kind) for method, kind, _ in bars})
+        rows_axis(axes, names, highest, "tokens per second")
+        legend(axes, {method: _patch(kind) for method, kind, _ in bars})
 
-    height = _height(names, len(bars))
+    height = height_of(names, len(bars))
     return picture("speed", "Tokens per second by task", height, draw)

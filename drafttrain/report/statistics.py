@@ -188,21 +188,25 @@ def interval(
     bounds = result.confidence_interval.low, result.confidence_interval.high
     if not np.isfinite(bounds).all():
         tail = (1 - CONFIDENCE) / 2
-        bounds = np.quantile(result.bootstrap_distribution, [tail, 1 - tail])
+        drawn = result.bootstrap_distribution
+        # Prompts drawn without a single draft have no acceptance length.
+        bounds = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
     return [float(bound) for bound in bounds]
 
 
-def _acceptance_length(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Values:
+def length_statistic(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Values:
+    """Return the acceptance length of resampled prompts, all their drafts taken together."""
     return 1 + accepted.sum(axis) / drafts.sum(axis)
 
 
-def _speedup(
+def speedup_statistic(
     tokens: np.ndarray,
     seconds: np.ndarray,
     plain_tokens: np.ndarray,
     plain_seconds: np.ndarray,
     axis: int,
 ) -> Values:
+    """Return tokens per second over the plain loop's, of resampled prompts."""
     plain = plain_tokens.sum(axis) / plain_seconds.sum(axis)
     return tokens.sum(axis) / seconds.sum(axis) / plain
 
@@ -216,8 +220,8 @@ def _difference(
     plain_seconds: np.ndarray,
     axis: int,
 ) -> Values:
-    mine = _speedup(tokens, seconds, plain_tokens, plain_seconds, axis)
-    return mine - _speedup(other_tokens, other_seconds, plain_tokens, plain_seconds, axis)
+    mine = speedup_statistic(tokens, seconds, plain_tokens, plain_seconds, axis)
+    return mine - speedup_statistic(other_tokens, other_seconds, plain_tokens, plain_seconds, axis)
 
 
 def acceptance_length(prompts: Sequence[PromptTotals], resampling: Resampling) -> dict[str, Any]:
@@ -231,7 +235,7 @@ def acceptance_length(prompts: Sequence[PromptTotals], resampling: Resampling) -
     return {
         "micro": 1 + sum(accepted) / sum(drafts),
         "macro": statistics.fmean(lengths),
-        "ci95": interval(_acceptance_length, [accepted, drafts], resampling),
+        "ci95": interval(length_statistic, [accepted, drafts], resampling),
     }
 
 
@@ -264,7 +268,7 @@ def speedup(
     numbers = sorted({block for prompt in plain for block in prompt.block_seconds})
     return {
         "value": fast / slow,
-        "ci95": interval(_speedup, [*_columns(prompts), *_columns(plain)], resampling),
+        "ci95": interval(speedup_statistic, [*_columns(prompts), *_columns(plain)], resampling),
         "blocks": [
             ratio(_block_speed(prompts, block) or 0.0, _block_speed(plain, block) or 0.0)
             for block in numbers

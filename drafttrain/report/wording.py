@@ -9,7 +9,9 @@ NOTHING = "\N{EN DASH}"
 
 def number(value: Number | None, digits: int = 2) -> str:
     """Return the value with so many decimals, or a dash where there is none."""
-    return NOTHING if value is None else f"{value:,.{digits}f}"
+    if value is None:
+        return NOTHING
+    return f"{round(value, digits) + 0.0:,.{digits}f}"  # no minus before a zero
 
 
 def speed(value: Number | None) -> str:
@@ -34,6 +36,28 @@ def estimate(measured: Mapping[str, Any]) -> str:
         return number(value)
     low, high = measured["ci95"]
     return f"{number(value)} [{number(low)}, {number(high)}]"
+
+
+def signed(value: Number | None) -> str:
+    """Return a difference with its sign, or a dash where there is none."""
+    return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
+
+
+def change(measured: Mapping[str, Any]) -> str:
+    """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
+    if measured["value"] is None or measured["ci95"] is None:
+        return signed(measured["value"])
+    low, high = measured["ci95"]
+    return f"{signed(measured['value'])} [{signed(low)}, {signed(high)}]"
+
+
+def size(value: Number | None) -> str:
+    """Return a large count in few characters: `12.4M`."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if value is not None and value >= unit:
+            divisor = 1e3 if name == "k" else unit
+            return f"{number(value / divisor, 1)}{name}"
+    return number(value, 0)
 
 
 def positions(values: Sequence[Number | None]) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,20 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     from drafttrain.report.html import html  # matplotlib: a second that only writing should cost
 
     texts = {
-        "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.json": as_json(report),
         "report.md": markdown(report),
         "report.html": html(report),
     }
+    write_texts(texts, folder)
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    """Return plain data as the text of a .json file; there is no NaN in it."""
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_texts(texts: Mapping[str, str], folder: Path) -> None:
+    """Write files by name into a folder; each appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)

@@ -1,0 +1,198 @@
+"""Runs side by side: reads what their evaluations measured, and refuses what cannot be compared."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from drafttrain.checkpoint import WEIGHTS_FILE, load_state
+from drafttrain.report import build
+from drafttrain.report.comparison import Comparison, build_comparison
+from drafttrain.report.pairs import measured_of
+from drafttrain.report.runs import RunReport, conditions
+from drafttrain.run import CHECKPOINTS, CONFIG, load_config
+
+# What two runs may differ in and still be seeds of one method: names, places, and what by contract
+# changes no result. The machine that timed them is compared by their reports.
+UNSCIENTIFIC = ("run", "tracker", "hardware")
+TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Which runs are compared, with what, and where the comparison goes."""
+
+    runs: list[str]
+    evaluation: str
+    baseline: str | None
+    all_pairs: bool
+    resamples: int
+    seed: int
+    name: str
+    dir: str
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError(
+                "runs must name at least one evaluated run, got none: "
+                "python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
+            )
+        places = [Path(run).resolve() for run in self.runs]
+        twice = [
+            run for run, place in zip(self.runs, places, strict=True) if places.count(place) > 1
+        ]
+        if twice:
+            raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
+        for key in ("evaluation", "name", "dir"):
+            if not getattr(self, key):
+                raise ValueError(f"compare.{key} must not be empty")
+        if self.resamples < 100:
+            raise ValueError(f"compare.resamples must be at least 100, got {self.resamples}")
+        if self.seed < 0:
+            raise ValueError(f"compare.seed must be at least 0, got {self.seed}")
+
+
+def compare_runs(config: CompareConfig, provenance: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of the runs' evaluations.
+
+    Raises ValueError in one line for a run without that evaluation or with a broken one, for runs
+    that were not evaluated alike, and for an unknown baseline.
+    """
+    short = [Path(run).resolve().name for run in config.runs]
+    counts = Counter(short)
+    names = [
+        run if counts[name] > 1 else name for run, name in zip(config.runs, short, strict=True)
+    ]
+    runs = [
+        read_run(Path(run), name, config.evaluation)
+        for run, name in zip(config.runs, names, strict=True)
+    ]
+    return build_comparison(
+        runs,
+        name=config.name,
+        evaluation=config.evaluation,
+        baseline=config.baseline,
+        all_pairs=config.all_pairs,
+        resamples=config.resamples,
+        seed=config.seed,
+        provenance=provenance,
+    )
+
+
+def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
+    """Return a run's evaluation, and of its training what config.yaml and checkpoint say."""
+    file = _find_report(folder, evaluation)
+    again = _command(folder, evaluation)
+    try:
+        report = json.loads(file.read_text())
+        version = report["schema_version"]
+        if version != build.SCHEMA_VERSION:
+            raise ValueError(f"it has schema_version {version}, not {build.SCHEMA_VERSION}")
+        measured = measured_of(report)
+        conditions(report)
+        if report["drafter"] not in measured:
+            raise ValueError(f"it has no measurements of {report['drafter']}")
+        for key in ("target", "depth", "flags", "lossless"):
+            report[key]
+        for key in ("rule", "lossless", "statement", "greedy_identical", "greedy_total"):
+            report["lossless"][key]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise ValueError(
+            f"{file} must be a report that `evaluate` wrote, but cannot be used: {what}; "
+            f"make it again: {again}"
+        ) from error
+    config = load_config(folder) if (folder / CONFIG).is_file() else None
+    recorded = report["provenance"].get("checkpoint")
+    trained = recorded not in (None, "None")  # nothing was trained for ngram, say
+    # By its name, for the run may have moved; a later run may have dropped it.
+    checkpoint = folder / CHECKPOINTS / Path(str(recorded)).name
+    kept = trained and (checkpoint / WEIGHTS_FILE).is_file()
+    return RunReport(
+        name=name,
+        folder=str(folder),
+        report=report,
+        measured=measured,
+        identity=_identity(config, report) if config is not None and trained else None,
+        seed=config["run"]["seed"] if config is not None and trained else None,
+        parameters=num_parameters(checkpoint) if kept else None,
+        training_tokens=load_state(checkpoint).tokens if kept else None,
+    )
+
+
+def _find_report(folder: Path, evaluation: str) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"runs must name folders of runs, got {folder}, which is not a folder")
+    file = folder / "evaluations" / evaluation / "report.json"
+    if not file.is_file():
+        others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))
+        known = f" (it has {', '.join(others)}: compare.evaluation=...)" if others else ""
+        raise ValueError(
+            f"{folder} has no evaluation called {evaluation}{known}; "
+            f"make it: {_command(folder, evaluation)}"
+        )
+    return file
+
+
+def _command(folder: Path, evaluation: str) -> str:
+    named = "" if evaluation == "default" else f" eval.name={evaluation}"
+    return f"python -m drafttrain evaluate run.dir={folder}{named}"
+
+
+def num_parameters(checkpoint: Path) -> int:
+    """Return how many numbers a checkpoint's weights have; integers are vocabulary maps."""
+    total = 0
+    with safe_open(checkpoint / WEIGHTS_FILE, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118, it is no mapping
+            part = file.get_slice(name)
+            if part.get_dtype() in FLOATS:
+                size = 1
+                for length in part.get_shape():
+                    size *= length
+                total += size
+    return total
+
+
+def _identity(config: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Return what training and evaluation were told, apart from the seed and the run's name."""
+    trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
+    measured = {key: report["timing"].get(key) for key in TIMED_WITH}
+    evaluated = [report["drafter"], report["depth"], report["lossless"]["rule"], measured]
+    evaluated.append(report.get("draft_sampling"))
+    return json.dumps([trained, evaluated], sort_keys=True, default=str)
+
+
+def comparison_table(
+    comparison: Comparison,
+) -> tuple[Sequence[str], list[list[str | float | None]]]:
+    """Return the columns and rows of a comparison for the tracker: a row per method and task."""
+    columns = ["method", "training", "task", "num_prompts"]
+    for name in ("acceptance_length", "speedup"):
+        for kind in (name, f"{name}_difference"):
+            columns += [kind, f"{kind}_low", f"{kind}_high"]
+    columns += ["draft_ms", "drafter_parameters", "training_tokens", "lossless"]
+    versus = {
+        pair["method"]: pair
+        for pair in comparison["differences"]
+        if pair["other"] == comparison["baseline"]
+    }
+    rows: list[list[str | float | None]] = []
+    for row in comparison["rows"]:
+        pair = versus.get(row["method"])
+        for task, part in {"all": row["summary"], **row["tasks"]}.items():
+            cells: list[str | float | None] = [row["method"], row["training"], task]
+            cells.append(float(part["num_prompts"]))
+            beside = pair and {"all": pair["summary"], **pair["tasks"]}[task]
+            for name in ("acceptance_length", "speedup"):
+                for value in (part[name], beside[name] if beside else {}):
+                    cells += [value.get("value"), *(value.get("ci95") or (None, None))]
+            sizes = (row["drafter_parameters"], row["training_tokens"])
+            cells += [part["draft_ms"], *(None if size is None else float(size) for size in sizes)]
+            cells.append(row["lossless"]["statement"])
+            rows.append(cells)
+    return columns, rows

@@ -1,0 +1,173 @@
+"""The runs of a comparison: which may stand side by side, and which are seeds of one method."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from drafttrain.report.pairs import Columns, Measured
+from drafttrain.report.statistics import Key
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """One run's evaluation and what is known of its training.
+
+    `identity` is what training and evaluation were told apart from the seed: runs that share it are
+    seeds of one method. None, as `seed`, where no training is on record.
+    """
+
+    name: str  # short, of its own among the runs
+    folder: str
+    report: Mapping[str, Any]
+    measured: Mapping[str, Measured]  # by drafting method
+    identity: str | None
+    seed: int | None
+    parameters: int | None
+    training_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row: a method, and the runs that measured it."""
+
+    label: str
+    reference: bool  # measured beside the runs' own drafters
+    drafter: str
+    runs: tuple[RunReport, ...]
+
+    def columns(self, keys: Sequence[Key]) -> list[Columns]:
+        """Return the columns of these prompts by run."""
+        return [run.measured[self.drafter].on(keys) for run in self.runs]
+
+
+def conditions(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what two reports must have in common for their numbers to be compared, by its name."""
+    sampling = dict(report["sampling"])
+    return {
+        "target fingerprint": report["provenance"]["target_fingerprint"],
+        **{f"eval.{key}": value for key, value in sampling.items()},
+        "eval.batch_size": batch_size(report),
+        "eval.prompts": report["prompts"]["source"],
+    }
+
+
+def batch_size(report: Mapping[str, Any]) -> int:
+    """Return how many prompts were decoded at once; a report that does not say had one."""
+    return int(report.get("batch_size", 1))
+
+
+def check_comparable(runs: Sequence[RunReport]) -> None:
+    """Refuse runs whose numbers differ for another reason than the drafter, naming both."""
+    first, *rest = runs
+    wanted = conditions(first.report)
+    for run in rest:
+        got = conditions(run.report)
+        for key in {**wanted, **got}:
+            if wanted.get(key) != got.get(key):
+                raise ValueError(
+                    f"runs must have the same {key} to be compared, but {first.folder} has "
+                    f"{_short(wanted.get(key))} and {run.folder} has {_short(got.get(key))}; "
+                    "evaluate both in the same way, or compare them apart"
+                )
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text[:16] if len(text) == 64 else text  # a fingerprint, as other messages show it
+
+
+def prompts_of(run: RunReport) -> list[Key]:
+    """Return the prompts of a run, in its order."""
+    return list(next(iter(run.measured.values())).plain)
+
+
+def shared_prompts(runs: Sequence[RunReport]) -> list[Key]:
+    """Return the prompts that every run decoded, by task and id, in the first run's order."""
+    known = [set(prompts_of(run)) for run in runs]
+    keys = [key for key in prompts_of(runs[0]) if all(key in prompts for prompts in known)]
+    if not keys:
+        counts = ", ".join(f"{run.folder} {len(prompts_of(run))}" for run in runs)
+        raise ValueError(
+            f"runs must share prompts (task and id) to be compared, got none in common: {counts}; "
+            "evaluate them on the same eval.prompts and eval.prompts_per_task"
+        )
+    return keys
+
+
+def methods_of(runs: Sequence[RunReport]) -> list[Method]:
+    """Return the rows: runs that differ only in their seed as one, then the reference methods.
+
+    A seed that comes a second time is a repeated measurement, and has a row of its own. A reference
+    measured beside several runs at the same depth and under the same rule is one row.
+    """
+    groups: dict[tuple[str, int], list[RunReport]] = {}
+    for run in runs:
+        identity = run.identity if run.identity is not None else f"\0{run.folder}"
+        seen = [group for (key, _), group in groups.items() if key == identity]
+        again = sum(run.seed in [other.seed for other in group] for group in seen)
+        groups.setdefault((identity, again), []).append(run)
+    references: dict[tuple[str, str, str], list[RunReport]] = {}
+    for run in runs:
+        how = (f"depth {run.report['depth']}", f"rule {run.report['lossless']['rule']}")
+        for drafter in run.measured:
+            if drafter != run.report["drafter"]:
+                references.setdefault((drafter, *how), []).append(run)
+    methods: list[Method] = []
+    taken = {run.name for run in runs}  # a label that is a run's name means that run
+
+    def add(options: Sequence[str], reference: bool, drafter: str, group: list[RunReport]) -> None:
+        label = group[0].name if len(group) == 1 and not reference else ""
+        label = label or next(text for text in options if text and text not in taken)
+        taken.add(label)
+        methods.append(Method(label, reference, drafter, tuple(group)))
+
+    for group in groups.values():
+        names = [run.name for run in group]
+        add([_common(names), " + ".join(names)], False, group[0].report["drafter"], group)
+    for (drafter, *told), group in references.items():
+        alike = [key[1:] for key in references if key[0] == drafter]
+        apart = [
+            mine
+            for mine, all_of in zip(told, zip(*alike, strict=True), strict=True)
+            if len(set(all_of)) > 1
+        ]
+        full = ", ".join((drafter, *told, "reference"))
+        names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
+        add(names, True, drafter, group)
+    return methods
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return how the names begin alike, without what announces a seed: demo-seed0, demo-seed1."""
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return re.sub(r"[-_. ]+(seed|s)?[-_. ]*$", "", "".join(letters[0] for letters in alike))
+
+
+def find_method(methods: Sequence[Method], baseline: str | None) -> Method:
+    """Return the row called `baseline`, or that holds the run of that name; None: the first."""
+    if baseline is None:
+        return methods[0]
+    for method in methods:
+        folders = [] if method.reference else [(run.name, run.folder) for run in method.runs]
+        if baseline in (method.label, *(text for pair in folders for text in pair)):
+            return method
+    known = ", ".join(method.label for method in methods)
+    raise ValueError(
+        f"compare.baseline must be one of the runs or of the methods beside them, got "
+        f"{baseline!r}; they are: {known}"
+    )
+
+
+def training_statement(method: Method) -> str:
+    """Return how many training runs stand behind a row."""
+    count = len(method.runs)
+    if method.reference:
+        return f"reference, measured beside {count} run{'s' * (count > 1)}"
+    seeds = [run.seed for run in method.runs]
+    if None in seeds:
+        return "single run, no training on record"
+    if count == 1:
+        return f"single run (seed {seeds[0]})"
+    return f"{count} training seeds ({', '.join(map(str, seeds))})"
