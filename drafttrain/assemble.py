@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
@@ -116,6 +117,25 @@ def load_target_to_decode(
 
     choice = choose_decoding(hardware, device, pass_of)
     return target_in(choice.dtype), choice
+
+
+def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) -> str | None:
+    """Widen drafters in place as `model.inflate` widened the target; return what reports must say.
+
+    None where nothing is inflated.
+    """
+    if model.inflate is None:
+        return None
+    # The specification is of the weights that there are; the model's configuration, of what runs.
+    width = target.model.config.get_text_config(decoder=True).intermediate_size
+    ratio = width / target.spec.intermediate_size
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    drafted = "; ".join(inflate_drafter(drafter, ratio) for drafter in drafters)
+    return (
+        f"cost without weights: {model.name} inflated to {model.inflate} ({size / 1e6:,.1f}M "
+        f"parameters): feed-forward layers {ratio:.1f} times as wide behind zero columns, the same "
+        f"function up to rounding; {drafted}"
+    )
 
 
 def describe_target(target: Target, started: float) -> str:

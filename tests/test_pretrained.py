@@ -35,6 +35,7 @@ def model_config(**changes: Any) -> ModelConfig:
         "attention": "auto",
         "trust_remote_code": False,
         "allow_pickle": False,
+        "inflate": None,
     }
     return ModelConfig(**(settings | changes))
 

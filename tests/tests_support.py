@@ -17,4 +17,5 @@ def model_config(folder: Path) -> ModelConfig:
         attention="auto",
         trust_remote_code=False,
         allow_pickle=False,
+        inflate=None,
     )

@@ -12,6 +12,7 @@ import torch
 import transformers  # lazy: the heavy parts are imported where they are first used
 
 from drafttrain.pretrained import files, hub
+from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 ATTENTION = ("auto", "sdpa", "eager")
@@ -35,6 +36,7 @@ class ModelConfig:
     attention: str
     trust_remote_code: bool
     allow_pickle: bool
+    inflate: str | None
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:
@@ -46,12 +48,19 @@ class ModelConfig:
                 f"model.max_positions must be at least 1, got {self.max_positions};"
                 " null takes the model's own limit"
             )
+        if self.inflate is not None:
+            parse_size(self.inflate)
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
                 "model.path, model.repo or model.embedded must say where the target is, got none;"
                 " for example model.path=/models/Llama-3.1-8B-Instruct"
             )
+
+    @property
+    def label(self) -> str:
+        """The name that reports show: it says what is not the model's own."""
+        return self.name if self.inflate is None else f"{self.name} inflated to {self.inflate}"
 
     @property
     def origin(self) -> str:
@@ -209,7 +218,11 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
     """Return a Transformers causal language model in evaluation mode, without gradients.
 
     ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
+    With `config.inflate` it computes the same at the cost of a larger one (see `inflate`).
     """
+    plan = None
+    if config.inflate is not None:
+        plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
     attention = config.attention
     if attention == "auto":
         capped = getattr(model_config, "attn_logit_softcapping", None) is not None
@@ -220,6 +233,8 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         model = _draw(config, model_config, attention, dtype, device)
     else:
         model = _read(config, folder, model_config, attention, dtype, device)
+    if plan is not None:
+        inflate(model, plan, config.name)
     return model.eval().requires_grad_(False)
 
 
@@ -227,7 +242,8 @@ def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
     """Return a hash of the target's configuration and weights: what features are bound to.
 
     Of a directory it is the same wherever that lies and in whatever dtype it is loaded (see
-    `files.fingerprint`); of random weights it is over what determines them.
+    `files.fingerprint`); of random weights it is over what determines them. An inflated target
+    keeps it: a drafter that was trained on the one serves the other.
     """
     folder = find(config, weights=True)
     if folder is not None:

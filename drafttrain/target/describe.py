@@ -28,7 +28,7 @@ def describe(
             f" got {config.max_positions}"
         )
     return TargetSpec(
-        name=config.name,
+        name=config.label,
         fingerprint=fingerprint,
         architecture=text.model_type,
         vocab_size=text.vocab_size,
