@@ -91,7 +91,7 @@ def inflate(model: Any, plan: Inflation, name: str) -> None:
 def gated_layers(model: Any, name: str) -> list[Any]:
     """Return the feed-forward layer of every decoder layer; ValueError unless all are Llama's."""
     kind = model.config.get_text_config(decoder=True).model_type
-    layers = [
+    layers: list[Any] = [
         getattr(layer, "mlp", None) for layer in getattr(model.get_decoder(), "layers", [None])
     ]
     if not all(is_gated(layer) for layer in layers):
