@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "ground": ["cache", "readout", "run", "terminal"],
+    "ground": ["cache", "growing", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
-        "chance", "growing", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
+        "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
         "sampling", "vocab",
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],

@@ -13,6 +13,7 @@ import transformers  # lazy: the heavy parts are imported where they are first u
 
 from drafttrain.pretrained import files, hub
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
+from drafttrain.pretrained.lean import make_lean
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 ATTENTION = ("auto", "sdpa", "eager")
@@ -235,6 +236,7 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         model = _read(config, folder, model_config, attention, dtype, device)
     if plan is not None:
         inflate(model, plan, config.name)
+    make_lean(model)
     return model.eval().requires_grad_(False)
 
 
