@@ -54,6 +54,7 @@ PAIRS = [
     ("ngram", "prompt lookup", 1.3),
     ("two_model", "assisted generation", 1.3),
 ]
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 OUTSIDE = 0.05  # of a step, at most, is to be spent outside the two models
 
 
@@ -202,7 +203,9 @@ def check_equal_work(
     return {"passes": passes, "same_lookups": float(np.mean(same_lookups))}
 
 
-def measure(setup: Setup, methods: dict[str, Method], repeats: int) -> dict[str, np.ndarray]:
+def measure(
+    setup: Setup, methods: dict[str, Method], repeats: int, clock: Callable[[], float]
+) -> dict[str, np.ndarray]:
     """Return seconds "repeat prompt" of each method; the order of the methods rotates."""
     names = list(methods)
     seconds = {name: np.zeros((repeats, len(setup.prompts))) for name in names}
@@ -213,9 +216,9 @@ def measure(setup: Setup, methods: dict[str, Method], repeats: int) -> dict[str,
             for place, prompt in enumerate(setup.prompts):
                 shift = (repeat + place) % len(names)
                 for name in names[shift:] + names[:shift]:
-                    started = time.perf_counter()
+                    started = clock()
                     methods[name](prompt)
-                    seconds[name][repeat, place] = time.perf_counter() - started
+                    seconds[name][repeat, place] = clock() - started
             gc.collect()
     finally:
         gc.enable()
@@ -263,15 +266,18 @@ def metered(target: Target, drafter: Drafter | None) -> Iterator[Meter]:
         for child in drafter.children():
             modules += [child, *child.children()]
     readout = target.readout
+    own = [module.__dict__.get("forward") for module in modules]  # lean ones are bound to modules
     try:
         for module in modules:
             module.__dict__["forward"] = meter.wrap(module.forward)
         readout.__dict__["logits"] = meter.wrap(readout.logits)  # the dataclass is frozen
         yield meter
     finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
-        readout.__dict__.pop("logits", None)
+        for module, forward in zip(modules, own, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        del readout.__dict__["logits"]
 
 
 def time_outside(setup: Setup, drafter: Drafter | None, repeats: int) -> dict[str, float]:
@@ -307,10 +313,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--draft-layers", type=int, default=2, help="of the target, as a draft")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on busy machines"
+    )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/decode.jsonl"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     target = load_target(load_choice("model", "tiny"), DTYPES[arguments.dtype], "cpu")
     read, _ = read_prompts(BUILTIN_PROMPTS, None)
     chosen = read[:: max(1, len(read) // arguments.prompts)][: arguments.prompts]
@@ -322,12 +332,14 @@ def main() -> None:
     target.model.generation_config.eos_token_id = None
     ngram = load_choice("drafter", "ngram").build(target.spec)
     drafters: dict[str, Drafter | None] = {"plain": None, "ngram": ngram}
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     with tempfile.TemporaryDirectory() as folder:
         draft = first_layers(target, arguments.draft_layers, Path(folder))
         if (conf_dir() / "drafter" / "two_model.yaml").is_file():
             config = dataclasses.replace(load_choice("drafter", "two_model"), path=folder)
-            drafters["two_model"] = config.build(target.spec).to(target.dtype).eval()
+            drafter = config.build(target.spec).to(target.dtype).eval()
+            drafter.attach(target.tokenizer)
+            drafters["two_model"] = drafter
     draft.generation_config.update(
         eos_token_id=None,
         num_assistant_tokens=arguments.depth,
@@ -346,7 +358,7 @@ def main() -> None:
     )
     methods["assisted generation"] = their_decoding(setup, assistant_model=draft)
     work = check_equal_work(setup, methods, draft, ngram)
-    seconds = measure(setup, methods, arguments.repeats)
+    seconds = measure(setup, methods, arguments.repeats, CLOCKS[arguments.clock])
     rows = []
     for ours, theirs, wanted in PAIRS:
         if ours not in methods:
@@ -364,7 +376,7 @@ def main() -> None:
         rows.append(row)
     console.print(table(rows))
     console.print(
-        f"tiny target, {arguments.dtype}, {arguments.threads} threads, depth {setup.depth}; equal "
+        f"tiny target, {arguments.dtype}, threads: {arguments.threads}, depth {setup.depth}; equal "
         f"tokens asserted; both lookups propose the same at {work['same_lookups']:.0%} of places"
     )
     made_by = provenance([]) | {"command": shlex.join(["python", *sys.argv])}
