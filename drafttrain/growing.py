@@ -32,22 +32,21 @@ class RaggedLayer(DynamicLayer):
         """Append the new positions of every row; return keys and values of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        lengths, new = self.owner.lengths, key_states.shape[2]
-        total = max(lengths) + new
+        past, spots = self.owner.past, self.owner.spots
+        total = past + key_states.shape[2]
         if self.room is None or self.room[0].shape[2] < total:
             capacity = max(total + ROOM, total + total // 2)
             self.room = (
                 grown(self.room and self.room[0], key_states, capacity),
                 grown(self.room and self.room[1], value_states, capacity),
             )
-        if self.owner.even:
-            past = total - new
-            for room, states in zip(self.room, (key_states, value_states), strict=True):
-                room[:, :, past:total] = states
+        if spots is None:
+            self.room[0][:, :, past:total] = key_states
+            self.room[1][:, :, past:total] = value_states
         else:
-            rows, places = self.owner.places(new, key_states.device)
-            for room, states in zip(self.room, (key_states, value_states), strict=True):
-                room[rows, :, places] = states.transpose(1, 2)
+            rows, places = spots
+            self.room[0][rows, :, places] = key_states.transpose(1, 2)
+            self.room[1][rows, :, places] = value_states.transpose(1, 2)
         self.keys, self.values = (room[:, :, :total] for room in self.room)
         return self.keys, self.values
 
@@ -79,6 +78,8 @@ class RaggedCache(DynamicCache):
         # Without a configuration every layer keeps all positions, so all can be rolled back.
         super().__init__()
         self.lengths: list[int] = []
+        self.past = 0  # of the pass that is running: the longest row before it
+        self.spots: tuple[Tensor, Tensor] | None = None  # and where uneven rows write, once for all
         # Transformers calls it without arguments for each layer that it meets.
         self.layer_class_to_replicate = partial(RaggedLayer, self)  # type: ignore[assignment]
 
@@ -136,15 +137,16 @@ def run_decoder(
     if not cache.lengths:
         cache.lengths = [0] * rows
     lengths = cache.lengths
-    longest = max(lengths)
+    longest = cache.past = max(lengths)
+    cache.spots = None if cache.even else cache.places(new, tokens.device)
     mask = None
-    if cache.even:
+    if cache.spots is None:
         positions = torch.arange(longest, longest + new, device=tokens.device)[None]
         if longest and new > 1:
             ones = torch.ones(new, longest + new, dtype=torch.bool, device=tokens.device)
             mask = ones.tril_(longest)[None, None]
     else:
-        positions = cache.places(new, tokens.device)[1]
+        positions = cache.spots[1]
         mask = visible(lengths, new, tokens.device)
     if mask is not None and eager:
         mask = additive(mask, next(decoder.parameters()).dtype)
