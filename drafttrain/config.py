@@ -167,7 +167,9 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
         for override in values:
             key, added = override.key_or_group, override.type != OverrideType.CHANGE
             _check_key(key, added, config)
-            OmegaConf.update(config, key, override.value(), merge=True, force_add=added)
+            # A dict replaces the one before it, as a list does; DeepSpeed's own keys are joined.
+            merge = key.split(".")[0] == "deepspeed"
+            OmegaConf.update(config, key, override.value(), merge=merge, force_add=added)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
@@ -267,11 +269,13 @@ def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
         if key not in keys:
             name = config[path[0]].get("name") if depth == 1 and choices(path[0]) else None
             section = f"{path[0]}={name}" if name else ".".join(path[:depth])
-            own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..." * (depth > 1)
+            own = f"; another dict replaces it: {section}='{{{key}: ...}}'"
+            if path[0] == "deepspeed":
+                own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..."
             raise UsageError(
                 f"{section} has no key {key}{did_you_mean(key, keys)} "
                 f"keys: {', '.join(k for k in keys if k != '_target_') or 'none'}"
-                f"{own if path[0] == 'deepspeed' else ''}"
+                f"{own if isinstance(node, DictConfig) and depth > 1 else ''}"
             )
         node = None if OmegaConf.is_missing(node, key) else node[key]
 
@@ -355,17 +359,20 @@ WORDS = {
     str: "text",
     list[int]: "a list of integers such as [1,2]",
     list[str]: "a list of texts such as [a,b]",
+    dict[str, float]: "numbers by name such as {a: 1.0}",
 }
 
 
 def _wrong_value(error: OmegaConfBaseException, kind: type, value: dict[Any, Any]) -> str:
     key = str(error.full_key).split("[")[0]
-    name = key.split(".")[1]
-    hint = get_type_hints(kind)[name]
+    name, *inner = key.split(".")[1:]
+    hint, given = get_type_hints(kind)[name], value.get(name)
+    if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
+        hint, given = float, given.get(inner[0])
     options = [hint, *getattr(hint, "__args__", ())]
     words = next((WORDS[option] for option in options if option in WORDS), str(hint))
     null = " or null" if type(None) in options else ""
-    got = "null" if value.get(name) is None else value.get(name)
+    got = "null" if given is None else given
     return f"{key} must be {words}{null}, got {got}"
 
 

@@ -63,6 +63,7 @@ def spec(num_layers: int = 8) -> TargetSpec:
 def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None) -> Drafter:
     """A drafter with random weights everywhere, and a reduced vocabulary of 64 for eagle3."""
     torch.manual_seed(0)
+    loss: Any = {"losses": {"soft_cross_entropy": 1.0}, "jsd_beta": 0.5, "lk_eta": 3.0}
     config = {
         "eagle3": Eagle3Config(
             name="eagle3",
@@ -72,6 +73,7 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
             draft_vocab_coverage=1.0,
             unroll=3,
             depth_decay=0.8,
+            **loss,
         ),
         "eagle": EagleConfig(
             name="eagle",
@@ -79,8 +81,9 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
             feature_weight=1.0,
             token_weight=0.1,
             feature_noise=0.0,
+            **loss,
         ),
-        "medusa": MedusaConfig(name="medusa", num_heads=3, num_layers=2, head_decay=0.8),
+        "medusa": MedusaConfig(name="medusa", num_heads=3, num_layers=2, head_decay=0.8, **loss),
     }[family]
     drafter = config.build(spec(num_layers))
     readout = Readout(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))

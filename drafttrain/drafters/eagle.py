@@ -23,13 +23,17 @@ from drafttrain.drafters.base import (
     positions_to_predict,
 )
 from drafttrain.layers import MLP, Attention, RMSNorm, Rotation, document_mask, rotation
+from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(DrafterConfig):
-    """Loss of EAGLE-1; the layer's shape is the target's, its feed-forward width may differ."""
+class EagleConfig(TokenLossConfig, DrafterConfig):
+    """Loss of EAGLE-1; the layer's shape is the target's, its feed-forward width may differ.
+
+    token_weight: of the whole of `losses`, beside feature_weight.
+    """
 
     intermediate_size: int | None
     feature_weight: float
@@ -37,6 +41,7 @@ class EagleConfig(DrafterConfig):
     feature_noise: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ValueError(
                 "drafter.intermediate_size must be at least 1, or null for the target's, "
@@ -151,7 +156,7 @@ class Eagle(Drafter):
         return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Feature regression plus soft cross-entropy (equations 2 to 4 of the paper)."""
+        """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""
         inputs = features.final_hidden.to(self.dtype)
         if self.training and self.config.feature_noise:
             uniform = chance.uniform_like(inputs, batch.document)
@@ -167,6 +172,7 @@ class Eagle(Drafter):
         with torch.no_grad():
             target_probs = features.readout.logits(truth).float().softmax(-1)
         logits = self._logits(features.readout, predicted)
+        token_loss = self.config.token_loss(logits, target_probs, batch.tokens[rows, ahead])
         count = torch.tensor(len(rows), device=predicted.device)
         return {
             "feature": LossTerm(
@@ -174,7 +180,7 @@ class Eagle(Drafter):
             ),
             "depth_1": LossTerm(
                 self.config.token_weight,
-                losses.soft_cross_entropy(logits, target_probs).sum(),
+                token_loss.sum(),
                 count,
                 count_correct(logits.detach(), target_probs.argmax(-1)),
             ),

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain import losses
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
@@ -23,13 +22,14 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.eagle import EagleState, llama_shape
 from drafttrain.layers import MLP, Attention, RMSNorm, document_mask, rotation
+from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DrafterConfig):
+class Eagle3Config(TokenLossConfig, DrafterConfig):
     """Shape and loss of EAGLE-3; null takes the target's own value, or the usual layers."""
 
     layers: list[int] | None
@@ -40,6 +40,7 @@ class Eagle3Config(DrafterConfig):
     depth_decay: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"drafter.layers must be distinct, got {self.layers}")
         if self.intermediate_size is not None and self.intermediate_size < 1:
@@ -170,10 +171,10 @@ class Eagle3(Drafter):
         load_exactly(self, tensors)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Soft cross-entropy at every unrolled depth, weight decay**depth (section 3.2).
+        """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
 
         The target's law is renormalised over the draft vocabulary; positions whose most likely
-        token lies outside contribute zero and are counted.
+        token lies outside contribute zero and are counted. A hard label outside contributes zero.
         """
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
         hidden = self._fuse(features)[:, :-1]
@@ -183,6 +184,9 @@ class Eagle3(Drafter):
         rows, ahead = positions_to_predict(batch, 2)
         depth_allowed = batch.positions[rows, ahead] - 2  # deeper, the root lies before the text
         target_probs, choices, covered = self._target_law(features, rows, ahead - 1)
+        labels = batch.tokens[rows, ahead]
+        if self.vocab is not None:
+            labels = self.vocab.draft_ids[labels]
         past: list[tuple[Tensor, Tensor]] = []
         terms: Losses = {}
         for depth in range(steps):
@@ -198,7 +202,7 @@ class Eagle3(Drafter):
             known = depth_allowed >= depth
             used = known & covered
             logits = self.lm_head(self.norm(hidden[rows[used], ahead[used] - 2 - depth]))
-            loss = losses.soft_cross_entropy(logits, target_probs[used])
+            loss = self.config.token_loss(logits, target_probs[used], labels[used])
             terms[f"depth_{depth + 1}"] = LossTerm(
                 self.config.depth_decay**depth,
                 loss.sum(),

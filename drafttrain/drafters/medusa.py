@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain import losses
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
@@ -22,12 +21,13 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(TokenLossConfig, DrafterConfig):
     """Shape and loss of Medusa heads."""
 
     num_heads: int
@@ -35,6 +35,7 @@ class MedusaConfig(DrafterConfig):
     head_decay: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_heads < 1:
             raise ValueError(f"drafter.num_heads must be at least 1, got {self.num_heads}")
         if self.num_layers < 1:
@@ -105,14 +106,25 @@ class Medusa(Drafter):
                 head.weight.copy_(readout.head)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Hard cross-entropy of each head on the text's tokens, decayed by head (section 2.2)."""
+        """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
+
+        Laws are compared at the position before the token: head k at t meets the target's at t+1+k.
+        """
         hidden = features.final_hidden.to(self.dtype)
+        all_rows, all_ahead = positions_to_predict(batch, 2)
+        target_probs = None
+        if self.config.needs_target_probs:
+            with torch.no_grad():
+                truth = features.final_hidden[all_rows, all_ahead - 1]
+                target_probs = features.readout.logits(truth).float().softmax(-1)
         terms: Losses = {}
         for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
-            rows, ahead = positions_to_predict(batch, 2 + k)
+            known = batch.positions[all_rows, all_ahead] >= 2 + k
+            rows, ahead = all_rows[known], all_ahead[known]
             labels = batch.tokens[rows, ahead]
             logits = head(block(hidden[rows, ahead - 2 - k]))
-            loss = losses.hard_cross_entropy(logits, labels)
+            law = None if target_probs is None else target_probs[known]
+            loss = self.config.token_loss(logits, law, labels)
             terms[f"head_{k + 1}"] = LossTerm(
                 self.config.head_decay**k,
                 loss.sum(),
