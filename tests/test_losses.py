@@ -373,8 +373,9 @@ def test_eagle3_reads_hard_labels_in_its_own_vocabulary(target: Target) -> None:
 def test_training_compares_what_decoding_drafts_with_what_the_target_says(
     family: str, name: str, target: Target
 ) -> None:
-    values = {"losses": {name: 1.0}, "jsd_beta": BETA, "lk_eta": ETA}
-    drafter = random_drafter(family, target, **values)
+    values: dict[str, Any] = {"losses": {name: 1.0}, "jsd_beta": BETA, "lk_eta": ETA}
+    whole = {"draft_vocab_coverage": 1.0} if family == "eagle3" else {}
+    drafter = random_drafter(family, target, **values, **whole)
     tokens = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12]
     for ahead in (2, 7):
         mask = [[index == ahead for index in range(len(tokens))]]
