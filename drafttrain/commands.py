@@ -30,10 +30,16 @@ from drafttrain.config import (
 )
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
-from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_record, read_prompts
+from drafttrain.data.prompts import (
+    BUILTIN_PROMPTS,
+    load_prompts,
+    overlap_line,
+    overlap_record,
+    prompts_sha256,
+)
 from drafttrain.engine import build_engine
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.measure import PLAIN
+from drafttrain.evaluation.measure import PLAIN, skip_long
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
@@ -176,12 +182,12 @@ def evaluate(config: EvaluateConfig) -> None:
     """Measure a run's drafter in the whole speculative loop and write the report."""
     folder, settings, model = Path(config.run.dir), config.eval, config.model
     device = torch.device(choose_device(config.hardware))
-    source = settings.prompts or BUILTIN_PROMPTS
-    prompts, skipped = read_prompts(source, settings.prompts_per_task)
+    source = settings.source
+    prompts, skipped = load_prompts(source)
     # The record is of the embedded target's training text; of another's, nothing is known.
-    overlap = overlap_record(source) if model.embedded and not model.path else None
-    for line in [*skipped.lines(), overlap_line(overlap)]:
-        console.print(line)
+    file = BUILTIN_PROMPTS if source.embedded else source.path
+    ours = model.embedded and not model.path
+    overlap = overlap_record(file) if file is not None and ours else None
     drafter, checkpoint = load_drafter(folder, config.drafter, recorded_spec(folder))
     target, choice = load_target_to_decode(model, config.hardware, device)
     check_fingerprint(checkpoint, target.spec)
@@ -189,6 +195,9 @@ def evaluate(config: EvaluateConfig) -> None:
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(f"decoding in {how}")
+    prompts = skip_long(prompts, skipped, target, config.data.template, settings)
+    for line in [*skipped.lines(), overlap_line(overlap)]:
+        console.print(line)
     exact = target
     if settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_target(model, torch.float32, str(device))
@@ -209,7 +218,7 @@ def evaluate(config: EvaluateConfig) -> None:
         "threads": choice.threads,
         "device": str(device),
         "seed": config.run.seed,
-        "prompts": [prompt.id for prompt in prompts],
+        "prompts": prompts_sha256(prompts),
         "template": config.data.template,
     }
     report, _ = evaluate_drafter(
@@ -231,7 +240,9 @@ def evaluate(config: EvaluateConfig) -> None:
             "provenance": provenance(sys.argv[1:])
             | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
             "prompts": {
-                "source": settings.prompts or "the prompts of the package",
+                "source": source.describe(),
+                "sha256": prompts_sha256(prompts),
+                "task_by": source.task_by,
                 "num_prompts": len(prompts),
                 "skipped": skipped.to_dict(),
                 "overlap": overlap,

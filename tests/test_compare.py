@@ -21,7 +21,14 @@ from drafttrain.__main__ import main
 from drafttrain.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 from drafttrain.compare import CompareConfig, compare_runs, comparison_table
 from drafttrain.config import TrainConfig, compose, typed
-from drafttrain.report import Check, LosslessCheck, TimingInfo, build_report, certificate
+from drafttrain.report import (
+    Check,
+    LosslessCheck,
+    TimingInfo,
+    VerdictSettings,
+    build_report,
+    certificate,
+)
 from drafttrain.report.comparison_pages import (
     comparison_html,
     comparison_markdown,
@@ -120,6 +127,7 @@ def write_run(
         "notes": [],
         "resamples": 100,
         "seed": 0,
+        "verdict": VerdictSettings(1.05, None, "USD"),
     }
     report = build_report(measured, **{**arguments, **changes})
     place = folder / "evaluations" / evaluation

@@ -30,7 +30,11 @@ GROUPS = {
     if choices(group) and any(group in command_groups(command) for command in COMMANDS)
 }
 # What a choice cannot know.
-MUST_GIVE = {"data=jsonl": "data.path=talk.jsonl", "data=hub": "data.repo=owner/name"}
+MUST_GIVE = {
+    "data=jsonl": "data.path=talk.jsonl",
+    "data=hub": "data.repo=owner/name",
+    "eval=spec_bench": "eval.prompts=question.jsonl",
+}
 
 
 def overrides_with(group: str, choice: str) -> list[str]:

@@ -22,7 +22,7 @@ from drafttrain.export import ExportConfig, layout
 from drafttrain.export.card import CardData, model_card, read_run, served_as
 from drafttrain.export.vllm import Exported, export_vllm, read_back
 from drafttrain.readout import Readout
-from drafttrain.report import LosslessCheck, TimingInfo, build_report
+from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
 from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, TargetSpec
 
 FAMILIES = ("eagle3", "eagle", "medusa")
@@ -440,6 +440,7 @@ def evaluation() -> dict[str, Any]:
         notes=[],
         resamples=200,
         seed=0,
+        verdict=VerdictSettings(1.05, None, "USD"),
     )
 
 

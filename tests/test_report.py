@@ -19,12 +19,14 @@ from rich.console import Console
 from drafttrain.report import (
     LosslessCheck,
     TimingInfo,
+    VerdictSettings,
     build_report,
     summary_table,
     write_report,
 )
 from drafttrain.report.html import html
-from drafttrain.report.statistics import Resampling, collect, interval, repeated_tokens
+from drafttrain.report.repetition import repeated_tokens
+from drafttrain.report.statistics import Resampling, collect, interval
 from drafttrain.report.wording import estimate, speed
 from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, Sampling
 
@@ -53,11 +55,16 @@ def measured(
 ) -> PromptResult:
     """One measurement; `drafts`: (drafted, accepted); `seconds`: prefill, draft, verify, other."""
     passes = len(tokens) - 1 if drafts is None else len(drafts)
+    cycles, position = [], 1  # the prefill gives the token before
+    for drafted, accepted in drafts or []:
+        cycles.append((min(position, len(tokens) - 1), drafted, accepted))
+        position += accepted + 1
     stats = DecodeStats(
         counters(drafts or []),
         counters(untrimmed or drafts or []),
         passes,
         *seconds,
+        cycles,
     )
     return PromptResult(prompt_id, turn, task, method, block, 5, tokens, stats)
 
@@ -82,6 +89,7 @@ def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
         "notes": ["one note"],
         "resamples": RESAMPLING.resamples,
         "seed": RESAMPLING.seed,
+        "verdict": VerdictSettings(1.05, None, "USD"),
     }
     return build_report(results, **{**arguments, **changes})
 
@@ -442,7 +450,7 @@ def test_the_page_escapes_all_text_and_loads_nothing(tmp_path: Path):
     markdown = (tmp_path / "report.md").read_text()
     assert "<" not in markdown
     tables = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {8, 14}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {6, 8, 10, 14}
 
 
 @pytest.fixture(scope="module")

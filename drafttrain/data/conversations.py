@@ -260,7 +260,15 @@ def read_hub(config: HubConfig) -> tuple[Conversations, SkipReport]:
 def hub_records(config: HubConfig) -> Iterator[Record]:
     """Yield the rows of a data set as records."""
     try:
-        for number, row in enumerate(open_dataset(config)):
+        rows = open_dataset(
+            str(config.repo),
+            config.subset,
+            split=config.split,
+            revision=config.revision,
+            files=config.files,
+            streaming=config.streaming,
+        )
+        for number, row in enumerate(rows):
             yield f"{config.repo}:{config.split}[{number}]", record_of(row, config)
     except Unusable as error:
         raise ValueError(f"data.column: {error.reason} ({error.detail})") from None
@@ -273,22 +281,29 @@ def hub_records(config: HubConfig) -> Iterator[Record]:
         ) from error
 
 
-def open_dataset(config: HubConfig) -> Iterable[dict[str, Any]]:
+def open_dataset(
+    repo: str,
+    subset: str | None,
+    *,
+    split: str,
+    revision: str | None,
+    files: str | None = None,
+    streaming: bool = False,
+) -> Iterable[dict[str, Any]]:
     """Open one split; a directory may hold data files or what `save_to_disk` wrote."""
     import datasets
 
-    assert config.repo is not None
-    place = Path(config.repo).expanduser()
+    place = Path(repo).expanduser()
     if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(place))
-        return saved[config.split] if isinstance(saved, dict) else saved
+        return saved[split] if isinstance(saved, dict) else saved
     return datasets.load_dataset(
-        str(place) if place.exists() else config.repo,
-        config.subset,
-        data_files=config.files,
-        split=config.split,
-        revision=config.revision,
-        streaming=config.streaming,
+        str(place) if place.exists() else repo,
+        subset,
+        data_files=files,
+        split=split,
+        revision=revision,
+        streaming=streaming,
     )
 
 

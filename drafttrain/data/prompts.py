@@ -1,16 +1,16 @@
-"""Evaluation prompts: the embedded ones or a file, and how much of them training text holds."""
+"""Evaluation prompts, embedded or of a suite, and how much of them training text holds."""
 
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import file_records
 from drafttrain.data.records import Unusable, checked_text
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
 
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
@@ -30,45 +30,65 @@ class Prompt:
     licence: str | None = None
 
 
-def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
-    """Read a .jsonl file of prompts; at most the first `limit` of each task, None for all.
+def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
+    """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
 
-    A line is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
-    are any. Unusable lines are skipped, counted, and named by line. Raises ValueError when the
-    file is not there or nothing in it can be used.
+    A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
+    are any, or a row of a public suite as it is published. Unusable rows are skipped, counted, and
+    named by their place. Raises ValueError when the source is not there or nothing in it can be
+    used.
     """
-    file = Path(path).expanduser()
-    if limit is not None and limit < 1:
-        raise ValueError(f"the number of prompts per task must be at least 1, got {limit}")
-    if not file.is_file():
-        raise ValueError(
-            f"eval.prompts must name a file of prompts, got {path}, which is not one; a line of it "
-            'is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}'
-        )
     report = SkipReport(what="prompts")
     prompts: list[Prompt] = []
     seen: dict[str, str] = {}
     kept: dict[str, int] = {}
-    for where, record in file_records(file):
+    for number, (where, record) in enumerate(suite_records(source, BUILTIN_PROMPTS)):
         report.num_read += 1
         try:
             if isinstance(record, Unusable):
                 raise record
-            prompt = _prompt(record)
+            prompt = _prompt(in_our_spelling(record, number, source.task))
             if prompt.id in seen:
                 raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
         except Unusable as error:
             report.skip(error.reason, where, error.detail)
             continue
         seen[prompt.id] = where
+        if source.task_by == "category":
+            prompt = replace(prompt, task=prompt.category)
         kept[prompt.task] = kept.get(prompt.task, 0) + 1
-        if limit is None or kept[prompt.task] <= limit:
+        if source.limit is None or kept[prompt.task] <= source.limit:
             prompts.append(prompt)
     if not prompts:
         advice = "correct the lines named below" if report.counts else "give it some prompts"
-        what = f"eval.prompts={path} must hold usable prompts, got none"
-        raise NothingUsable(what, report, advice)
+        key, named = (
+            ("dataset", source.dataset) if source.path is None else ("prompts", source.path)
+        )
+        raise NothingUsable(
+            f"eval.{key}={named} must hold usable prompts, got none", report, advice
+        )
     return prompts, report
+
+
+def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
+    """Read a .jsonl file of prompts whose tasks are what its lines call tasks: see load_prompts."""
+    source = PromptSource(
+        path=str(path),
+        dataset=None,
+        subset=None,
+        split="",
+        revision=None,
+        task=None,
+        task_by="task",
+        limit=limit,
+    )
+    return load_prompts(source)
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Return the sha256 of what is decoded: ids, tasks and turns, in order."""
+    content = [[prompt.id, prompt.task, list(prompt.turns)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 
 
 def _prompt(record: Any) -> Prompt:

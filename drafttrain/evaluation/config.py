@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drafttrain.data.suites import PromptSource
 from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
+from drafttrain.report import VerdictSettings
 from drafttrain.types import Sampling
 
 RULES = ("lossless", "typical", "lenience")
@@ -15,7 +17,14 @@ class EvalConfig:
 
     name: str
     prompts: str | None
+    dataset: str | None
+    subset: str | None
+    split: str
+    revision: str | None
+    task: str | None
+    task_by: str
     prompts_per_task: int | None
+    skip_long_prompts: bool
     depth: int
     temperature: float
     top_k: int
@@ -38,6 +47,9 @@ class EvalConfig:
     depths: list[int]
     temperatures: list[float]
     batch_sizes: list[int]
+    marginal_speedup: float
+    price_per_hour: float | None
+    currency: str
 
     def __post_init__(self) -> None:
         _sampling("", self.temperature, self.top_k, self.top_p)
@@ -70,7 +82,26 @@ class EvalConfig:
             value = getattr(self, key)
             _require(key, 0 < value <= 1, "in (0, 1]", value)
         _require("stop_strings", all(self.stop_strings), "texts that are not empty", "''")
-        _ = self.draft_sampling
+        _ = self.draft_sampling, self.source, self.verdict  # they check what they are made of
+
+    @property
+    def source(self) -> PromptSource:
+        """Where the prompts come from."""
+        return PromptSource(
+            path=self.prompts,
+            dataset=self.dataset,
+            subset=self.subset,
+            split=self.split,
+            revision=self.revision,
+            task=self.task,
+            task_by=self.task_by,
+            limit=self.prompts_per_task,
+        )
+
+    @property
+    def verdict(self) -> VerdictSettings:
+        """When a speedup is worth having, and what the machine costs."""
+        return VerdictSettings(self.marginal_speedup, self.price_per_hour, self.currency)
 
     @property
     def sampling(self) -> Sampling:

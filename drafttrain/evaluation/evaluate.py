@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from drafttrain.data.prompts import Prompt
+from drafttrain.decode.footprint import extra_memory
 from drafttrain.decode.loop import is_lossless, rule_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
@@ -140,6 +141,8 @@ def evaluate_drafter(
         timing=timing,
         resamples=config.resamples,
         seed=seed,
+        verdict=config.verdict,
+        memory=extra_memory(parts.target, timed),
         **report_settings,
     )
     for journal in journals:

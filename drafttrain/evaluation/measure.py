@@ -8,6 +8,7 @@ from drafttrain.chance import SeededChance
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
+from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
@@ -51,26 +52,61 @@ def check_settings(
 
     The drafter may not be able to draft as deep, the target's context may be too short.
     """
-    deepest = max(config.every_depth)
     try:
-        check_depth(drafter, deepest)
+        check_depth(drafter, max(config.every_depth))
     except ValueError as error:
         raise ValueError(f"eval.{error}") from None
-    room = target.spec.max_positions - config.max_new_tokens - deepest
     for prompt in prompts:
-        # Later turns carry the answers before them, each at its longest.
-        tokens = first_turn(prompt, target, template)
-        needed = len(tokens) + sum(
-            len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
-            for turn in prompt.turns[1:]
-        )
-        if needed > room:
+        complaint = too_long(prompt, target, template, config)
+        if complaint:
             raise ValueError(
-                f"eval.prompts: {prompt.id} may need {needed} tokens before its last answer, but "
-                f"{target.spec.name} has {target.spec.max_positions} positions and "
-                f"eval.max_new_tokens={config.max_new_tokens}, eval.depth={deepest} leave "
-                f"{room}; shorten the prompt or lower eval.max_new_tokens"
+                f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
+                "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
             )
+
+
+def too_long(prompt: Prompt, target: Target, template: str, config: EvalConfig) -> str:
+    """Return why a prompt may not fit the target's context, or nothing where it fits."""
+    deepest = max(config.every_depth)
+    room = target.spec.max_positions - config.max_new_tokens - deepest
+    # Later turns carry the answers before them, each at its longest.
+    needed = len(first_turn(prompt, target, template)) + sum(
+        len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
+        for turn in prompt.turns[1:]
+    )
+    if needed <= room:
+        return ""
+    return (
+        f"may need {needed} tokens before its last answer, but {target.spec.name} has "
+        f"{target.spec.max_positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
+        f"eval.depth={deepest} leave {room}"
+    )
+
+
+def skip_long(
+    prompts: Sequence[Prompt],
+    report: SkipReport,
+    target: Target,
+    template: str,
+    config: EvalConfig,
+) -> list[Prompt]:
+    """Return the prompts that fit the target's context; count the others in `report`.
+
+    All of them where `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
+    """
+    if not config.skip_long_prompts:
+        return list(prompts)
+    fitting = []
+    for prompt in prompts:
+        complaint = too_long(prompt, target, template, config)
+        if complaint:
+            report.skip("too long for the target's context", prompt.id, complaint)
+        else:
+            fitting.append(prompt)
+    if not fitting:
+        what = f"eval.prompts must hold prompts that fit {target.spec.name}, got none"
+        raise NothingUsable(what, report, "shorten them, or lower eval.max_new_tokens")
+    return fitting
 
 
 def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:

@@ -4,14 +4,17 @@ from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_rep
 from drafttrain.report.certificate import Check, certificate, certificate_rows
 from drafttrain.report.sweep import sweep_point, sweep_table
 from drafttrain.report.tables import Table
+from drafttrain.report.verdict import ExtraMemory, VerdictSettings
 from drafttrain.report.write import summary_table, write_report
 
 __all__ = [
     "Check",
+    "ExtraMemory",
     "LosslessCheck",
     "Report",
     "Table",
     "TimingInfo",
+    "VerdictSettings",
     "build_report",
     "certificate",
     "certificate_rows",

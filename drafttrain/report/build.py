@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from drafttrain.report.definitions import definitions
-from drafttrain.report.rows import Row, method_row, plain_row
+from drafttrain.report.definitions import definitions, verdict_definition
+from drafttrain.report.rows import method_row, plain_row
 from drafttrain.report.statistics import (
     NGRAM,
     PLAIN,
@@ -18,8 +18,15 @@ from drafttrain.report.statistics import (
     speedup_difference,
 )
 from drafttrain.report.tables import Table
+from drafttrain.report.verdict import (
+    ExtraMemory,
+    VerdictSettings,
+    handicap,
+    headline,
+    verdicts_of,
+)
 from drafttrain.report.wording import between, number
-from drafttrain.types import PromptResult, Sampling
+from drafttrain.types import Counters, PromptResult, Sampling
 
 SCHEMA_VERSION = 2
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio
@@ -73,13 +80,15 @@ def build_report(
     notes: Sequence[str],
     resamples: int,
     seed: int,
+    verdict: VerdictSettings,
+    memory: ExtraMemory | None = None,
 ) -> Report:
     """Return everything a report says, as what JSON can hold: no NaN, no infinity.
 
     `results` has every prompt, turn and block by every method; `drafter` is the method whose rows
     head the report, all others but the plain loop stand under `methods`. `tables` are shown beside
-    the report's own. Intervals are by
-    bootstrap, with so many `resamples` drawn from `seed`. Raises ValueError when the results
+    the report's own. Intervals are by bootstrap, with so many `resamples` drawn from `seed`.
+    `memory` is what the drafter takes, where that is known. Raises ValueError when the results
     cannot be compared as pairs.
     """
     totals = collect(results)
@@ -96,8 +105,11 @@ def build_report(
             f"the results have {blocks}"
         )
     resampling = Resampling(resamples, seed)
+    ngram = totals.get(NGRAM)
     rows = {
-        method: _method(totals[method], plain, depth, resampling)
+        method: _method(
+            totals[method], plain, depth, resampling, None if method == NGRAM else ngram
+        )
         for method in totals
         if method != PLAIN
     }
@@ -127,11 +139,15 @@ def build_report(
         "prompts": dict(prompts),
         "notes": list(notes),
         "measurements": _measurements(totals),
-        "definitions": definitions(resamples),
+        "definitions": {
+            **definitions(resamples),
+            "verdicts": verdict_definition(verdict.marginal_speedup),
+        },
         "provenance": dict(provenance),
     }
-    report["verdict"] = _verdict(report)
     report["flags"] = _flags(report, totals, sampling, timing)
+    report["verdicts"] = verdicts_of(report, _longest(totals[drafter]), verdict, memory)
+    report["verdict"] = headline(report)
     return {key: _plain_value(value) for key, value in report.items()}
 
 
@@ -142,11 +158,18 @@ def _by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
     return tasks
 
 
-def _method(totals: Totals, plain: Totals, depth: int, resampling: Resampling) -> dict[str, Any]:
-    mine, theirs = _by_task(totals), _by_task(plain)
+def _method(
+    totals: Totals, plain: Totals, depth: int, resampling: Resampling, ngram: Totals | None
+) -> dict[str, Any]:
+    mine, theirs, lookup = _by_task(totals), _by_task(plain), _by_task(ngram or {})
+    everything = list(totals.values()), list(plain.values()), depth, resampling
+    tasks = {
+        task: method_row(mine[task], theirs[task], depth, resampling, lookup.get(task))
+        for task in mine
+    }
     return {
-        "summary": method_row(list(totals.values()), list(plain.values()), depth, resampling),
-        "tasks": {task: method_row(mine[task], theirs[task], depth, resampling) for task in mine},
+        "summary": method_row(*everything, None if ngram is None else list(ngram.values())),
+        "tasks": tasks,
     }
 
 
@@ -186,16 +209,10 @@ def _beats_ngram(totals: dict[str, Totals], drafter: str, resampling: Resampling
     return {**answer, "statement": f"{words}: speedup difference {number(value)}, {which}."}
 
 
-def _verdict(report: Report) -> str:
-    speedup, drafter = report["summary"]["speedup"], report["drafter"]
-    value, ci95 = speedup["value"], speedup["ci95"]
-    if value is None:
-        return f"No speedup could be computed for {drafter} on {report['target']}."
-    times = f"{report['target']} decodes {number(value)} times as fast with {drafter} as alone"
-    if ci95 is None:
-        return f"{times}, from a single prompt and so without an interval."
-    sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
-    return f"{times} (95 % interval {between(ci95)}){sure}."
+def _longest(totals: Totals) -> dict[str, int]:
+    """Return the positions of the longest turn, in all and by task."""
+    groups = {"all": list(totals.values()), **_by_task(totals)}
+    return {name: max(p.num_positions for p in prompts) for name, prompts in groups.items()}
 
 
 def _flags(
@@ -205,7 +222,7 @@ def _flags(
     flags = []
     for method, rows in drafted.items():
         for name, row in {"all": rows["summary"], **rows["tasks"]}.items():
-            text = "" if method == PLAIN else _handicap(row)
+            text = "" if method == PLAIN else handicap(row)
             if text:
                 flags.append(
                     {"kind": "handicapped_baseline", "row": f"{method}: {name}", "text": text}
@@ -234,16 +251,6 @@ def _flags(
     return flags
 
 
-def _handicap(row: Row) -> str:
-    ci95, length = row["speedup"]["ci95"], row["acceptance_length"]["micro"]
-    if ci95 is None or length is None or ci95[0] <= length:
-        return ""
-    return (
-        f"speedup is at least {number(ci95[0])} but acceptance length is {number(length)}: the "
-        f"plain loop was handicapped"
-    )
-
-
 def _measurements(totals: dict[str, Totals]) -> list[dict[str, Any]]:
     """Return one entry per prompt and method: enough to compute every summary again."""
     return [
@@ -256,11 +263,25 @@ def _measurements(totals: dict[str, Totals]) -> list[dict[str, Any]]:
             "num_drafts": prompt.trimmed.num_drafts,
             "num_draft_tokens": prompt.trimmed.num_draft_tokens,
             "num_accepted_tokens": prompt.trimmed.num_accepted_tokens,
+            "num_repeated_tokens": prompt.num_repeated_tokens,
+            "outside_repetition": _counts(prompt.outside),
             "seconds": asdict(prompt.seconds),
         }
         for method, prompts in totals.items()
         for prompt in prompts.values()
     ]
+
+
+def _counts(outside: tuple[Counters, int] | None) -> dict[str, int] | None:
+    if outside is None:
+        return None
+    counters, num_target_passes = outside
+    return {
+        "num_target_passes": num_target_passes,
+        "num_drafts": counters.num_drafts,
+        "num_draft_tokens": counters.num_draft_tokens,
+        "num_accepted_tokens": counters.num_accepted_tokens,
+    }
 
 
 def _plain_value(value: Any) -> Any:

@@ -36,6 +36,17 @@ DEFINITIONS: dict[str, str] = {
     "by all methods in turn; repeats: how many blocks timed each prompt, at the least.",
     "repetition_rate": "Share of output tokens that end a run of 4 tokens which stood earlier in "
     "the same output: text in loops is easy to draft.",
+    "outside_repetition": "Acceptance over the drafts that began where the text does not repeat "
+    "itself: their first position does not end a run of 4 tokens which stood earlier in the same "
+    "output (text copied from the prompt is not repetition). A position's kind depends on the text "
+    "alone, not on who drafted it. share_of_drafts: the drafts that are left.",
+    "acceptance_length_difference_to_ngram": "Acceptance length minus that of prompt lookup "
+    "(ngram), paired by prompt; all_text: of all drafts, outside_repetition: of those that began "
+    "outside repetition. Passes in which prompt lookup found nothing to propose are no drafts, "
+    "which flatters it; a method without any draft has length 1.",
+    "tokens_per_pass_difference_to_ngram": "The same of 1 + accepted / target passes, those in "
+    "which a method proposed nothing counted as the one token that they yield: what a drafter is "
+    "worth where it is used throughout.",
     "outputs_differing": "Turns whose output is not, token for token, that of the plain loop in "
     "the timing dtype, out of how many; under sampling they may differ, their law may not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
@@ -46,6 +57,12 @@ DEFINITIONS: dict[str, str] = {
     "is not always the dtype of the timing.",
     "beats_ngram": "Speedup of the drafter minus speedup of prompt lookup (ngram), paired by "
     "prompt: a drafter that does not beat it has learned nothing worth its weights.",
+    "money": "Price per hour over output tokens per hour, for a million of them: of one stream of "
+    "batches as they were measured. A server that runs larger batches pays less per token, with "
+    "and without a drafter. saving: share of the plain price that speculation saves.",
+    "extra_memory": "Bytes besides the target's: the drafter's own weights, and its KV cache at "
+    "num_positions, the longest prompt and output measured, times the rows of a batch. The "
+    "target's cache is as large without a drafter, but for the drafted tokens.",
     "flags": "Rows to distrust: such as a speedup whose lower bound exceeds its acceptance length, "
     "which means that the plain loop was handicapped.",
 }
@@ -89,3 +106,14 @@ REUSED = (
 def comparison_definitions(resamples: int) -> dict[str, str]:
     """Return the definitions of a comparison: its own, and those it shares with a report."""
     return {**{key: definitions(resamples)[key] for key in REUSED}, **COMPARED}
+
+
+def verdict_definition(marginal_speedup: float) -> str:
+    """Return what the verdicts of one report mean."""
+    return (
+        f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
+        "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
+        "whose plain loop was handicapped. unknown: nothing was timed. Where a sweep measured "
+        "other depths too, each verdict is on the fastest of several depths, chosen on the prompts "
+        "it is judged by, which flatters it a little."
+    )

@@ -5,8 +5,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drafttrain.report import plots, wording
-from drafttrain.report.markdown import methods_of
+from drafttrain.report.markdown import methods_of, money_cells
 from drafttrain.report.statistics import PLAIN
+from drafttrain.report.verdict import bill
 
 
 def html(report: dict[str, Any]) -> str:
@@ -38,6 +39,8 @@ def html(report: dict[str, Any]) -> str:
             "speed": plots.speed_plot(rows, drafter) if timed else None,
         },
         words=wording,
+        bill=bill(report["verdicts"]["all"]),
+        money_cells=money_cells,
         widest=_widest(rows[drafter]),
     )
 

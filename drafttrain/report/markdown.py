@@ -10,6 +10,8 @@ from drafttrain.report.wording import (
     NOTHING,
     estimate,
     flat,
+    memory,
+    money,
     number,
     percent,
     positions,
@@ -61,6 +63,81 @@ def measured_table(report: dict[str, Any]) -> list[str]:
             ]
             for name, row in rows.items()
         ]
+        lines += [f"**{escaped(method)}**", "", *table(columns, cells), ""]
+    return lines
+
+
+def verdict_table(report: dict[str, Any]) -> list[str]:
+    """Return the verdict by task: what to do, what it brings, what it costs."""
+    verdicts = report["verdicts"]
+    columns = ["task", "verdict", "depth", "speedup [95 %]", "acceptance rate"]
+    priced = any(verdict["money"] for verdict in verdicts.values())
+    sized = any(verdict["extra_memory"] for verdict in verdicts.values())
+    if priced:
+        currency = escaped(verdicts["all"]["money"]["currency"])
+        columns += [f"{currency} per million tokens, plain", "drafted", "saving [95 %]"]
+    if sized:
+        columns.append("extra memory")
+    cells = []
+    for name, verdict in verdicts.items():
+        line = [
+            escaped(name),
+            verdict["decision"],
+            str(verdict["depth"]),
+            estimate(verdict["speedup"]),
+            number(verdict["acceptance_rate"]),
+        ]
+        if priced:
+            line += money_cells(verdict)
+        if sized:
+            line.append(memory(verdict["extra_memory"]["total_bytes"]))
+        cells.append(line)
+    return table(columns, cells)
+
+
+def money_cells(verdict: dict[str, Any]) -> list[str]:
+    """Return the price per million tokens, plain and drafted, and the saving with its interval."""
+    cost = verdict["money"]
+    if cost is None:
+        return [NOTHING] * 3
+    saving, ci95 = percent(cost["saving"]["value"]), cost["saving"]["ci95"]
+    bounds = "" if ci95 is None else f" [{percent(ci95[0])}, {percent(ci95[1])}]"
+    return [*map(money, cost["per_million_tokens"].values()), saving + bounds]
+
+
+def repetition_table(report: dict[str, Any]) -> list[str]:
+    """Return acceptance outside repetition, every method, and its difference to prompt lookup."""
+    columns = [
+        "task",
+        "text repeats",
+        "acceptance length outside [95 %]",
+        "rate outside",
+        "share of drafts",
+        "length less ngram's [95 %]",
+        "the same outside",
+        "tokens per pass less ngram's [95 %]",
+        "the same outside",
+    ]
+    lines: list[str] = []
+    for method, rows in methods_of(report).items():
+        cells = []
+        for name, row in rows.items():
+            outside = row["outside_repetition"]
+            beside = [
+                estimate(row[f"{what}_difference_to_ngram"][where])
+                for what in ("acceptance_length", "tokens_per_pass")
+                for where in ("all_text", "outside_repetition")
+            ]
+            cells.append(
+                [
+                    escaped(name),
+                    percent(row["repetition_rate"]),
+                    estimate({"value": outside["acceptance_length"], "ci95": outside["ci95"]}),
+                    number(outside["acceptance_rate"]),
+                    percent(outside["share_of_drafts"]),
+                    *beside,
+                ]
+            )
         lines += [f"**{escaped(method)}**", "", *table(columns, cells), ""]
     return lines
 
@@ -135,9 +212,16 @@ def markdown(report: dict[str, Any]) -> str:
         f"{escaped(timing['device'])}, {timing['threads']} threads, "
         f"{timing['blocks']} interleaved blocks, each prompt in {timing['repeats']} of them.",
         "",
+        "## Verdict",
+        "",
+        *verdict_table(report),
+        "",
         "## Measured",
         "",
         *measured_table(report),
+        "## Outside repetition, and beside prompt lookup",
+        "",
+        *repetition_table(report),
         f"## Counters and times, {escaped(report['drafter'])}",
         "",
         *counts_table(report),

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from drafttrain.report.lengths import differences, outside_row
 from drafttrain.report.statistics import (
     PromptTotals,
     Resampling,
     acceptance_length,
     ratio,
-    repeated_tokens,
     speed,
     speedup,
 )
@@ -33,9 +33,11 @@ def method_row(
     plain: Sequence[PromptTotals],
     depth: int,
     resampling: Resampling,
+    ngram: Sequence[PromptTotals] | None,
 ) -> Row:
     """Return every number of a drafting method beside plain decoding of the same prompts.
 
+    ngram: prompt lookup on the same prompts; None where it is the method itself, or not there.
     Rates per position have `depth` entries. What has nothing to be computed from is None.
     """
     counters = sum((prompt.trimmed for prompt in prompts), Counters())
@@ -68,6 +70,8 @@ def method_row(
         "predicted_speedup": _predicted(prompts, counters, times, plain_times),
         "time_ms": times,
         "repetition_rate": _repetition(prompts),
+        "outside_repetition": outside_row(prompts, resampling),
+        **differences(prompts, ngram, resampling),
         "outputs_differing": {
             "num": sum(mine != theirs for mine, theirs in outputs),
             "of": len(outputs),
@@ -114,7 +118,7 @@ def _times(prompts: Sequence[PromptTotals]) -> dict[str, float | None]:
 
 
 def _repetition(prompts: Sequence[PromptTotals]) -> float | None:
-    repeated = sum(repeated_tokens(output) for prompt in prompts for output in prompt.outputs)
+    repeated = sum(prompt.num_repeated_tokens for prompt in prompts)
     return ratio(repeated, sum(prompt.num_output_tokens for prompt in prompts))
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from scipy.stats import DegenerateDataWarning, bootstrap
 
+from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.types import Counters, PromptResult
 
 PLAIN = "autoregressive"
 NGRAM = "ngram"
 CONFIDENCE = 0.95
-REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 
 Interval = list[float]
 Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
@@ -59,6 +59,10 @@ class PromptTotals:
     seconds: Seconds
     block_seconds: dict[int, float]
     num_unstable_turns: int
+    # Of `trimmed` and the target passes, what began outside repetition; None: cycles not recorded.
+    outside: tuple[Counters, int] | None
+    num_repeated_tokens: int
+    num_positions: int  # of the longest turn, prompt and output together
 
     @property
     def num_output_tokens(self) -> int:
@@ -140,18 +144,24 @@ def _totals(key: Key, cells: dict[tuple[int, int], PromptResult]) -> PromptTotal
             any(result.tokens != results[0].tokens for result in results)
             for results in turns.values()
         ),
+        outside=_outside(first),
+        num_repeated_tokens=sum(repeated_tokens(result.tokens) for result in first),
+        num_positions=max(result.num_prompt_tokens + len(result.tokens) for result in first),
     )
 
 
-def repeated_tokens(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> int:
-    """Return how many tokens end an n-gram that stood earlier in the same sequence."""
-    seen: set[tuple[int, ...]] = set()
-    repeated = 0
-    for end in range(length, len(tokens) + 1):
-        gram = tuple(tokens[end - length : end])
-        repeated += gram in seen
-        seen.add(gram)
-    return repeated
+def _outside(results: Sequence[PromptResult]) -> tuple[Counters, int] | None:
+    """Return what began outside repetition; None where an engine did not record its cycles."""
+    total, num_target_passes = Counters(), 0
+    for result in results:
+        cycles, counters = result.stats.cycles, result.stats.trimmed
+        if counters.num_drafts and not cycles:
+            return None
+        drafted = sum(num_draft_tokens for _, num_draft_tokens, _ in cycles)
+        assert drafted == counters.num_draft_tokens, "the cycles are those of the trimmed counters"
+        here, passes = outside_repetition(result.tokens, cycles)
+        total, num_target_passes = total + here, num_target_passes + passes
+    return total, num_target_passes
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:

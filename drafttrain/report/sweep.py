@@ -36,7 +36,7 @@ def sweep_point(
             if task is None or mine.task == task
         ]
         mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
-        return method_row(mine, theirs, depth, resampling)
+        return method_row(mine, theirs, depth, resampling, None)
 
     tasks = sorted({prompt.task for prompt in plain.values()})
     return {

@@ -24,6 +24,19 @@ def percent(value: Number | None) -> str:
     return NOTHING if value is None else f"{100 * value:.0f} %"
 
 
+def money(value: Number | None) -> str:
+    """Return an amount: in hundredths, or in thousandths where it is below one."""
+    return number(value, 3 if value is not None and abs(value) < 1 else 2)
+
+
+def memory(num_bytes: Number | None) -> str:
+    """Return bytes in MiB, or GiB from one on."""
+    if num_bytes is None:
+        return NOTHING
+    large = num_bytes >= 2**30
+    return f"{number(num_bytes / (2**30 if large else 2**20), 1)} {'GiB' if large else 'MiB'}"
+
+
 def between(interval: Sequence[Number] | None) -> str:
     """Return the bounds of an interval in words."""
     return NOTHING if interval is None else f"{number(interval[0])} to {number(interval[1])}"

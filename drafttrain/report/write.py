@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drafttrain.report.markdown import markdown, methods_of
+from drafttrain.report.verdict import bill, grouped
 from drafttrain.report.wording import estimate, number, positions, speed
 
 
@@ -52,7 +53,9 @@ def write_texts(texts: Mapping[str, str], folder: Path) -> None:
 def summary_table(report: dict[str, Any]) -> Table:
     """Return what the terminal shows: rows by task and in all, prompt lookup, losslessness."""
     drafter = report["drafter"]
-    caption = [report["verdict"], report["beats_ngram"]["statement"]]
+    verdicts = report["verdicts"]
+    caption = [report["verdict"], *grouped(verdicts), *bill(verdicts["all"])]
+    caption += [report["beats_ngram"]["statement"]]
     caption += [f"Lossless: {report['lossless']['statement']}."]
     caption += [f"Flag: {flag['row']}: {flag['text']}." for flag in report["flags"]]
     table = Table(

@@ -1,0 +1,149 @@
+"""Suites of prompts: where they are read from, and rows of the public ones in our own spelling."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.data.conversations import Record, file_records, open_dataset
+from drafttrain.data.records import Unusable, first
+
+TASK_BY = ("task", "category")
+EMBEDDED = "embedded"  # the data set that comes with the package
+# The categories of MT-bench; Spec-Bench has them beside its own five.
+MT_BENCH = {
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSource:
+    """Which prompts to read: those of a local file, else of a data set."""
+
+    path: str | None
+    dataset: str | None  # EMBEDDED, an id on the Hugging Face Hub, or a directory
+    subset: str | None
+    split: str
+    revision: str | None
+    task: str | None  # of rows that name none
+    task_by: str  # task or category: which of the two names a row's group in the report
+    limit: int | None  # prompts per task, the first ones
+
+    def __post_init__(self) -> None:
+        if self.path is None and self.dataset is None:
+            raise ValueError(
+                "eval.prompts must name a file of prompts, or eval.dataset a data set ("
+                f"{EMBEDDED}: those of the package), got null for both; Spec-Bench, which is on no "
+                "Hub, is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
+            )
+        if self.task_by not in TASK_BY:
+            raise ValueError(f"eval.task_by must be task or category, got {self.task_by!r}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"eval.prompts_per_task must be at least 1, got {self.limit}")
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the prompts are those that come with the package."""
+        return self.path is None and self.dataset == EMBEDDED
+
+    def describe(self) -> str:
+        """Return where the prompts come from, for reports and messages."""
+        if self.embedded:
+            return "the prompts of the package"
+        if self.path is not None:
+            return self.path
+        subset = f" ({self.subset})" if self.subset else ""
+        return f"{self.dataset}{subset}, split {self.split}, revision {self.revision or 'newest'}"
+
+
+def suite_records(source: PromptSource, embedded: Path) -> Iterator[Record]:
+    """Yield the rows of a source as (where it stands, what it holds), broken ones as `Unusable`.
+
+    Raises ValueError when there is no such file, or no such data set within reach.
+    """
+    if source.path is None and not source.embedded:
+        yield from _dataset_records(source)
+        return
+    file = Path(source.path or embedded).expanduser()
+    if not file.is_file():
+        raise ValueError(
+            f"eval.prompts must name a file of prompts, got {source.path}, which is not one; a "
+            'line of it is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}, or a row of '
+            "Spec-Bench, MT-bench, GSM8K, HumanEval or MBPP as they are published"
+        )
+    yield from file_records(file)
+
+
+def _dataset_records(source: PromptSource) -> Iterator[Record]:
+    try:
+        rows = open_dataset(
+            str(source.dataset), source.subset, split=source.split, revision=source.revision
+        )
+        for number, row in enumerate(rows):
+            yield f"{source.dataset}:{source.split}[{number}]", dict(row)
+    except Exception as error:  # every library below has its own errors for "not there"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"eval.dataset must name a data set that can be read, got {source.dataset} (split "
+            f"{source.split}): {reason}; without access to the Hub, download it elsewhere and give "
+            "its rows as eval.prompts=FILE.jsonl, or its directory as eval.dataset=DIRECTORY"
+        ) from error
+
+
+def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
+    """Return a row with `id`, `task`, `category` and `turns`, whichever suite published it.
+
+    The suite is recognised by its keys; a row of none of them comes back as it is. `number` is the
+    row's place, for suites without ids; `task` is the task of rows that name none.
+    """
+    if not isinstance(record, dict) or {"id", "turns"} <= record.keys():
+        return record if not isinstance(record, dict) else _with_task(record, task)
+    if {"question_id", "category", "turns"} <= record.keys():
+        return _question(record, record["question_id"], record["turns"])
+    if {"prompt_id", "category", "prompt"} <= record.keys():
+        return _question(record, record["prompt_id"], record["prompt"])
+    if {"task_id", "test_list"} <= record.keys():
+        return _with_task(_mbpp(record, task), task)
+    if {"task_id", "prompt"} <= record.keys():
+        own = {"id": record["task_id"], "turns": [record["prompt"]]}
+        return _with_task({**own, "reference": record.get("canonical_solution")}, task)
+    if {"question", "answer"} <= record.keys():
+        own = {"id": f"{task}_{number}", "turns": [record["question"]]}
+        return _with_task({**own, "reference": record["answer"]}, task)
+    return _with_task(record, task)
+
+
+def _with_task(record: dict[str, Any], task: str | None) -> dict[str, Any]:
+    return {**record, "task": task} if record.get("task") is None else record
+
+
+def _question(record: dict[str, Any], number: Any, turns: Any) -> dict[str, Any]:
+    """Return a question of MT-bench or of Spec-Bench, which files MT-bench's under their own."""
+    category = str(record["category"])
+    within = category in MT_BENCH
+    return {
+        "id": f"question_{number}",
+        "task": "mt_bench" if within else category,
+        "category": f"mt_bench/{category}" if within else category,
+        "turns": turns,
+        "reference": record.get("reference"),
+    }
+
+
+def _mbpp(record: dict[str, Any], task: str | None) -> dict[str, Any]:
+    """Return a problem of MBPP (full: `text`, sanitized: `prompt`) with the tests it must pass.
+
+    The tests are part of the prompt, as in the paper (Austin et al. 2021): they name the function.
+    """
+    words, tests = first(record, "text", "prompt"), record["test_list"]
+    if not isinstance(words, str) or not words.strip():
+        raise Unusable("an empty prompt", "neither text nor prompt")
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise Unusable("tests are not a list", type(tests).__name__)
+    lines = [words, "Your code should satisfy these tests:", *tests]
+    prompt = "\n".join(lines) if tests else words
+    return {
+        "id": f"{task}_{record['task_id']}",
+        "turns": [prompt],
+        "reference": record.get("code"),
+    }

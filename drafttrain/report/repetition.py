@@ -1,0 +1,47 @@
+"""Which tokens of an output repeat it, and what a drafter got accepted where nothing repeats."""
+
+from collections.abc import Sequence
+
+from drafttrain.types import Counters
+
+REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
+
+
+def repeats(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> list[bool]:
+    """Return for each token whether it ends an n-gram that stood earlier in the same sequence.
+
+    A property of the text alone: whoever drafted it, the same positions repeat.
+    """
+    seen: set[tuple[int, ...]] = set()
+    flags = [False] * min(len(tokens), length - 1)
+    for end in range(length, len(tokens) + 1):
+        gram = tuple(tokens[end - length : end])
+        flags.append(gram in seen)
+        seen.add(gram)
+    return flags
+
+
+def repeated_tokens(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> int:
+    """Return how many tokens end an n-gram that stood earlier in the same sequence."""
+    return sum(repeats(tokens, length))
+
+
+def outside_repetition(
+    tokens: Sequence[int], cycles: Sequence[tuple[int, int, int]]
+) -> tuple[Counters, int]:
+    """Count the drafts, and the target passes, that began where the output does not repeat itself.
+
+    cycles: (output position of the cycle's first token, drafted, accepted), the latter two trimmed
+    as in `Counters`; a cycle without drafted tokens is a pass and no draft. A cycle is outside
+    repetition when the token at its first position does not end a 4-gram that stood earlier in the
+    output.
+    """
+    flags = repeats(tokens)
+    counters, num_target_passes = Counters(), 0
+    for position, num_draft_tokens, num_accepted_tokens in cycles:
+        if flags[position]:
+            continue
+        num_target_passes += 1
+        if num_draft_tokens:
+            counters.add(num_draft_tokens, num_accepted_tokens)
+    return counters, num_target_passes
