@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drafttrain.data.suites import PromptSource
 from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
@@ -144,6 +145,13 @@ class EvalConfig:
             for size in self.batch_sizes or [self.batch_size]
         ]
         return [base, *(point for point in every if point != base)]
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What a measurement depends on: what else is set here only says how it is reported."""
+        reported = ["name", "resamples", "certify", "lossless_prompts", "temperatures"]
+        reported += ["batch_sizes", "marginal_speedup", "price_per_hour", "currency"]
+        return {key: value for key, value in vars(self).items() if key not in reported}
 
     @property
     def sweeps(self) -> bool:

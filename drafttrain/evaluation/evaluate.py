@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def evaluate_drafter(
         journal = Journal(
             folder,
             f"temperature{temperature:g}-batch{batch_size}",
-            {**conditions, "config": asdict(config), "depths": config.every_depth},
+            {**conditions, **config.conditions, "references": list(parts.references)},
         )
         if journal.num_known:
             console.print(f"going on: {journal.num_known} batches of prompts were measured before")

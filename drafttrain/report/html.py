@@ -4,7 +4,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from drafttrain.report import plots, wording
+from drafttrain.report import plots, sweep_plots, wording
 from drafttrain.report.markdown import methods_of, money_cells
 from drafttrain.report.statistics import PLAIN
 from drafttrain.report.verdict import bill
@@ -37,6 +37,7 @@ def html(report: dict[str, Any]) -> str:
             if plain["num_target_passes"]
             else None,
             "speed": plots.speed_plot(rows, drafter) if timed else None,
+            **_sweep(report["sweep"]),
         },
         words=wording,
         bill=bill(report["verdicts"]["all"]),
@@ -50,4 +51,13 @@ def _widest(rows: dict[str, Any]) -> dict[str, float]:
     return {
         "length": max(row["acceptance_length"]["micro"] or 0.0 for row in rows.values()) or 1.0,
         "speedup": max(row["speedup"]["value"] or 0.0 for row in rows.values()) or 1.0,
+    }
+
+
+def _sweep(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the plots of a sweep, where more than one depth or batch was measured."""
+    several = {key: len({point[key] for point in points}) > 1 for key in ("depth", "batch_size")}
+    return {
+        "by_depth": sweep_plots.depth_plot(points) if several["depth"] else None,
+        "by_batch": sweep_plots.batch_plot(points) if several["batch_size"] else None,
     }
