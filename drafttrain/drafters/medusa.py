@@ -24,6 +24,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class MedusaConfig(DrafterConfig):
 
     num_heads: int
     num_layers: int
+    fc_bias: bool
+    shared_head: bool
+    logit_scale: float
     head_decay: float
 
     def __post_init__(self) -> None:
@@ -39,6 +43,8 @@ class MedusaConfig(DrafterConfig):
             raise ValueError(f"drafter.num_heads must be at least 1, got {self.num_heads}")
         if self.num_layers < 1:
             raise ValueError(f"drafter.num_layers must be at least 1, got {self.num_layers}")
+        if not self.logit_scale > 0:
+            raise ValueError(f"drafter.logit_scale must be above 0, got {self.logit_scale}")
         if not 0 < self.head_decay <= 1:
             raise ValueError(f"drafter.head_decay must be in (0, 1], got {self.head_decay}")
 
@@ -50,13 +56,14 @@ class MedusaConfig(DrafterConfig):
 class ResidualBlocks(nn.Module):
     """x + SiLU(W x + b), `num_layers` times, with weights of their own; W starts at zero."""
 
-    def __init__(self, width: int, num_layers: int) -> None:
+    def __init__(self, width: int, num_layers: int, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(num_layers))
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+            if bias:
+                nn.init.zeros_(layer.bias)
 
     def forward(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape hidden"]:
         """Return the transformed hidden states."""
@@ -85,11 +92,30 @@ class Medusa(Drafter):
         self.spec = spec
         heads = range(config.num_heads)
         self.blocks = nn.ModuleList(
-            ResidualBlocks(spec.hidden_size, config.num_layers) for _ in heads
+            ResidualBlocks(spec.hidden_size, config.num_layers, config.fc_bias) for _ in heads
         )
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) for _ in heads
+        self.lm_heads = self._heads(spec.vocab_size)
+
+    def _heads(self, vocab_size: int, **place: Any) -> nn.ModuleList:
+        count = 1 if self.config.shared_head else self.config.num_heads
+        return nn.ModuleList(
+            nn.Linear(self.spec.hidden_size, vocab_size, bias=False, **place) for _ in range(count)
         )
+
+    def _say(self, k: int, hidden: Tensor) -> Tensor:
+        """Return the logits of head k for final hidden states of the target."""
+        head = self.lm_heads[0 if self.config.shared_head else k]
+        logits = head(self.blocks[k](hidden))
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load a state dict; its `target_ids`, if any, set the truncated vocabulary first."""
+        ids = tensors.get("target_ids")
+        if ids is not None:
+            self.vocab = DraftVocab.of(ids.to(self.device), self.spec.vocab_size)
+            self.lm_heads = self._heads(len(ids), device=self.device, dtype=self.dtype)
+            self.register_buffer("target_ids", self.vocab.target_ids)
+        load_exactly(self, tensors)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,12 +132,13 @@ class Medusa(Drafter):
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Hard cross-entropy of each head on the text's tokens, decayed by head (section 2.2)."""
+        assert self.vocab is None, "heads are trained over the whole vocabulary"
         hidden = features.final_hidden.to(self.dtype)
         terms: Losses = {}
-        for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+        for k in range(self.config.num_heads):
             rows, ahead = positions_to_predict(batch, 2 + k)
             labels = batch.tokens[rows, ahead]
-            logits = head(block(hidden[rows, ahead - 2 - k]))
+            logits = self._say(k, hidden[rows, ahead - 2 - k])
             loss = losses.hard_cross_entropy(logits, labels)
             terms[f"head_{k + 1}"] = LossTerm(
                 self.config.head_decay**k,
@@ -144,9 +171,7 @@ class Medusa(Drafter):
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(self.dtype)
-            state.logits = [
-                head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)
-            ]
+            state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
         logits = state.logits[state.depth]
         state.depth += 1
         return Expansion(logits[:, None])
@@ -164,13 +189,21 @@ class Medusa(Drafter):
             "model_type": "medusa",
             "hidden_size": self.spec.hidden_size,
             "vocab_size": self.spec.vocab_size,
-            "truncated_vocab_size": self.spec.vocab_size,
+            "truncated_vocab_size": self.vocab.size if self.vocab else self.spec.vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
-            "medusa_fc_bias": True,  # without it vLLM drops the biases silently
+            "medusa_fc_bias": self.config.fc_bias,  # without it vLLM drops the biases silently
         }
-        return config, dict(self.state_dict())
+        if self.config.shared_head:
+            config["original_lm_head"] = True
+        if self.config.logit_scale != 1.0:
+            config["logit_scale"] = self.config.logit_scale
+        tensors = dict(self.state_dict())
+        if self.vocab is not None:
+            tensors["token_map"] = tensors.pop("target_ids")
+        return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load vLLM's layout."""
-        load_exactly(self, tensors)
+        """Load vLLM's layout; a token_map must ascend."""
+        own = {"target_ids" if n == "token_map" else n: t for n, t in tensors.items()}
+        self.load_weights(own)
