@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from drafttrain.assemble import (
     check_fingerprint,
     describe_drafter,
     describe_target,
+    drafter_to_evaluate,
     load_drafter,
     load_samples,
     load_target_to_decode,
     name_of,
+    record_evaluation,
     recorded_spec,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
@@ -33,7 +36,7 @@ from drafttrain.data.chat import split_holdout
 from drafttrain.data.prompts import BUILTIN_PROMPTS, overlap_line, overlap_record, read_prompts
 from drafttrain.engine import build_engine
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.measure import PLAIN
+from drafttrain.evaluation.measure import PLAIN, check_settings
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
@@ -182,9 +185,12 @@ def evaluate(config: EvaluateConfig) -> None:
     overlap = overlap_record(source) if model.embedded and not model.path else None
     for line in [*skipped.lines(), overlap_line(overlap)]:
         console.print(line)
-    drafter, checkpoint = load_drafter(folder, config.drafter, recorded_spec(folder))
+    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
+    drafter = given.drafter
+    for line in given.lines:
+        console.print(line)
     target, choice = load_target_to_decode(model, config.hardware, device)
-    check_fingerprint(checkpoint, target.spec)
+    check_fingerprint(given.checkpoint, target.spec)
     drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
@@ -202,7 +208,7 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     place = folder / "evaluations" / settings.name
     measured_with = {
-        "checkpoint": str(checkpoint),
+        "checkpoint": given.origin,
         "target_fingerprint": target.spec.fingerprint,
         "dtype": name_of(choice.dtype),
         "draft_dtype": name_of(draft_dtype),
@@ -212,6 +218,8 @@ def evaluate(config: EvaluateConfig) -> None:
         "prompts": [prompt.id for prompt in prompts],
         "template": config.data.template,
     }
+    check_settings(prompts, target, drafter, config.data.template, settings)
+    record_evaluation(config)
     report, _ = evaluate_drafter(
         parts,
         prompts,
@@ -229,14 +237,18 @@ def evaluate(config: EvaluateConfig) -> None:
         report_settings={
             "target": model.name,
             "provenance": provenance(sys.argv[1:])
-            | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
+            | {"checkpoint": given.origin, "target_fingerprint": target.spec.fingerprint},
             "prompts": {
                 "source": settings.prompts or "the prompts of the package",
                 "num_prompts": len(prompts),
                 "skipped": skipped.to_dict(),
                 "overlap": overlap,
             },
-            "notes": [f"decoded in {how}", "losslessness is checked on first turns"],
+            "notes": [
+                f"decoded in {how}",
+                "losslessness is checked on first turns",
+                *given.lines,
+            ],
         },
         seed=config.run.seed,
     )

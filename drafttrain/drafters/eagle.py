@@ -207,8 +207,9 @@ class Eagle(Drafter):
         state.select(rows)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the SafeAILab layout; fc.bias is zero unless configured, for engines whose fc always has one.
+        """Return the SafeAILab layout; fc.bias is there for engines whose fc always has one.
 
+        It is zero unless drafter.fc_bias is set (then the export refuses it: vLLM drops it).
         SafeAILab's `bias` key stays out: both engines would take it for a bias of the attention,
         find none in the file, and draft from uninitialised memory.
         """

@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE drafters: the target's shape, where the configuration says no other."""
+"""The decoder layer of EAGLE drafters: shaped as the target's unless configured otherwise."""
 
 from dataclasses import dataclass
 from functools import cached_property
