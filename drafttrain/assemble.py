@@ -3,10 +3,14 @@
 import json
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from drafttrain import pretrained
+from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
@@ -17,7 +21,8 @@ from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
-from drafttrain.run import CHECKPOINTS, PROVENANCE
+from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.target.describe import describe
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Sample, TargetSpec
 
@@ -70,6 +75,60 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
     check_fingerprint(folder, spec)
     drafter.load_weights(load_weights(folder))
     return drafter, folder
+
+
+def expected_spec(model: ModelConfig) -> TargetSpec:
+    """Return what a target's configuration and tokenizer say of it, before its weights are read."""
+    settings = pretrained.load_config(model)
+    return describe(model, settings, None, pretrained.load_tokenizer(model), fingerprint="")
+
+
+@dataclass(frozen=True)
+class GivenDrafter:
+    """A drafter to measure, in float32 on the CPU."""
+
+    drafter: Drafter
+    checkpoint: Path | None  # of a run
+    origin: str  # names its very weights: results of others are not mixed with its own
+    lines: tuple[str, ...]  # what to say of it
+
+
+def drafter_to_evaluate(
+    run: Path,
+    config: DrafterConfig,
+    model: ModelConfig,
+    choice: Callable[[str], DrafterConfig],
+) -> GivenDrafter:
+    """Return the drafter that an evaluation is to measure.
+
+    One that others trained is checked against the target before the target's weights are read.
+    choice: gives an entry of conf/drafter by name. ValueError for whatever does not fit.
+    """
+    if isinstance(config, AdmittedConfig):
+        tokenizer = pretrained.load_tokenizer(model)
+        admitted = admit(config, expected_spec(model), tokenizer, choice)
+        return GivenDrafter(admitted.drafter, None, admitted.origin, tuple(admitted.lines()))
+    if not config.trainable:
+        return GivenDrafter(config.build(expected_spec(model)), None, config.name, ())
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"run.dir must be the folder of a run for drafter={config.name}, whose weights a run "
+            f"holds, got {run}; a drafter that others trained is given by drafter.path=DIR"
+        )
+    drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
+    return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
+
+
+def record_evaluation(config: Any) -> None:
+    """Write the config.yaml of an evaluation without a run, so that run.dir=FOLDER repeats it.
+
+    config: everything `evaluate` is told. The config.yaml of a training run stays as it is.
+    """
+    folder = Path(config.run.dir)
+    if (folder / CONFIG).is_file() and "trainer" in load_config(folder):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(config, folder / CONFIG)
 
 
 def check_fingerprint(checkpoint: Path | None, spec: TargetSpec) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +14,12 @@ from drafttrain.assemble import (
     check_fingerprint,
     describe_drafter,
     describe_target,
+    drafter_to_evaluate,
     load_drafter,
     load_samples,
     load_target_to_decode,
     name_of,
+    record_evaluation,
     recorded_spec,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
@@ -39,7 +42,7 @@ from drafttrain.data.prompts import (
 )
 from drafttrain.engine import build_engine
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.measure import PLAIN, skip_long
+from drafttrain.evaluation.measure import PLAIN, check_settings, skip_long
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import FILES, export_vllm
@@ -188,9 +191,12 @@ def evaluate(config: EvaluateConfig) -> None:
     file = BUILTIN_PROMPTS if source.embedded else source.path
     ours = model.embedded and not model.path
     overlap = overlap_record(file) if file is not None and ours else None
-    drafter, checkpoint = load_drafter(folder, config.drafter, recorded_spec(folder))
+    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
+    drafter = given.drafter
+    for line in given.lines:
+        console.print(line)
     target, choice = load_target_to_decode(model, config.hardware, device)
-    check_fingerprint(checkpoint, target.spec)
+    check_fingerprint(given.checkpoint, target.spec)
     drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
@@ -211,7 +217,7 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     place = folder / "evaluations" / settings.name
     measured_with = {
-        "checkpoint": str(checkpoint),
+        "checkpoint": given.origin,
         "target_fingerprint": target.spec.fingerprint,
         "dtype": name_of(choice.dtype),
         "draft_dtype": name_of(draft_dtype),
@@ -221,6 +227,8 @@ def evaluate(config: EvaluateConfig) -> None:
         "prompts": prompts_sha256(prompts),
         "template": config.data.template,
     }
+    check_settings(prompts, target, drafter, config.data.template, settings)
+    record_evaluation(config)
     report, _ = evaluate_drafter(
         parts,
         prompts,
@@ -238,7 +246,7 @@ def evaluate(config: EvaluateConfig) -> None:
         report_settings={
             "target": model.name,
             "provenance": provenance(sys.argv[1:])
-            | {"checkpoint": str(checkpoint), "target_fingerprint": target.spec.fingerprint},
+            | {"checkpoint": given.origin, "target_fingerprint": target.spec.fingerprint},
             "prompts": {
                 "source": source.describe(),
                 "sha256": prompts_sha256(prompts),
@@ -247,7 +255,11 @@ def evaluate(config: EvaluateConfig) -> None:
                 "skipped": skipped.to_dict(),
                 "overlap": overlap,
             },
-            "notes": [f"decoded in {how}", "losslessness is checked on first turns"],
+            "notes": [
+                f"decoded in {how}",
+                "losslessness is checked on first turns",
+                *given.lines,
+            ],
         },
         seed=config.run.seed,
     )

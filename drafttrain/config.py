@@ -1,8 +1,7 @@
 """What a command is told: Hydra composes yaml, frozen dataclasses check it."""
 
-import difflib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from drafttrain.run import RunConfig, load_config
+from drafttrain.overrides import ADMITTED, UsageError, did_you_mean, parse, with_drafter
+from drafttrain.run import CONFIG, RunConfig, load_config
 
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.compare import CompareConfig as ComparisonConfig
@@ -47,10 +46,7 @@ SECTIONS = {
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
-
-
-class UsageError(ValueError):
-    """What was typed cannot be meant: a command, a section, a choice, a key or a value."""
+ALONE = "evaluate_without_run"  # heads an evaluation of a drafter that no run has trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +137,20 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
     """Return the resolved configuration of a command; nothing heavy is imported.
 
     For every command but `train`, the choice `saved` of a group is what run.dir/config.yaml holds.
+    `evaluate` needs no run where the drafter is given, as a choice or by drafter.path.
     config_dir: a folder laid out like conf/, whose choices join ours.
     Raises UsageError in one line for an unknown section, choice or key and for a missing value.
     """
-    parsed = _parse(command, [_in_full(command, text) for text in overrides])
-    groups = command_groups(command)
-    if SAVED in groups.values():
-        _offer_saved(_saved_run(command, parsed), [g for g in groups if groups[g] == SAVED])
+    parsed = parse(command, [_in_full(command, text) for text in overrides])
     sections = [field.name for field in fields(COMMANDS[command])]
+    head = command
+    if command == "evaluate":
+        parsed = with_drafter(parsed)
+        head = _head(parsed)
+    groups = command_groups(head)
+    if SAVED in groups.values():
+        saved_run = _saved_run(command, parsed)
+        _offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
     chosen, values = [], []
     for override in parsed:
         section = _section_of(override, sections)
@@ -159,11 +161,16 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
             raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
         saved = [SAVED] if groups[section] == SAVED else []
         _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
+        if command == "train" and override.value() == ADMITTED:
+            raise UsageError(
+                "drafter=admitted is for evaluate, it was trained elsewhere: "
+                "python -m drafttrain evaluate drafter.path=DIR"
+            )
         chosen.append(str(override.input_line))
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = hydra.compose(command, overrides=[*search, *chosen])
+            config = hydra.compose(head, overrides=[*search, *chosen])
         for override in values:
             key, added = override.key_or_group, override.type != OverrideType.CHANGE
             _check_key(key, added, config)
@@ -193,51 +200,16 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
 
 def load_choice(section: str, name: str) -> Any:
     """Return one entry of a group as its dataclass, such as the drafter every report refers to."""
-    content = yaml.safe_load(choices(section)[name].read_text())
+    files = choices(section)
+    if name not in files:
+        raise UsageError(f"{section}={name} is not a choice; choices: {', '.join(sorted(files))}")
+    content = yaml.safe_load(files[name].read_text())
     return _section(OmegaConf.create({section: content}), section)
-
-
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Return '; did you mean X?' for the nearest option, or nothing."""
-    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ";"
 
 
 def _in_full(command: str, text: str) -> str:
     key, equals, value = text.partition("=")
     return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
-
-
-def _parse(command: str, overrides: Sequence[str]) -> list[Override]:
-    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text."""
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or text.startswith("~"):
-            key = f"'runs=[{text},...]'" if command == "compare" else f"run.dir={text}"
-            run = f"; did you mean {key}?" if Path(text).is_dir() else ""
-            raise UsageError(
-                f"arguments must be section.key=value or section=choice, got {text!r}{run}"
-            )
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            try:
-                override = parser.parse_override(f"{key}={_quoted(value)}")
-            except HydraException:
-                raise UsageError(f"{key!r} cannot be a key, in {text!r}") from None
-        if override.is_sweep_override():
-            raise UsageError(
-                f"one run has one value, got {text!r}; a list is written [a,b], text with a comma "
-                f"in two kinds of quotes: {key}='\"a,b\"'"
-            )
-        parsed.append(override)
-    return parsed
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _section_of(override: Override, sections: list[str]) -> str:
@@ -301,11 +273,20 @@ def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]
     return load_config(Path(str(named[-1])))
 
 
-def _offer_saved(saved: dict[str, dict[str, Any]], groups: list[str]) -> None:
+def _offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: list[str]) -> None:
     for group in groups:
-        if group not in saved:
+        # An evaluation without a run has no `trainer`, which no other command reads.
+        if group not in saved and group in sections:
             raise UsageError(f"the config.yaml of run.dir has no section {group}")
-        ConfigStore.instance().store(group=group, name=SAVED, node=saved[group])
+        ConfigStore.instance().store(group=group, name=SAVED, node=saved.get(group, {}))
+
+
+def _head(parsed: list[Override]) -> str:
+    """Return the yaml that heads an evaluation: of a run, or of a drafter that is given."""
+    given = {override.key_or_group: override.value() for override in parsed}
+    folder = given.get("run.dir")
+    is_run = folder is not None and (Path(str(folder)) / CONFIG).is_file()
+    return ALONE if "drafter" in given and not is_run else "evaluate"
 
 
 def _section(config: DictConfig, key: str) -> Any:

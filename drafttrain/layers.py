@@ -72,14 +72,24 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions; q, k and v may read a wider input."""
 
     def __init__(
-        self, width: int, input_width: int, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        width: int,
+        input_width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,  # of q, k and v
+        output_bias: bool = False,
+        norm_eps: float | None = None,  # Qwen3 norms each query and key before it turns them
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
+        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=output_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
     def project(
         self, values: Float[Tensor, "batch seq input"], turn: Rotation
@@ -93,6 +103,8 @@ class Attention(nn.Module):
         split = lambda flat, heads: flat.view(batch, seq, heads, self.head_dim).transpose(1, 2)  # noqa: E731
         queries = split(self.q_proj(values), self.num_heads)
         keys = split(self.k_proj(values), self.num_kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         return (
             rotate(queries, turn),
             rotate(keys, turn),

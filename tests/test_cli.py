@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
     assert done.stdout == ""
     assert done.stderr == (
         "error: drafter=eagel is not a choice; did you mean eagle? "
-        "choices: eagle, eagle3, medusa, ngram\n"
+        "choices: admitted, eagle, eagle3, medusa, ngram\n"
     )
     assert seconds < 10, "0.5 s on an idle machine"
 
@@ -74,7 +74,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train +modle.x=1", "no section is called modle; did you mean model?"),
         ("train hydra.run.dir=x", "no section is called hydra"),
         ("train drafter=eagel", "drafter=eagel is not a choice; did you mean eagle? choices:"),
-        ("train drafter=null", "drafter=None is not a choice; choices: eagle"),
+        ("train drafter=null", "drafter=None is not a choice; choices: admitted"),
         ("train run=x", "run is a section: set its keys, as in run.dir=..."),
         ("train trainer.max_step=3", "trainer=default has no key max_step; did you mean max_ste"),
         ("train +drafter.x=3", "drafter=eagle3 has no key x; keys: name, "),
@@ -95,6 +95,13 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
         ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir=outputs/demo"),
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
+        (
+            "train drafter=admitted",
+            "drafter=admitted is for evaluate, it was trained elsewhere: python -m drafttrain eva",
+        ),
+        ("train drafter.path=x", "drafter=eagle3 has no key path; keys: name, "),
+        ("evaluate drafter=admitted", "drafter.path must be given, as in drafter.path=VALUE"),
+        ("evaluate drafter.path=x drafter=ngram", "drafter=ngram has no key path; keys: name, m"),
         ("export run.dir=tests", "run.dir must be the folder of a run, got tests, which"),
         ("train --help modle", "no section is called modle; did you mean model?"),
     ],

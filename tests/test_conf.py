@@ -9,9 +9,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from drafttrain.assemble import record_evaluation
 from drafttrain.config import (
     COMMANDS,
     SECTIONS,
+    EvaluateConfig,
     TrainConfig,
     choices,
     command_groups,
@@ -34,6 +36,7 @@ MUST_GIVE = {
     "data=jsonl": "data.path=talk.jsonl",
     "data=hub": "data.repo=owner/name",
     "eval=spec_bench": "eval.prompts=question.jsonl",
+    "drafter=admitted": "drafter.path=eagle3",
 }
 
 
@@ -55,6 +58,10 @@ def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
     """One composition takes the row-th choice of all groups: as few as cover every choice."""
     wanted = {group: names[row] for group, names in GROUPS.items() if row < len(names)}
     export = wanted.pop("export", None)
+    if wanted.get("drafter") == "admitted":  # trained elsewhere: not for `train`
+        drafter = wanted.pop("drafter")
+        alone = typed(compose("evaluate", overrides_with("drafter", drafter)), EvaluateConfig)
+        assert alone.drafter.name == drafter
     overrides = [text for group, name in wanted.items() for text in overrides_with(group, name)]
     config = typed(compose("train", overrides), TrainConfig)
     for group, name in wanted.items():
@@ -152,6 +159,58 @@ def test_the_command_line_wins_over_what_a_run_was_told(run_folder: Path) -> Non
     assert config.model.name == "tiny"
     assert config.drafter.name == "medusa"
     assert config.run.dir == str(run_folder)
+
+
+def test_a_drafter_trained_elsewhere_needs_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "their-eagle3"
+    config = typed(compose("evaluate", [f"drafter.path={folder}"]), EvaluateConfig)
+    assert type(config.drafter).__name__ == "AdmittedConfig"
+    assert config.drafter.path == str(folder)  # type: ignore[attr-defined]
+    assert config.drafter.name == "their-eagle3", "reports name it by its directory"
+    assert config.run.dir == "outputs/their-eagle3-tiny-evaluation"
+    assert (config.model.name, config.eval.name) == ("tiny", "default")
+    named = compose("evaluate", [f"drafter.path={folder}", "drafter.name=x", "model=llama8b"])
+    assert named.run.dir == "outputs/x-llama8b-evaluation"
+    assert named.model.name == "llama8b"
+    given = compose("evaluate", [f"drafter.path={folder}", f"run.dir={tmp_path / 'new'}"])
+    assert given.run.dir == str(tmp_path / "new")
+    assert given.model.name == "tiny"
+
+
+def test_a_drafter_that_needs_no_training_needs_no_run() -> None:
+    config = typed(compose("evaluate", ["drafter=ngram", "drafter.max_ngram=4"]), EvaluateConfig)
+    assert config.drafter.max_ngram == 4  # type: ignore[attr-defined]
+    assert config.run.dir == "outputs/ngram-tiny-evaluation"
+
+
+def test_a_runs_own_evaluation_is_not_replaced_by_another_drafters(run_folder: Path) -> None:
+    run = f"run.dir={run_folder}"
+    other = compose("evaluate", [run, "drafter.path=/drafters/theirs", "model.name=mine"])
+    assert other.drafter._target_ == "drafttrain.admit.AdmittedConfig"
+    assert other.model.name == "mine", "the run's model"
+    assert other.run.dir == str(run_folder)
+    assert other.eval.name == "theirs"
+    assert compose("evaluate", [run, "drafter=ngram"]).eval.name == "ngram"
+    assert compose("evaluate", [run, "drafter=ngram", "eval.name=x"]).eval.name == "x"
+    assert compose("evaluate", [run]).eval.name == "default"
+
+
+def test_an_evaluation_without_a_run_is_repeated_by_its_folder(tmp_path: Path) -> None:
+    told = typed(
+        compose("evaluate", ["drafter.path=/d/theirs", f"run.dir={tmp_path}", "run.seed=7"]),
+        EvaluateConfig,
+    )
+    record_evaluation(told)
+    again = typed(compose("evaluate", [f"run.dir={tmp_path}"]), EvaluateConfig)
+    for section in ("run", "model", "data", "drafter", "hardware", "tracker"):
+        assert getattr(again, section) == getattr(told, section)
+
+
+def test_the_config_of_a_run_is_not_written_over(run_folder: Path) -> None:
+    before = (run_folder / "config.yaml").read_text()
+    other = ["drafter.path=/d/theirs", f"run.dir={run_folder}"]
+    record_evaluation(typed(compose("evaluate", other), EvaluateConfig))
+    assert (run_folder / "config.yaml").read_text() == before
 
 
 def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path: Path) -> None:

@@ -11,12 +11,9 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tests_support import model_config
+from tests_support import drafter_config, model_config
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.eagle import EagleConfig
-from drafttrain.drafters.eagle3 import Eagle3Config
-from drafttrain.drafters.medusa import MedusaConfig
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.export import ExportConfig, layout
 from drafttrain.export.card import CardData, model_card, read_run, served_as
@@ -63,28 +60,17 @@ def spec(num_layers: int = 8) -> TargetSpec:
 def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None) -> Drafter:
     """A drafter with random weights everywhere, and a reduced vocabulary of 64 for eagle3."""
     torch.manual_seed(0)
-    loss: Any = {"losses": {"soft_cross_entropy": 1.0}, "jsd_beta": 0.5, "lk_eta": 3.0}
-    config = {
-        "eagle3": Eagle3Config(
-            name="eagle3",
-            layers=layers,
-            intermediate_size=40,
-            draft_vocab_size=64,
-            draft_vocab_coverage=1.0,
-            unroll=3,
-            depth_decay=0.8,
-            **loss,
-        ),
-        "eagle": EagleConfig(
-            name="eagle",
-            intermediate_size=None,
-            feature_weight=1.0,
-            token_weight=0.1,
-            feature_noise=0.0,
-            **loss,
-        ),
-        "medusa": MedusaConfig(name="medusa", num_heads=3, num_layers=2, head_decay=0.8, **loss),
-    }[family]
+    changes: dict[str, dict[str, Any]] = {
+        "eagle3": {
+            "layers": layers,
+            "intermediate_size": 40,
+            "draft_vocab_size": 64,
+            "draft_vocab_coverage": 1.0,
+        },
+        "eagle": {"feature_noise": 0.0},
+        "medusa": {"num_heads": 3, "num_layers": 2},
+    }
+    config = drafter_config(family, **changes[family])
     drafter = config.build(spec(num_layers))
     readout = Readout(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     drafter.prepare(torch.randint(1, 99, (VOCAB,)), readout)

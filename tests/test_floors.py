@@ -19,8 +19,9 @@ FLOORS = {
         "sampling", "vocab",
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
-    "2, joins": ["checkpoint", "decode"],
+    "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": ["compare", "evaluation", "export", "regenerate", "train", "validate"],
+    "4, what was typed": ["overrides"],
     "4, configuration": ["assemble", "config"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],
@@ -29,7 +30,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"__main__", "config"},
+    "hydra": {"__main__", "config", "overrides"},
     "omegaconf": {"__main__", "config"},
     "deepspeed": {"engine"},
     "wandb": {"tracker"},

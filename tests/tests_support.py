@@ -1,7 +1,12 @@
 """What several test files build in the same way."""
 
+import importlib
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from drafttrain.drafters.base import DrafterConfig
 from drafttrain.pretrained import ModelConfig
 
 
@@ -19,3 +24,11 @@ def model_config(folder: Path) -> ModelConfig:
         allow_pickle=False,
         inflate=None,
     )
+
+
+def drafter_config(name: str, **changes: Any) -> DrafterConfig:
+    """A drafter as conf/drafter/<name>.yaml says, less what is changed."""
+    file = Path(__file__).parents[1] / "conf" / "drafter" / f"{name}.yaml"
+    values = yaml.safe_load(file.read_text())
+    module, _, kind = values.pop("_target_").rpartition(".")
+    return getattr(importlib.import_module(module), kind)(**values | changes)

@@ -137,6 +137,13 @@ class Drafter(nn.Module, ABC):
         """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors."""
         raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Moving the module must move the vocabulary's maps, which are no parameters.
+        super()._apply(fn, recurse)
+        if self.vocab is not None:
+            self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
+        return self
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""

@@ -13,7 +13,6 @@ from drafttrain.cache import KeyValues
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
-    DrafterConfig,
     DraftState,
     Expansion,
     TrainingChance,
@@ -22,31 +21,28 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.layers import MLP, Attention, RMSNorm, Rotation, document_mask, rotation
+from drafttrain.drafters.shape import LayerConfig, LayerShape, embed, own_embedding, serving_keys
+from drafttrain.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(TokenLossConfig, DrafterConfig):
-    """Loss of EAGLE-1; the layer's shape is the target's, its feed-forward width may differ.
+class EagleConfig(TokenLossConfig, LayerConfig):
+    """Shape and loss of EAGLE-1; its width is the target's, whose head it uses.
 
     token_weight: of the whole of `losses`, beside feature_weight.
     """
 
-    intermediate_size: int | None
+    fc_bias: bool
     feature_weight: float
     token_weight: float
     feature_noise: float
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(
-                "drafter.intermediate_size must be at least 1, or null for the target's, "
-                f"got {self.intermediate_size}"
-            )
+        TokenLossConfig.__post_init__(self)
+        LayerConfig.__post_init__(self)
         for key in ("feature_weight", "token_weight", "feature_noise"):
             if getattr(self, key) < 0:
                 raise ValueError(f"drafter.{key} must be at least 0, got {getattr(self, key)}")
@@ -59,17 +55,11 @@ class EagleConfig(TokenLossConfig, DrafterConfig):
 class EagleLayer(nn.Module):
     """A Llama decoder layer without the norm before attention, as EAGLE-1 has it."""
 
-    def __init__(self, spec: TargetSpec, intermediate_size: int) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.self_attn = Attention(
-            spec.hidden_size,
-            spec.hidden_size,
-            spec.num_attention_heads,
-            spec.num_key_value_heads,
-            spec.head_dim,
-        )
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.mlp = MLP(spec.hidden_size, intermediate_size)
+        self.self_attn = shape.attention(shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
     def forward(
         self,
@@ -98,13 +88,14 @@ class EagleState(DraftState):
     )
 
     @classmethod
-    def empty(cls, drafter: Drafter, access: Readout, rows: int, capacity: int) -> "EagleState":
-        """Allocate for a drafter with one layer of the target's shape, EAGLE's or EAGLE-3's."""
-        spec, dtype, device = drafter.spec, drafter.dtype, drafter.device
-        positions = torch.arange(capacity, device=device)
-        table = rotation(positions, spec.head_dim, spec.rope_theta, dtype)
-        heads = spec.num_key_value_heads
-        cache = KeyValues.empty(rows, heads, capacity, spec.head_dim, dtype, device)
+    def empty(
+        cls, drafter: Drafter, shape: LayerShape, access: Readout, rows: int, capacity: int
+    ) -> "EagleState":
+        """Allocate for a drafter with one layer of the given shape, EAGLE's or EAGLE-3's."""
+        dtype, device = drafter.dtype, drafter.device
+        table = shape.rotation(torch.arange(capacity, device=device), dtype)
+        heads = shape.num_key_value_heads
+        cache = KeyValues.empty(rows, heads, capacity, shape.head_dim, dtype, device)
         return cls(access, cache, table, [0] * rows)
 
     def turn(self, num_tokens: int) -> Rotation:
@@ -139,10 +130,11 @@ class Eagle(Drafter):
         super().__init__()
         self.config: EagleConfig = config
         self.spec = spec
+        self.shape = config.shape(spec)
         width = spec.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        inner = config.intermediate_size or spec.intermediate_size
-        self.layers = nn.ModuleList([EagleLayer(spec, inner)])
+        self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
+        self.layers = nn.ModuleList([EagleLayer(self.shape)])
+        self.embed_tokens = own_embedding(config.own_embedding, spec, width)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -152,7 +144,7 @@ class Eagle(Drafter):
     def _pairs(
         self, readout: Readout, tokens: Tensor, features: Tensor
     ) -> Float[Tensor, "batch seq hidden"]:
-        embedded = readout.embed(tokens).to(self.dtype)
+        embedded = embed(self.embed_tokens, readout, tokens, self.dtype)
         return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
@@ -162,9 +154,7 @@ class Eagle(Drafter):
             uniform = chance.uniform_like(inputs, batch.document)
             inputs = inputs + (uniform - 0.5) * self.config.feature_noise
         pairs = self._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
-        turn = rotation(
-            batch.positions[:, :-1], self.spec.head_dim, self.spec.rope_theta, pairs.dtype
-        )
+        turn = self.shape.rotation(batch.positions[:, :-1], pairs.dtype)
         predicted = self.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
         rows, ahead = positions_to_predict(batch, 2)
         predicted = predicted[rows, ahead - 2]
@@ -193,7 +183,7 @@ class Eagle(Drafter):
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        return EagleState.empty(self, access, len(first_tokens), capacity)
+        return EagleState.empty(self, self.shape, access, len(first_tokens), capacity)
 
     def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> Tensor:
         turn = state.turn(tokens.shape[1])
@@ -223,48 +213,30 @@ class Eagle(Drafter):
         state.select(rows)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the SafeAILab layout; fc.bias is zero, for engines whose fc always has one.
+        """Return the SafeAILab layout; fc.bias is there for engines whose fc always has one.
 
+        It is zero unless drafter.fc_bias is set (then the export refuses it: vLLM drops it).
         SafeAILab's `bias` key stays out: both engines would take it for a bias of the attention,
         find none in the file, and draft from uninitialised memory.
         """
-        spec = self.spec
         config = {
             # SGLang takes the first it knows; vLLM refuses the first name and wraps the second.
             "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
             "model_type": "llama",
-            **llama_shape(spec, self.config.intermediate_size),
+            **serving_keys(self.shape, self.spec),
         }
         tensors = dict(self.state_dict())
-        tensors["fc.bias"] = torch.zeros(spec.hidden_size, dtype=self.dtype)
+        tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=self.dtype))
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the SafeAILab layout; an fc.bias other than zero is refused, engines drop it."""
+        """Load the SafeAILab layout; without drafter.fc_bias only an fc.bias of zero may be there.
+
+        Its embedding is the target's, and ignored, unless drafter.own_embedding is set.
+        """
         bias = tensors.get("fc.bias")
-        if bias is not None and bool(bias.any()):
+        if not self.config.fc_bias and bias is not None and bool(bias.any()):
             raise ValueError("fc.bias must be zero: vLLM drops it, so the drafter would differ")
-        shared = ("fc.bias", "embed_tokens.weight")
+        own = self.state_dict()
+        shared = [n for n in ("fc.bias", "embed_tokens.weight") if n not in own]
         load_exactly(self, {name: t for name, t in tensors.items() if name not in shared})
-
-
-def llama_shape(spec: TargetSpec, intermediate_size: int | None) -> dict[str, Any]:
-    """Return the keys that serving configurations of one-layer drafters share."""
-    return {
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": intermediate_size or spec.intermediate_size,
-        "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": spec.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope_theta": spec.rope_theta,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
-    }

@@ -12,7 +12,6 @@ from torch.nn import functional
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
-    DrafterConfig,
     Expansion,
     TrainingChance,
     count_correct,
@@ -20,8 +19,9 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.drafters.eagle import EagleState, llama_shape
-from drafttrain.layers import MLP, Attention, RMSNorm, document_mask, rotation
+from drafttrain.drafters.eagle import EagleState
+from drafttrain.drafters.shape import LayerConfig, LayerShape, embed, own_embedding, serving_keys
+from drafttrain.layers import MLP, RMSNorm, document_mask
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
@@ -29,24 +29,34 @@ from drafttrain.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(TokenLossConfig, DrafterConfig):
+class Eagle3Config(TokenLossConfig, LayerConfig):
     """Shape and loss of EAGLE-3; null takes the target's own value, or the usual layers."""
 
     layers: list[int] | None
-    intermediate_size: int | None
+    hidden_size: int | None
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
     draft_vocab_size: int
     draft_vocab_coverage: float
     unroll: int
     depth_decay: float
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        TokenLossConfig.__post_init__(self)
+        LayerConfig.__post_init__(self)
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"drafter.layers must be distinct, got {self.layers}")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
+        if self.hidden_size is not None and self.hidden_size < 1:
             raise ValueError(
-                "drafter.intermediate_size must be at least 1, or null for the target's, "
-                f"got {self.intermediate_size}"
+                "drafter.hidden_size must be at least 1, or null for the target's, "
+                f"got {self.hidden_size}"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "drafter.norm_before_fc and drafter.fc_norm must not both be true: one norm over "
+                "all captured layers, or one for each"
             )
         if self.draft_vocab_size < 1:
             raise ValueError(
@@ -79,24 +89,28 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer that attends to [norm(embedding); norm(hidden)]; residual from hidden."""
+    """A decoder layer that attends to [norm(embedding); norm(hidden)]; residual from hidden.
 
-    def __init__(self, spec: TargetSpec, intermediate_size: int) -> None:
+    `norm_before_residual`: from norm(hidden) instead, as speculators trains by default.
+    """
+
+    def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
         super().__init__()
-        width = spec.hidden_size
-        self.input_layernorm = RMSNorm(width, spec.rms_norm_eps)
-        self.hidden_norm = RMSNorm(width, spec.rms_norm_eps)
-        self.self_attn = Attention(
-            width, 2 * width, spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-        )
-        self.post_attention_layernorm = RMSNorm(width, spec.rms_norm_eps)
-        self.mlp = MLP(width, intermediate_size)
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = shape.attention(2 * width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, shape.intermediate_size)
 
     def inputs(
         self, embedded: Float[Tensor, "batch seq hidden"], hidden: Float[Tensor, "batch seq hidden"]
-    ) -> Float[Tensor, "batch seq twice"]:
-        """Return what attention reads."""
-        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+    ) -> tuple[Float[Tensor, "batch seq twice"], Float[Tensor, "batch seq hidden"]]:
+        """Return what attention reads, and the residual stream that it is added to."""
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return inputs, normed if self.norm_before_residual else hidden
 
     def finish(
         self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
@@ -119,11 +133,18 @@ class Eagle3(Drafter):
                 f"drafter.layers must lie in 0..{spec.num_layers} for {spec.name}, "
                 f"got {list(self.captures)}"
             )
-        width = spec.hidden_size
-        self.fc = nn.Linear(len(self.captures) * width, width, bias=False)
-        self.midlayer = Eagle3Layer(spec, config.intermediate_size or spec.intermediate_size)
-        self.norm = RMSNorm(width, spec.rms_norm_eps)
+        self.shape = config.shape(spec, config.hidden_size)
+        width, eps = self.shape.hidden_size, self.shape.rms_norm_eps
+        read = len(self.captures) * spec.hidden_size
+        self.fc = nn.Linear(read, width, bias=False)
+        self.input_norm = RMSNorm(read, eps) if config.norm_before_fc else None
+        self.fc_norm: nn.ModuleList | None = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(spec.hidden_size, eps) for _ in self.captures)
+        self.midlayer = Eagle3Layer(self.shape, config.norm_before_residual)
+        self.norm = RMSNorm(width, eps)
         self.lm_head = nn.Linear(width, spec.vocab_size, bias=False)
+        self.embed_tokens = own_embedding(config.own_embedding, spec, width)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -138,17 +159,9 @@ class Eagle3(Drafter):
         if vocab is None:
             return
         self.lm_head = nn.Linear(
-            self.spec.hidden_size, vocab.size, bias=False, device=self.device, dtype=self.dtype
+            self.shape.hidden_size, vocab.size, bias=False, device=self.device, dtype=self.dtype
         )
         self.register_buffer("target_ids", vocab.target_ids)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Eagle3":
-        # Moving the module must move the vocabulary's maps, which are no parameters.
-        super()._apply(fn, recurse)
-        if self.vocab is not None:
-            ids = self.get_buffer("target_ids")
-            self.vocab = DraftVocab.of(ids, self.spec.vocab_size)
-        return self
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Choose the draft vocabulary; start norm and head as the target's, rows kept."""
@@ -157,7 +170,11 @@ class Eagle3(Drafter):
         self._reduce(
             DraftVocab.most_frequent(counts, config.draft_vocab_size, config.draft_vocab_coverage)
         )
+        if self.shape.hidden_size != self.spec.hidden_size:
+            return  # nothing of the target's has this width
         with torch.no_grad():
+            if self.embed_tokens is not None:
+                self.embed_tokens.weight.copy_(readout.embedding)
             head = readout.head if self.vocab is None else readout.head[self.vocab.target_ids]
             self.lm_head.weight.copy_(head)
             if readout.norm is not None:
@@ -179,7 +196,7 @@ class Eagle3(Drafter):
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
         hidden = self._fuse(features)[:, :-1]
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
-        embedded = features.readout.embed(tokens).to(self.dtype)
+        embedded = embed(self.embed_tokens, features.readout, tokens, self.dtype)
         mask = document_mask(batch.document[:, :-1])
         rows, ahead = positions_to_predict(batch, 2)
         depth_allowed = batch.positions[rows, ahead] - 2  # deeper, the root lies before the text
@@ -190,18 +207,13 @@ class Eagle3(Drafter):
         past: list[tuple[Tensor, Tensor]] = []
         terms: Losses = {}
         for depth in range(steps):
-            turn = rotation(
-                batch.positions[:, :-1] + depth,
-                self.spec.head_dim,
-                self.spec.rope_theta,
-                hidden.dtype,
-            )
-            inputs = self.midlayer.inputs(embedded[:, depth : depth + length], hidden)
+            turn = self.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
+            inputs, residual = self.midlayer.inputs(embedded[:, depth : depth + length], hidden)
             mixed = self.midlayer.self_attn.unrolled(inputs, turn, mask, past)
-            hidden = self.midlayer.finish(hidden, mixed)
+            hidden = self._leave(self.midlayer.finish(residual, mixed))
             known = depth_allowed >= depth
             used = known & covered
-            logits = self.lm_head(self.norm(hidden[rows[used], ahead[used] - 2 - depth]))
+            logits = self._logits(hidden[rows[used], ahead[used] - 2 - depth])
             loss = self.config.token_loss(logits, target_probs[used], labels[used])
             terms[f"depth_{depth + 1}"] = LossTerm(
                 self.config.depth_decay**depth,
@@ -228,23 +240,34 @@ class Eagle3(Drafter):
 
     def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         captured = [features.captured[layer].to(self.dtype) for layer in self.captures]
-        return self.fc(torch.cat(captured, dim=-1))
+        if self.fc_norm is not None:
+            captured = [norm(hidden) for norm, hidden in zip(self.fc_norm, captured, strict=True)]
+        read = torch.cat(captured, dim=-1)
+        return self.fc(read if self.input_norm is None else self.input_norm(read))
+
+    def _leave(self, hidden: Tensor) -> Tensor:
+        """Return the state that the next depth reads: before the norm, unless `norm_output`."""
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        return EagleState.empty(self, access, len(first_tokens), capacity)
+        return EagleState.empty(self, self.shape, access, len(first_tokens), capacity)
 
     def _advance(
         self, state: EagleState, tokens: Tensor, hidden: Tensor, counts: Sequence[int]
     ) -> None:
         turn = state.turn(tokens.shape[1])
-        embedded = state.access.embed(tokens).to(self.dtype)
-        inputs = self.midlayer.inputs(embedded, hidden)
+        embedded = embed(self.embed_tokens, state.access, tokens, self.dtype)
+        inputs, residual = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
         # What is not drafted from needs keys and values only.
-        state.hidden = self.midlayer.finish(last_of(hidden, counts), last_of(mixed, counts))
+        last = self.midlayer.finish(last_of(residual, counts), last_of(mixed, counts))
+        state.hidden = self._leave(last)
 
     def observe(
         self,
@@ -263,7 +286,7 @@ class Eagle3(Drafter):
         assert state.hidden is not None, "observe comes before expand"
         if nodes is not None:
             self._advance(state, nodes.tokens, state.hidden, [1] * len(nodes.tokens))
-        return Expansion(self.lm_head(self.norm(state.hidden)))
+        return Expansion(self._logits(state.hidden))
 
     def select(self, state: EagleState, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -276,8 +299,13 @@ class Eagle3(Drafter):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": self.vocab.size if self.vocab else spec.vocab_size,
-            **llama_shape(spec, self.config.intermediate_size),
+            **serving_keys(self.shape, spec),
         }
+        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+            if getattr(self.config, key):
+                config[key] = True
+        if self.shape.hidden_size != spec.hidden_size:
+            config["target_hidden_size"] = spec.hidden_size
         if self.captures != (2, spec.num_layers // 2, spec.num_layers - 3):
             # vLLM reads the first as it stands, SGLang the second and adds one to every id.
             config["eagle_aux_hidden_state_layer_ids"] = list(self.captures)
@@ -293,11 +321,15 @@ class Eagle3(Drafter):
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the native layout, `layers.0.` as `midlayer.`; t2d and embeddings are ignored."""
+        """Load the native layout, `layers.0.` as `midlayer.`; t2d is ignored.
+
+        So is its embedding, which is the target's, unless drafter.own_embedding is set.
+        """
+        ignored = ["t2d"] if self.config.own_embedding else ["t2d", "embed_tokens.weight"]
         tensors = {
             name.replace("layers.0.", "midlayer.", 1): tensor
             for name, tensor in tensors.items()
-            if name not in ("t2d", "embed_tokens.weight")
+            if name not in ignored
         }
         d2t = tensors.pop("d2t", None)
         if d2t is not None:

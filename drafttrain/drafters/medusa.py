@@ -24,6 +24,7 @@ from drafttrain.drafters.base import (
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
 
     num_heads: int
     num_layers: int
+    fc_bias: bool
+    shared_head: bool
+    logit_scale: float
     head_decay: float
 
     def __post_init__(self) -> None:
@@ -40,6 +44,8 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
             raise ValueError(f"drafter.num_heads must be at least 1, got {self.num_heads}")
         if self.num_layers < 1:
             raise ValueError(f"drafter.num_layers must be at least 1, got {self.num_layers}")
+        if not self.logit_scale > 0:
+            raise ValueError(f"drafter.logit_scale must be above 0, got {self.logit_scale}")
         if not 0 < self.head_decay <= 1:
             raise ValueError(f"drafter.head_decay must be in (0, 1], got {self.head_decay}")
 
@@ -51,13 +57,14 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
 class ResidualBlocks(nn.Module):
     """x + SiLU(W x + b), `num_layers` times, with weights of their own; W starts at zero."""
 
-    def __init__(self, width: int, num_layers: int) -> None:
+    def __init__(self, width: int, num_layers: int, bias: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(num_layers))
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+            if bias:
+                nn.init.zeros_(layer.bias)
 
     def forward(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape hidden"]:
         """Return the transformed hidden states."""
@@ -86,11 +93,30 @@ class Medusa(Drafter):
         self.spec = spec
         heads = range(config.num_heads)
         self.blocks = nn.ModuleList(
-            ResidualBlocks(spec.hidden_size, config.num_layers) for _ in heads
+            ResidualBlocks(spec.hidden_size, config.num_layers, config.fc_bias) for _ in heads
         )
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) for _ in heads
+        self.lm_heads = self._heads(spec.vocab_size)
+
+    def _heads(self, vocab_size: int, **place: Any) -> nn.ModuleList:
+        count = 1 if self.config.shared_head else self.config.num_heads
+        return nn.ModuleList(
+            nn.Linear(self.spec.hidden_size, vocab_size, bias=False, **place) for _ in range(count)
         )
+
+    def _say(self, k: int, hidden: Tensor) -> Tensor:
+        """Return the logits of head k for final hidden states of the target."""
+        head = self.lm_heads[0 if self.config.shared_head else k]
+        logits = head(self.blocks[k](hidden))
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load a state dict; its `target_ids`, if any, set the truncated vocabulary first."""
+        ids = tensors.get("target_ids")
+        if ids is not None:
+            self.vocab = DraftVocab.of(ids.to(self.device), self.spec.vocab_size)
+            self.lm_heads = self._heads(len(ids), device=self.device, dtype=self.dtype)
+            self.register_buffer("target_ids", self.vocab.target_ids)
+        load_exactly(self, tensors)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -110,6 +136,7 @@ class Medusa(Drafter):
 
         Laws are compared at the position before the token: head k at t meets the target's at t+1+k.
         """
+        assert self.vocab is None, "heads are trained over the whole vocabulary"
         hidden = features.final_hidden.to(self.dtype)
         all_rows, all_ahead = positions_to_predict(batch, 2)
         target_probs = None
@@ -118,11 +145,11 @@ class Medusa(Drafter):
                 truth = features.final_hidden[all_rows, all_ahead - 1]
                 target_probs = features.readout.logits(truth).float().softmax(-1)
         terms: Losses = {}
-        for k, (block, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+        for k in range(self.config.num_heads):
             known = batch.positions[all_rows, all_ahead] >= 2 + k
             rows, ahead = all_rows[known], all_ahead[known]
             labels = batch.tokens[rows, ahead]
-            logits = head(block(hidden[rows, ahead - 2 - k]))
+            logits = self._say(k, hidden[rows, ahead - 2 - k])
             law = None if target_probs is None else target_probs[known]
             loss = self.config.token_loss(logits, law, labels)
             terms[f"head_{k + 1}"] = LossTerm(
@@ -156,9 +183,7 @@ class Medusa(Drafter):
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(self.dtype)
-            state.logits = [
-                head(block(hidden)) for block, head in zip(self.blocks, self.lm_heads, strict=True)
-            ]
+            state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
         logits = state.logits[state.depth]
         state.depth += 1
         return Expansion(logits[:, None])
@@ -176,13 +201,21 @@ class Medusa(Drafter):
             "model_type": "medusa",
             "hidden_size": self.spec.hidden_size,
             "vocab_size": self.spec.vocab_size,
-            "truncated_vocab_size": self.spec.vocab_size,
+            "truncated_vocab_size": self.vocab.size if self.vocab else self.spec.vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
-            "medusa_fc_bias": True,  # without it vLLM drops the biases silently
+            "medusa_fc_bias": self.config.fc_bias,  # without it vLLM drops the biases silently
         }
-        return config, dict(self.state_dict())
+        if self.config.shared_head:
+            config["original_lm_head"] = True
+        if self.config.logit_scale != 1.0:
+            config["logit_scale"] = self.config.logit_scale
+        tensors = dict(self.state_dict())
+        if self.vocab is not None:
+            tensors["token_map"] = tensors.pop("target_ids")
+        return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load vLLM's layout."""
-        load_exactly(self, tensors)
+        """Load vLLM's layout; a token_map must ascend."""
+        own = {"target_ids" if n == "token_map" else n: t for n, t in tensors.items()}
+        self.load_weights(own)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 CONFIG = "config.json"
@@ -101,16 +102,17 @@ def _check_whole(file: Path, origin: str) -> None:
         )
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
     """Return a hash of a model directory's configuration and weights, wherever it lies.
 
+    files: those that hold the weights, where they are not a model's.
     Weights up to 1 GiB in all are hashed whole. Of larger ones each file's name, size and header
     (tensor names, dtypes, shapes) and 64 samples of 64 KiB, evenly spaced: a fine-tune changes
     them, a copy does not, and a 70B model takes seconds.
     """
     settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     digest = hashlib.sha256(_canonical(settings))
-    files = weight_files(folder)
+    files = weight_files(folder) if files is None else files
     whole = sum(file.stat().st_size for file in files) <= HASHED_WHOLE_BYTES
     for file in files:
         size = file.stat().st_size

@@ -1,0 +1,189 @@
+"""From a directory to a drafter that drafts as its authors meant, or to every reason why not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafttrain.admit.folder import Folder, open_folder
+from drafttrain.admit.layouts import Reading, Unfit, read_eagle, read_eagle3
+from drafttrain.admit.medusa import read_faster_decoding, read_medusa
+from drafttrain.admit.recognise import (
+    CAUSAL_LM,
+    EAGLE,
+    EAGLE3,
+    FASTER_DECODING,
+    MEDUSA,
+    SPECULATORS,
+    Recognised,
+    recognise,
+)
+from drafttrain.admit.tokens import compare_tokenizers
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.pretrained import files
+from drafttrain.types import TargetSpec
+
+FAMILIES = {
+    EAGLE3: "eagle3",
+    SPECULATORS: "eagle3",
+    EAGLE: "eagle",
+    MEDUSA: "medusa",
+    FASTER_DECODING: "medusa",
+    CAUSAL_LM: "two_model",
+}
+SHOWN = 5  # tensors named per kind of complaint
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmittedConfig(DrafterConfig):
+    """Where a drafter lies that others trained."""
+
+    path: str
+    layers: list[int] | None
+    allow_pickle: bool
+
+    trainable: ClassVar[bool] = False
+
+    def build(self, spec: TargetSpec) -> Drafter:
+        """Refuse: what it is stands in its files; see `admit`."""
+        raise ValueError(
+            f"drafter={self.name} was trained elsewhere and is for evaluate: "
+            f"python -m drafttrain evaluate drafter.path={self.path}"
+        )
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A drafter that others trained, in float32 on the CPU, and what was found out about it."""
+
+    drafter: Drafter
+    recognised: Recognised
+    notes: tuple[str, ...]
+    origin: str  # where it lies, and the fingerprint of its files
+
+    def lines(self) -> list[str]:
+        """Return what to tell the user."""
+        return [f"drafter: {self.recognised}", *(f"  {note}" for note in self.notes)]
+
+
+def admit(
+    config: AdmittedConfig,
+    spec: TargetSpec,
+    tokenizer: Any,
+    choice: Callable[[str], DrafterConfig],
+) -> Admitted:
+    """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
+
+    choice: gives the entry of conf/drafter of a family, whose values stand where a directory has
+    nothing to say. A causal language model becomes the `two_model` drafter.
+    Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
+    tensors, vocabulary, tokenizer, hidden size, captured layers, settings that cannot be followed.
+    """
+    folder = open_folder(Path(config.path), config.allow_pickle)
+    recognised = recognise(folder)
+    origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
+    base = replace(choice(FAMILIES[recognised.kind]), name=config.name)
+    if recognised.kind == CAUSAL_LM:
+        # It has a tokenizer of its own to be compared, or intersected: its own business.
+        changes: dict[str, Any] = {"path": str(folder.path)}
+        return Admitted(replace(base, **changes).build(spec), recognised, (), origin)
+    complaints, notes = compare_tokenizers(folder.path, tokenizer)
+    if config.layers is not None and recognised.kind not in (EAGLE3, SPECULATORS):
+        complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
+    if folder.config.get("quantization_config"):
+        complaints.append("quantization_config must be absent: quantised heads cannot be read")
+    try:
+        reading = _read(folder, recognised.kind, base, spec, config.layers)
+        drafter, wrong = _describe(reading)
+        complaints += reading.complaints + wrong
+    except Unfit as unfit:
+        complaints += unfit.complaints
+    if complaints:
+        raise ValueError(
+            f"drafter.path={config.path} ({recognised}) does not fit {spec.name}: "
+            f"{'; '.join(complaints)}"
+        )
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in reading.tensors.items()
+    }
+    drafter.to_empty(device="cpu")
+    drafter.load_weights(tensors)
+    notes = [*reading.notes, *notes, *_origin(folder.config)]
+    return Admitted(drafter.eval(), recognised, tuple(notes), origin)
+
+
+def _read(
+    folder: Folder, kind: str, base: Any, spec: TargetSpec, layers: list[int] | None
+) -> Reading:
+    try:
+        if kind in (EAGLE3, SPECULATORS):
+            return read_eagle3(folder, base, spec, layers)
+        if kind == EAGLE:
+            return read_eagle(folder, base, spec)
+        if kind == MEDUSA:
+            return read_medusa(folder, base, spec)
+        return read_faster_decoding(folder, base, spec)
+    except ValueError as error:  # settings that exclude each other
+        raise Unfit([str(error)]) from error
+
+
+def _describe(reading: Reading) -> tuple[Drafter, list[str]]:
+    """Return the drafter without memory for its weights, and which tensors would not fit it."""
+    try:
+        with torch.device("meta"):
+            drafter = reading.config.build(reading.declared)
+    except ValueError as error:
+        raise Unfit([*reading.complaints, str(error)]) from error
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    ids = reading.tensors.get("target_ids")
+    if ids is not None:  # the heads shrink when they are loaded
+        for name, shape in expected.items():
+            if name.startswith("lm_head"):
+                expected[name] = (len(ids), *shape[1:])
+        expected["target_ids"] = (len(ids),)
+    return drafter, _check_tensors(reading, expected)
+
+
+def _check_tensors(reading: Reading, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    found, name_of = reading.tensors, reading.name_in_file
+    both = [name for name in expected if name in found]
+    complaints = [
+        *_listed("missing", [name_of(name) for name in expected if name not in found]),
+        *_listed("unknown", [name_of(name) for name in found if name not in expected]),
+        *_listed(
+            "misshapen",
+            [
+                f"{name_of(name)} {list(found[name].shape)} instead of {list(expected[name])}"
+                for name in both
+                if tuple(found[name].shape) != expected[name]
+            ],
+        ),
+        *_listed(
+            "not finite",
+            [name_of(name) for name in both if not bool(found[name].isfinite().all())],
+        ),
+        *_listed("not of real numbers", [name_of(n) for n in both if not _real(n, found[n])]),
+    ]
+    return complaints
+
+
+def _real(name: str, tensor: Tensor) -> bool:
+    return name == "target_ids" or tensor.is_floating_point()
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return [f"{what}: {', '.join(names[:SHOWN])}{more}"]
+
+
+def _origin(config: dict[str, Any]) -> list[str]:
+    """Return a note on the target that the directory names, which nobody can verify from here."""
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    named = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    return [f"its config.json says that it was trained for {named}"] if named else []

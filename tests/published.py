@@ -1,0 +1,421 @@
+"""Drafters as their authors publish them, and plain-torch references of what they mean.
+
+The references share nothing with the package: float64, no cache, loops where they are plainer.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, WIDTH, DRAFTED, DEPTH = 97, 32, 40, 3
+LAYERS = [1, 2, 3]  # of a target of 4: the default ids would repeat themselves
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Published:
+    """A drafter as its authors publish it: config.json, tensors, and what they mean."""
+
+    config: dict[str, Any]
+    tensors: Tensors
+    reference: Callable[[Tensors, Tensor, Tensor, Tensor, list[int]], Tensor]
+    file: str = "model.safetensors"
+    says: list[int] = field(default_factory=lambda: list(range(VOCAB)))  # its ids -> the target's
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        if self.file.endswith(".safetensors"):
+            save_file({n: t.contiguous() for n, t in self.tensors.items()}, folder / self.file)
+        else:
+            torch.save(self.tensors, folder / self.file)
+        return folder
+
+
+def normal(*shape: int, std: float = 0.3) -> Tensor:
+    return std * torch.randn(*shape)
+
+
+# --- references ----------------------------------------------------------------------------------
+
+
+def rms(values: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return values / (values.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> list[float]:
+    plain = [theta ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+    if scaling is None:
+        return plain
+    factor = scaling["factor"]
+    if scaling["rope_type"] == "linear":
+        return [f / factor for f in plain]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original = scaling["original_max_position_embeddings"]
+    result = []
+    for f in plain:
+        wavelength = 2 * math.pi / f
+        if wavelength < original / high:
+            result.append(f)
+        elif wavelength > original / low:
+            result.append(f / factor)
+        else:
+            share = (original / wavelength - low) / (high - low)
+            result.append((1 - share) * f / factor + share * f)
+    return result
+
+
+def turned(heads: Tensor, frequencies: list[float]) -> Tensor:
+    """Rotate (position, head, head_dim), half-split, as complex numbers."""
+    half = heads.shape[-1] // 2
+    numbers = torch.complex(heads[..., :half], heads[..., half:])
+    positions = torch.arange(len(heads), dtype=torch.float64)
+    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    numbers = numbers * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([numbers.real, numbers.imag], dim=-1)
+
+
+def layer_reference(
+    t: Tensors, prefix: str, shape: dict[str, Any], values: Tensor, residual: Tensor
+) -> Tensor:
+    """The last position's output of one decoder layer over everything before it."""
+
+    def linear(name: str, inputs: Tensor) -> Tensor:
+        bias = t.get(f"{prefix}{name}.bias")
+        return inputs @ t[f"{prefix}{name}.weight"].T + (0 if bias is None else bias)
+
+    heads, shared, width = shape["heads"], shape["kv_heads"], shape["head_dim"]
+    q = linear("self_attn.q_proj", values).view(-1, heads, width)
+    k = linear("self_attn.k_proj", values).view(-1, shared, width)
+    v = linear("self_attn.v_proj", values).view(-1, shared, width)
+    if f"{prefix}self_attn.q_norm.weight" in t:
+        q = rms(q, t[f"{prefix}self_attn.q_norm.weight"], shape["eps"])
+        k = rms(k, t[f"{prefix}self_attn.k_norm.weight"], shape["eps"])
+    frequencies = inverse_frequencies(width, shape["theta"], shape["scaling"])
+    q, k = turned(q, frequencies), turned(k, frequencies)
+    mixed = []
+    for head in range(heads):
+        group = head * shared // heads
+        weights = (k[:, group] @ q[-1, head] / math.sqrt(width)).softmax(0)
+        mixed.append(weights @ v[:, group])
+    hidden = residual[-1] + linear("self_attn.o_proj", torch.cat(mixed))
+    normed = rms(hidden, t[f"{prefix}post_attention_layernorm.weight"], shape["eps"])
+    gate = linear("mlp.gate_proj", normed)
+    return hidden + linear("mlp.down_proj", gate * gate.sigmoid() * linear("mlp.up_proj", normed))
+
+
+def eagle3_reference(prefix: str, shape: dict[str, Any], variant: frozenset[str]) -> Callable:
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        eps = shape["eps"]
+        parts = list(captured)
+        if "fc_norm" in variant:
+            parts = [rms(p, t[f"fc_norm.{i}.weight"], eps) for i, p in enumerate(parts)]
+        read = torch.cat(parts, dim=-1)
+        if "norm_before_fc" in variant:
+            read = rms(read, t["input_norm.weight"], eps)
+        states = read @ t["fc.weight"].T
+        table = t.get("embed_tokens.weight", embedding)
+        logits = []
+        for _ in range(DEPTH):
+            embedded = table[tokens[1 : len(states) + 1]]
+            normed = rms(states, t[f"{prefix}hidden_norm.weight"], eps)
+            inputs = [rms(embedded, t[f"{prefix}input_layernorm.weight"], eps), normed]
+            residual = normed if "norm_before_residual" in variant else states
+            state = layer_reference(t, prefix, shape, torch.cat(inputs, dim=-1), residual)
+            after = rms(state, t["norm.weight"], eps)
+            logits.append(t["lm_head.weight"] @ after)
+            states = torch.cat([states, (after if "norm_output" in variant else state)[None]])
+        return torch.stack(logits)
+
+    return run
+
+
+def eagle_reference(shape: dict[str, Any]) -> Callable:
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        table, states, logits = t.get("embed_tokens.weight", embedding), final, []
+        for _ in range(DEPTH):
+            pairs = torch.cat([table[tokens[1 : len(states) + 1]], states], dim=-1)
+            values = pairs @ t["fc.weight"].T + t.get("fc.bias", torch.zeros(1).double())
+            state = layer_reference(t, "layers.0.", shape, values, values)
+            logits.append(t["the target's head"] @ state)
+            states = torch.cat([states, state[None]])
+        return torch.stack(logits)
+
+    return run
+
+
+def medusa_reference(
+    block: str, head: str, num_layers: int, rows: Tensor | None = None, scale: float = 1.0
+) -> Callable:
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        logits = []
+        for k in range(DEPTH):
+            hidden = final[-1]
+            for j in range(num_layers):
+                name = block.format(k=k, j=j)
+                inner = t[f"{name}.weight"] @ hidden + t.get(f"{name}.bias", 0)
+                hidden = hidden + inner * inner.sigmoid()
+            weight = t[head.format(k=k)]
+            logits.append(scale * (weight if rows is None else weight[rows]) @ hidden)
+        return torch.stack(logits)
+
+    return run
+
+
+# --- what is published ---------------------------------------------------------------------------
+
+
+def layer_tensors(prefix: str, inputs: int, shape: dict[str, Any], variant: frozenset[str]) -> Any:
+    hidden, inner = shape["hidden"], shape["inner"]
+    queries, keys = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    sizes = {
+        "self_attn.q_proj": (queries, inputs),
+        "self_attn.k_proj": (keys, inputs),
+        "self_attn.v_proj": (keys, inputs),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors = {f"{prefix}{name}.weight": normal(*size) for name, size in sizes.items()}
+    tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + normal(hidden)
+    biased = {"bias": "qkvo", "qkv_bias": "qkv"}
+    for kind, letters in biased.items():
+        for letter in letters if kind in variant else "":
+            size = sizes[f"self_attn.{letter}_proj"][0]
+            tensors[f"{prefix}self_attn.{letter}_proj.bias"] = normal(size)
+    if "qk_norm" in variant:
+        for letter in "qk":
+            tensors[f"{prefix}self_attn.{letter}_norm.weight"] = 1 + normal(shape["head_dim"])
+    return tensors
+
+
+SHAPE: dict[str, Any] = {
+    "hidden": WIDTH, "inner": 40, "heads": 4, "kv_heads": 2, "head_dim": 8, "eps": 1e-5,
+    "theta": 20000.0, "scaling": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def llama_config(shape: dict[str, Any], variant: frozenset[str]) -> dict[str, Any]:
+    config = {
+        "model_type": "llama", "hidden_size": shape["hidden"], "intermediate_size": shape["inner"],
+        "num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"],
+        "head_dim": shape["head_dim"], "num_hidden_layers": 1, "vocab_size": VOCAB,
+        "hidden_act": "silu", "rms_norm_eps": shape["eps"], "rope_theta": shape["theta"],
+        "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "attention_bias": bool({"bias", "qkv_bias"} & variant), "mlp_bias": False,
+    }  # fmt: skip
+    if shape["scaling"]:
+        config["rope_scaling"] = shape["scaling"]
+    return config
+
+
+def eagle3(
+    *variant: str, prefix: str = "midlayer.", file: str = "model.safetensors", **shape: Any
+) -> Published:
+    torch.manual_seed(1)
+    flags, sizes = frozenset(variant), SHAPE | shape
+    hidden = sizes["hidden"]
+    drafted = VOCAB if "whole" in flags else DRAFTED
+    tensors = {
+        "fc.weight": normal(hidden, 3 * WIDTH, std=0.1),
+        f"{prefix}input_layernorm.weight": 1 + normal(hidden),
+        f"{prefix}hidden_norm.weight": 1 + normal(hidden),
+        **layer_tensors(prefix, 2 * hidden, sizes, flags),
+        "norm.weight": 1 + normal(hidden),
+        "lm_head.weight": normal(drafted, hidden),
+    }
+    if "embedding" in flags:
+        tensors["embed_tokens.weight"] = normal(VOCAB, hidden)
+    if "norm_before_fc" in flags:
+        tensors["input_norm.weight"] = 1 + normal(3 * WIDTH)
+    if "fc_norm" in flags:
+        tensors |= {f"fc_norm.{i}.weight": 1 + normal(WIDTH) for i in range(3)}
+    ids = torch.randperm(VOCAB)[:drafted].sort().values
+    if drafted < VOCAB:
+        tensors["d2t"] = ids - torch.arange(drafted)
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+    layer = llama_config(sizes, flags)
+    options = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    if "speculators" in flags:
+        if sizes["scaling"] is None:
+            theta = layer.pop("rope_theta")
+            layer["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        if "qk_norm" in flags:
+            layer["model_type"] = "qwen3"
+        config: dict[str, Any] = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "speculators_config": {"verifier": {"name_or_path": "ada/tiny"}},
+        }
+        # Absent, norm_before_residual is true here.
+        if "norm_before_residual" not in flags:
+            config["norm_before_residual"] = False
+        options = options[1:]
+    else:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+    config |= {option: True for option in options if option in flags}
+    config["draft_vocab_size"] = drafted
+    config["eagle_aux_hidden_state_layer_ids"] = LAYERS
+    if hidden != WIDTH:
+        config["target_hidden_size"] = WIDTH
+    if file.endswith(".bin"):
+        config["architectures"] = ["LlamaForCausalLM"]
+    reference = eagle3_reference(prefix, sizes, flags)
+    return Published(config, tensors, reference, file, ids.tolist())
+
+
+def without(published: Published, *keys: str) -> Published:
+    for key in keys:
+        del published.config[key]
+    return published
+
+
+def eagle(*variant: str, **shape: Any) -> Published:
+    torch.manual_seed(2)
+    flags, sizes = frozenset(variant), SHAPE | shape
+    tensors = {"fc.weight": normal(WIDTH, 2 * WIDTH), **layer_tensors(
+        "layers.0.", WIDTH, sizes, flags)}  # fmt: skip
+    config = {"architectures": ["LlamaForCausalLM"], **llama_config(sizes, flags)}
+    if "fc_bias" in flags:
+        tensors["fc.bias"] = normal(WIDTH)
+    if "embedding" in flags:
+        tensors["embed_tokens.weight"] = normal(VOCAB, WIDTH)
+    if "qkv_bias" in flags:  # as SafeAILab's drafters of Qwen2 say it
+        config |= {"attention_bias": False, "qkv_bias": True, "model_type": "qwen2"}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = normal(4)  # of old Transformers
+    return Published(config, tensors, eagle_reference(sizes))
+
+
+def medusa(*variant: str, num_layers: int = 1, scale: float = 1.0) -> Published:
+    torch.manual_seed(3)
+    flags, tensors = frozenset(variant), {}
+    for k in range(DEPTH):
+        for j in range(num_layers):
+            tensors[f"blocks.{k}.layers.{j}.weight"] = normal(WIDTH, WIDTH)
+            if "bias" in flags:
+                tensors[f"blocks.{k}.layers.{j}.bias"] = normal(WIDTH)
+    drafted = DRAFTED if {"truncated", "rows"} & flags else VOCAB
+    rows = VOCAB if "rows" in flags else drafted
+    heads = range(1 if "shared" in flags else DEPTH)
+    tensors |= {f"lm_heads.{k}.weight": normal(rows, WIDTH) for k in heads}
+    config: dict[str, Any] = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": WIDTH,
+        "vocab_size": VOCAB, "num_heads": DEPTH, "num_hidden_layers": num_layers,
+        "medusa_fc_bias": "bias" in flags, "truncated_vocab_size": drafted,
+    }  # fmt: skip
+    ids = torch.arange(VOCAB)
+    order = None
+    if drafted < VOCAB:
+        shuffled = torch.randperm(VOCAB)[:drafted]  # most frequent first, as a recipe would have it
+        tensors["token_map"] = shuffled
+        ids, order = shuffled.sort()
+        if "rows" in flags:
+            order = ids
+    if "shared" in flags:
+        config["original_lm_head"] = True
+    if scale != 1.0:
+        config["logit_scale"] = scale
+    head = "lm_heads.0.weight" if "shared" in flags else "lm_heads.{k}.weight"
+    reference = medusa_reference("blocks.{k}.layers.{j}", head, num_layers, order, scale)
+    return Published(config, tensors, reference, says=ids.tolist())
+
+
+def faster_decoding(num_layers: int, file: str) -> Published:
+    torch.manual_seed(4)
+    tensors = {}
+    for k in range(DEPTH):
+        for j in range(num_layers):
+            tensors[f"{k}.{j}.linear.weight"] = normal(WIDTH, WIDTH)
+            tensors[f"{k}.{j}.linear.bias"] = normal(WIDTH)
+        tensors[f"{k}.{num_layers}.weight"] = normal(VOCAB, WIDTH)
+    config = {  # published ones really count 2 where there are 5
+        "medusa_num_heads": DEPTH - 1,
+        "medusa_num_layers": num_layers,
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+    }
+    head = "{k}." + f"{num_layers}.weight"
+    return Published(config, tensors, medusa_reference("{k}.{j}.linear", head, num_layers), file)
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
+    "native": ("eagle3", eagle3),
+    "native layers.0": ("eagle3", lambda: eagle3(prefix="layers.0.")),
+    "native, whole vocabulary": ("eagle3", lambda: eagle3("whole")),
+    "SafeAILab": ("eagle3", lambda: eagle3(file="pytorch_model.bin")),
+    "norm_before_residual": ("eagle3", lambda: eagle3("norm_before_residual")),
+    "norm_before_fc": ("eagle3", lambda: eagle3("norm_before_fc")),
+    "fc_norm": ("eagle3", lambda: eagle3("fc_norm")),
+    "norm_output": ("eagle3", lambda: eagle3("norm_output")),
+    "biases": ("eagle3", lambda: eagle3("bias")),
+    "qkv biases": ("eagle3", lambda: eagle3("qkv_bias", "norm_output", "norm_before_residual")),
+    "own embedding": ("eagle3", lambda: eagle3("embedding")),
+    "own width": ("eagle3", lambda: eagle3("embedding", hidden=48)),
+    "own heads": ("eagle3", lambda: eagle3(heads=6, kv_heads=3, head_dim=10)),
+    "rope llama3": ("eagle3", lambda: eagle3(scaling=LLAMA3)),
+    "rope linear": ("eagle3", lambda: eagle3(scaling={"rope_type": "linear", "factor": 4.0})),
+    "defaults of Transformers": (
+        "eagle3",
+        lambda: without(
+            eagle3(kv_heads=4, theta=10000.0, eps=1e-6),
+            *("rope_theta", "rms_norm_eps", "num_key_value_heads", "head_dim", "num_hidden_layers"),
+        ),
+    ),
+    "speculators": ("speculators", lambda: eagle3("speculators", prefix="layers.0.")),
+    "speculators by default": (
+        "speculators",
+        lambda: eagle3("speculators", "norm_before_residual", "embedding", prefix="layers.0."),
+    ),
+    "speculators 3.1 of Qwen3": (
+        "speculators",
+        lambda: eagle3("speculators", "qk_norm", "fc_norm", "norm_output", prefix="layers.0."),
+    ),
+    "speculators, rope llama3": (
+        "speculators",
+        lambda: eagle3("speculators", "norm_before_fc", prefix="layers.0.", scaling=LLAMA3),
+    ),
+    "EAGLE-1": ("eagle", eagle),
+    "EAGLE-1 with a bias": ("eagle", lambda: eagle("fc_bias", "embedding")),
+    "EAGLE-1 of Qwen2": ("eagle", lambda: eagle("fc_bias", "qkv_bias", theta=1e6)),
+    "Medusa": ("medusa", lambda: medusa("bias")),
+    "Medusa, two layers, no bias": ("medusa", lambda: medusa(num_layers=2)),
+    "Medusa, truncated": ("medusa", lambda: medusa("bias", "truncated")),
+    "Medusa, rows by token_map": ("medusa", lambda: medusa("rows")),
+    "Medusa, one head": ("medusa", lambda: medusa("bias", "shared", "truncated")),
+    "Medusa, scaled": ("medusa", lambda: medusa("bias", scale=0.25)),
+    "FasterDecoding": ("fasterdecoding", lambda: faster_decoding(1, "medusa_lm_head.pt")),
+    "FasterDecoding, two layers": (
+        "fasterdecoding",
+        lambda: faster_decoding(2, "medusa_lm_head.safetensors"),
+    ),
+}
+
+
+def edited(published: Published, **changes: Any) -> Published:
+    """Change config.json (None deletes a key) and tensors (by names with dots as __)."""
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        place: dict[str, Any] = published.tensors if "__" in name else published.config
+        if value is None:
+            del place[key]
+        else:
+            place[key] = value
+    return published
