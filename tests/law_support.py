@@ -1,16 +1,13 @@
-"""The exact law of the real decode loop, by replaying it over every answer that chance could give.
+"""Targets of at most six tokens in float64, their drafters, and the laws that outputs must have.
 
-Targets of at most six tokens in float64. `loop_law` runs the loop itself (its caches, positions,
-warpers, stops, limits, batches) once for every sequence of answers; `target_law` asks Transformers
-for full forwards and warps them with its own processors. `deviation` is the largest difference.
+`target_law` asks Transformers for full forwards and warps them with its own processors: nothing
+of the loop, of its caches or of `sampling` takes part. `predicted_law` is what a rule promises.
 """
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from drafttrain.decode.loop import Cycle, speculative_decode_batch
 from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
 from drafttrain.sampling import probabilities
@@ -35,8 +31,6 @@ from drafttrain.target.describe import describe
 from drafttrain.target.target import Target
 from drafttrain.types import Nodes, Sampling
 
-EXACT = 1e-12  # what rounding may do
-BROKEN = 1e-3  # what a mistake does at least
 PLAIN = Sampling(1.0, 0, 1.0)
 WORDS, END = ("a", "b", "ab", "c", "ca"), "<end>"
 SEEDS = {3: 28, 4: 22, 5: 12, 6: 18}  # chosen so that no law is nearly certain
@@ -154,143 +148,6 @@ class Case:
     stop_strings: tuple[str, ...] = ()
 
 
-Key = tuple[int, int, int]  # (row of the case, start, draw): whatever chance is asked for
-Walk = dict[Key, tuple[float, float]]  # the interval in which each key's uniform lies
-
-
-class Replay:
-    """A Chance that follows walks, and where one leaves it free, takes the first answer there is.
-
-    Every key names one uniform, as in `SeededChance`; a walk says in which interval it lies, so
-    whoever asks for a key twice gets answers of the same uniform. Rows walk * group to
-    walk * group + group - 1 of the batch belong to one walk. `siblings` are the walks not taken.
-    """
-
-    def __init__(self, walks: Sequence[Walk], group: int) -> None:
-        self.walks = [dict(walk) for walk in walks]
-        self.group = group
-        self.asked: set[Key] = set()
-        self.num_repeated = 0  # keys asked for more than once in one decoding
-        self.siblings: list[Walk] = []
-
-    def _answer(self, row: int, start: int, draw: int, edges: Sequence[float]) -> int:
-        """Return i with edges[i] <= uniform < edges[i + 1]."""
-        walk, member = self.walks[row // self.group], row % self.group
-        key = (member, start, draw)
-        self.num_repeated += (row, start, draw) in self.asked
-        self.asked.add((row, start, draw))
-        low, high = walk.get(key, (0.0, 1.0))
-        parts = [(max(low, left), min(high, right)) for left, right in pairwise(edges)]
-        # Slivers of rounding are no answers.
-        answer, *others = [i for i, (left, right) in enumerate(parts) if right - left > 1e-15]
-        self.siblings.extend({**walk, key: parts[other]} for other in others)
-        walk[key] = parts[answer]
-        return answer
-
-    def accept(
-        self, probability: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
-    ) -> Tensor:
-        answers = [
-            self._answer(row, start, draw, (0.0, p, 1.0)) == 0
-            for row, start, p in zip(rows, starts, probability.tolist(), strict=True)
-        ]
-        return torch.tensor(answers)
-
-    def choose(
-        self, probs: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
-    ) -> Tensor:
-        cumulative = probs.double().cumsum(-1)
-        edges = torch.cat([torch.zeros_like(cumulative[:, :1]), cumulative / cumulative[:, -1:]], dim=1)
-        answers = [
-            self._answer(row, start, draw, row_edges)
-            for row, start, row_edges in zip(rows, starts, edges.tolist(), strict=True)
-        ]
-        return torch.tensor(answers)
-
-
-class Seen(set[str]):
-    """What happened in some walk: a proof over walks in which nothing happens proves nothing."""
-
-    def __init__(self, case: Case, ends: Sequence[int]) -> None:
-        super().__init__()
-        self.case, self.ends = case, torch.tensor(ends)
-
-    def __call__(self, cycle: Cycle) -> None:
-        """Take in one verification."""
-        case, verdict, proposal = self.case, cycle.verdict, cycle.proposal
-        accepted = verdict.num_accepted
-        nodes = torch.arange(proposal.tokens.shape[1])
-        ends = torch.isin(proposal.tokens, self.ends) & (nodes < accepted[:, None])
-        first = [len(case.prompts[row % len(case.prompts)]) for row in cycle.rows]
-        said = torch.tensor(cycle.starts) - torch.tensor(first)
-        full = accepted == proposal.num_nodes
-        self |= {
-            name
-            for name, happened in {
-                "nothing proposed": proposal.num_nodes == 0,
-                "first rejected": (accepted == 0) & ~full,
-                "partly accepted": (accepted > 0) & ~full,
-                "all accepted": (accepted > 0) & full,
-                "end inside an accepted run": ends.any(-1),
-                "limit inside an accepted run": said + accepted + 1 > case.limit,
-            }.items()
-            if bool(happened.any())
-        }
-        if len(set(accepted.tolist())) > 1:
-            self.add("rows accept differently")
-        if len(cycle.rows) % len(case.prompts):
-            self.add("a row has left")
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """The law of what the loop emitted, how many walks that took, and what happened in them."""
-
-    law: Law
-    num_walks: int
-    num_repeated: int
-    seen: Seen
-
-
-def replay(small: Small, drafter: Drafter, case: Case, width: int) -> Replayed:
-    """Run the real loop over all answers of chance, depth-first; `width` walks in each batch.
-
-    width 1 is the loop as it is called: one walk, the rows of the case. Wider batches hold many
-    walks, as rows that know nothing of each other, at a hundredth of the price.
-    """
-    group = len(case.prompts)
-    law: Law = {}
-    seen = Seen(case, small.target.spec.eos_token_ids)
-    pending: list[Walk] = [{}]
-    num_walks = num_repeated = 0
-    while pending:
-        chance = Replay(pending[-width:], group)
-        del pending[-width:]
-        prompts = case.prompts * len(chance.walks)
-        decoded = speculative_decode_batch(
-            small.target,
-            drafter,
-            prompts,
-            depth=case.depth,
-            sampling=case.sampling,
-            max_new_tokens=case.limit,
-            chance=chance,
-            rows=range(len(prompts)),
-            stop_strings=case.stop_strings,
-            draft_sampling=case.draft_sampling,
-            rule=case.rule,
-            record=seen,
-        )
-        outputs = [row.tokens for row in decoded]
-        for index, walk in enumerate(chance.walks):
-            said = tuple(outputs[index * group : (index + 1) * group])
-            law[said] = law.get(said, 0.0) + math.prod(b - a for a, b in walk.values())
-        pending += chance.siblings
-        num_walks += len(chance.walks)
-        num_repeated += chance.num_repeated
-    return Replayed(law, num_walks, num_repeated, seen)
-
-
 # --- what it is compared with ---
 
 
@@ -347,16 +204,6 @@ def product(laws: Sequence[dict[Text, float]]) -> Law:
 def target_law(small: Small, case: Case) -> Law:
     """The target's own law of the outputs of all rows."""
     return product([row_law(small, case, prompt) for prompt in case.prompts])
-
-
-def distance(one: Law, other: Law) -> float:
-    """The largest difference between the probabilities of an output."""
-    return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one | other)
-
-
-def deviation(small: Small, drafter: Drafter, case: Case, width: int) -> float:
-    """The check itself: how far the loop's law is from the target's own."""
-    return distance(replay(small, drafter, case, width).law, target_law(small, case))
 
 
 # --- the law that a rule predicts, in closed form ---
@@ -434,4 +281,3 @@ def parts(rule: Rule, target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor
     accepted = draft_probs * rule.acceptance(target_probs, draft_probs, every)
     rest = 1 - accepted.sum(-1, keepdim=True)
     return accepted, rest.clamp(min=0) * rule.correction(target_probs, draft_probs)
-

@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from law_replay import EXACT, Replayed, distance, replay
 from law_support import (
     DRAFTERS,
-    EXACT,
     PLAIN,
     Case,
     Law,
-    Replayed,
     Small,
-    distance,
     draft_law,
     drafter_for,
     next_laws,
     parts,
     predicted_law,
-    replay,
     target_law,
 )
 
@@ -32,10 +29,11 @@ from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_ste
 from drafttrain.drafters.base import Drafter
 from drafttrain.types import GREEDY, Sampling, TargetFeatures
 
+TOP_2 = Sampling(1.0, 2, 1.0)
 SAMPLINGS = {
     "plain": PLAIN,
     "cold": Sampling(0.6, 0, 1.0),
-    "top_k": Sampling(1.0, 2, 1.0),
+    "top_k": TOP_2,
     "top_p": Sampling(1.0, 0, 0.7),
     "all_warpers": Sampling(1.4, 3, 0.9),
     "greedy": GREEDY,
@@ -85,7 +83,7 @@ def test_three_tokens_have_the_law_of_the_target(
         assert len(replayed.law) > 30
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, SAMPLINGS["top_k"]], ids=["plain", "top_k"])
+@pytest.mark.parametrize("sampling", [PLAIN, TOP_2], ids=["plain", "top_k"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_one_prompt_at_a_time_has_the_law_of_the_target(
     name: str, sampling: Sampling, smalls: dict[int, Small]
@@ -93,7 +91,7 @@ def test_one_prompt_at_a_time_has_the_law_of_the_target(
     """One walk after another, each a decoding of its own: no batch takes part."""
     case = Case(sampling=sampling, limit=3 if sampling.top_k else 2, depth=2)
     alone = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
-    assert alone.num_walks > 20
+    assert alone.num_walks > 5
     together = replay(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
     assert distance(alone.law, together.law) <= EXACT
 
@@ -121,7 +119,8 @@ def test_limits_of_any_length_and_depth(name: str, smalls: dict[int, Small]) -> 
     seen: set[str] = set()
     for limit in (1, 2, 3):
         for depth in (1, 2, 3):
-            seen |= certify(smalls[3], drafter, Case(limit=limit, depth=depth), width=1000).seen
+            case = Case(limit=limit, depth=depth, sampling=TOP_2)
+            seen |= certify(smalls[3], drafter, case, width=1000).seen
     assert seen >= HAPPENS | {"limit inside an accepted run"}
 
 
@@ -133,14 +132,13 @@ def test_six_tokens_drafted_three_deep(name: str, smalls: dict[int, Small]) -> N
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_stop_strings_end_an_accepted_run(name: str, smalls: dict[int, Small]) -> None:
-    """"bb" is spelled by b b, by ab b and inside ab b's run; "ca" by c a, c ab, and by one token."""
+    """Spelled by two tokens, by the end of one and another, and by the beginning of one."""
     small, drafter = smalls[5], drafter_for(name, smalls[5])
-    case = Case(sampling=Sampling(1.0, 4, 1.0), stop_strings=("bb", "ca"))
+    case = Case(sampling=Sampling(1.0, 4, 1.0), stop_strings=("bb", "ba"))
     stopped = certify(small, drafter, case, width=1000).law
-    whole = replay(small, drafter, replace(case, stop_strings=()), width=1000).law
     shorter = {text for (text,) in stopped if len(text) < 3 and text[-1] != 4}
-    assert {(1, 1), (2, 1), (3, 0)} <= shorter
-    assert distance(stopped, whole) > 0.01
+    assert {(1, 1), (2, 1), (1, 2)} <= shorter  # b b, ab b, b ab
+    assert distance(stopped, target_law(small, replace(case, stop_strings=()))) > 0.01
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -156,11 +154,12 @@ TWO = ((0, 1, 0, 1, 0), (1, 1))
 @pytest.mark.parametrize(
     "case",
     [
-        Case(TWO, limit=2, depth=1),
-        Case(TWO, limit=3, depth=2, sampling=Sampling(1.0, 2, 1.0), draft_sampling=GREEDY),
-        Case(TWO, limit=3, depth=1, draft_sampling=GREEDY),
+        Case(TWO, limit=2, depth=1, sampling=TOP_2),
+        Case(TWO, limit=3, depth=2, sampling=TOP_2, draft_sampling=GREEDY),
+        pytest.param(Case(TWO, limit=2, depth=1), marks=pytest.mark.slow),
+        pytest.param(Case(TWO, limit=3, depth=1, sampling=TOP_2), marks=pytest.mark.slow),
     ],
-    ids=["depth_1", "depth_2_top_k", "two_cycles"],
+    ids=["top_k", "greedy_drafts", "plain", "two_cycles"],
 )
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_two_rows_of_a_batch_are_independent(
@@ -173,7 +172,7 @@ def test_two_rows_of_a_batch_are_independent(
 
 
 def test_three_rows_of_a_batch_are_independent(smalls: dict[int, Small]) -> None:
-    case = Case(((0, 1, 0, 1, 0), (1, 1), (0, 0, 1)), limit=2, depth=1, sampling=Sampling(1, 2, 1))
+    case = Case(((0, 1, 0, 1, 0), (1, 1), (0, 0, 1)), limit=2, depth=1, sampling=TOP_2)
     replayed = certify(smalls[3], drafter_for("ngram", smalls[3]), case, width=1)
     assert replayed.num_walks > 100
 
@@ -255,14 +254,15 @@ class Misled(Drafter):
 
     def begin(self, *inputs: Any) -> Any:
         state = self.inner.begin(*inputs)
-        if self.mistake == "own cache":
+        if self.mistake == "own nodes never forgotten":
             state.cache.rollback = lambda lengths: None
         return state
 
     def observe(self, state: Any, tokens: Any, counts: Any, features: TargetFeatures) -> None:
-        if self.mistake == "feature row":
-            captured = {i: hidden.roll(1, 1) for i, hidden in features.captured.items()}
-            hidden = features.final_hidden.roll(1, 1)
+        if self.mistake == "features a position late":
+            late = (torch.arange(tokens.shape[1]) - 1).clamp(min=0)
+            captured = {i: hidden[:, late] for i, hidden in features.captured.items()}
+            hidden = features.final_hidden[:, late]
             features = TargetFeatures(captured, hidden, features.readout)
         self.inner.observe(state, tokens, counts, features)
 
@@ -276,22 +276,20 @@ class Misled(Drafter):
 @pytest.mark.parametrize(
     ("name", "mistake"),
     [
-        ("eagle", "feature row"),
-        ("eagle3", "feature row"),
-        ("medusa", "feature row"),
-        ("eagle", "own cache"),
-        ("eagle3", "own cache"),
+        ("eagle", "features a position late"),
+        ("eagle3", "features a position late"),
+        ("medusa", "features a position late"),
+        ("eagle", "own nodes never forgotten"),
+        ("eagle3", "own nodes never forgotten"),
     ],
 )
 def test_a_broken_drafter_is_still_lossless(
     name: str, mistake: str, smalls: dict[int, Small]
 ) -> None:
-    small, case = smalls[3], Case(limit=3, depth=1)
+    small, case = smalls[3], Case()
     whole, broken = drafter_for(name, small), Misled(drafter_for(name, small), mistake)
-    accepted = []
-    for drafter in (whole, broken):
-        replayed = certify(small, drafter, case, width=1)
-        accepted.append(replayed.num_walks)
+    certify(small, broken, case, width=1000)
+    # A lossy rule shows that the mistake does reach the drafts.
     lossy = replace(case, rule=Lenience(0.5))
-    laws = [replay(small, drafter, lossy, width=1).law for drafter in (whole, broken)]
-    assert distance(*laws) > 1e-4, "the mistake must reach the drafts"
+    laws = [replay(small, drafter, lossy, width=1000).law for drafter in (whole, broken)]
+    assert distance(*laws) > 1e-4
