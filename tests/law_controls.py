@@ -324,7 +324,7 @@ CONTROLS = [
     Control(
         "every row rolled back as the worst",
         sets(target.Target, "rollback", _as_the_worst),
-        Case(TWO, limit=4, depth=1, sampling=Sampling(1.0, 2, 1.0)),
+        Case(((1, 0, 1, 0), (0, 0, 1)), limit=4, depth=1, sampling=Sampling(1.0, 2, 1.0)),
         drafter="ngram",
         width=1,
     ),

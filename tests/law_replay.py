@@ -8,12 +8,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from law_support import Case, Law, Small, target_law
 from torch import Tensor
 
 from drafttrain.decode import loop
+from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import Cycle
 from drafttrain.drafters.base import Drafter
 
@@ -118,7 +120,7 @@ class Replayed:
     seen: Seen
 
 
-def replay(small: Small, drafter: Drafter, case: Case, width: int) -> Replayed:
+def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Replayed:
     """Run the real loop over all answers of chance, depth-first; `width` walks in each batch.
 
     width 1 is the loop as it is called: one walk, the rows of the case. Wider batches hold many
@@ -133,20 +135,26 @@ def replay(small: Small, drafter: Drafter, case: Case, width: int) -> Replayed:
         chance = Replay(pending[-width:], group)
         del pending[-width:]
         prompts = case.prompts * len(chance.walks)
-        decoded = loop.speculative_decode_batch(
-            small.target,
-            drafter,
-            prompts,
-            depth=case.depth,
-            sampling=case.sampling,
-            max_new_tokens=case.limit,
-            chance=chance,
-            rows=range(len(prompts)),
-            stop_strings=case.stop_strings,
-            draft_sampling=case.draft_sampling,
-            rule=case.rule,
-            record=seen,
-        )
+        settings: dict[str, Any] = {
+            "sampling": case.sampling,
+            "max_new_tokens": case.limit,
+            "chance": chance,
+            "rows": range(len(prompts)),
+            "stop_strings": case.stop_strings,
+        }
+        if drafter is None:
+            decoded = autoregressive_decode_batch(small.target, prompts, **settings)
+        else:
+            decoded = loop.speculative_decode_batch(
+                small.target,
+                drafter,
+                prompts,
+                depth=case.depth,
+                draft_sampling=case.draft_sampling,
+                rule=case.rule,
+                record=seen,
+                **settings,
+            )
         outputs = [row.tokens for row in decoded]
         for index, walk in enumerate(chance.walks):
             said = tuple(outputs[index * group : (index + 1) * group])
