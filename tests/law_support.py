@@ -93,27 +93,44 @@ class Small:
         return cls(Target(model, tokenizer, spec), words, folder)
 
 
-def _two_model(small: Small) -> dict[str, Any]:
-    """A smaller model of the same vocabulary, in a directory."""
-    place = small.folder / f"draft_{len(small.words)}"
+def _draft_model(small: Small, words: Sequence[str]) -> str:
+    """The directory of a smaller model that knows these words."""
+    place = small.folder / "_".join(["draft", *words[:-1]])
     if not place.exists():
-        small_llama(small.words, seed=5, num_hidden_layers=1).save_pretrained(place)
-        tokenizer_of(small.words).save_pretrained(place)
-    return {"path": str(place)}
+        small_llama(words, seed=5, num_hidden_layers=1).save_pretrained(place)
+        tokenizer_of(words).save_pretrained(place)
+    return str(place)
 
 
-# What a drafter needs besides its yaml: the folder is that of the target it drafts for.
+def _other_words(small: Small) -> tuple[str, ...]:
+    """A vocabulary that lacks the target's first word and has others, in another order."""
+    return ("x", *small.words[-2:0:-1], "y", END)
+
+
+# What a drafter needs besides its yaml. A name with a slash is another setting of the same yaml.
 SETTINGS: dict[str, Callable[[Small], dict[str, Any]]] = {
     "eagle3": lambda small: {"layers": [0, 1, 2], "draft_vocab_size": len(small.words) - 1},
-    "two_model": _two_model,
+    "two_model": lambda small: {"path": _draft_model(small, small.words)},
+    "two_model/intersection": lambda small: {
+        "path": _draft_model(small, _other_words(small)),
+        "vocabulary": "intersection",
+    },
+    "small_lm": lambda small: {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
 }
 # `admitted` is no family of its own: it reads a directory that holds one of the others.
-DRAFTERS = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "admitted")
+FAMILIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "admitted")
+DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("/")[0] in FAMILIES]
 
 
 def drafter_for(name: str, small: Small) -> Drafter:
     """Build conf/drafter/<name>.yaml with random weights in float64."""
-    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name.split('/')[0]}.yaml"))
     assert isinstance(values, dict)
     module, kind = values.pop("_target_").rsplit(".", 1)
     values |= SETTINGS.get(name, lambda small: {})(small)

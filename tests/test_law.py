@@ -33,7 +33,7 @@ from drafttrain.types import GREEDY, Sampling, TargetFeatures
 TOP_2 = Sampling(1.0, 2, 1.0)
 SAMPLINGS = {
     "plain": PLAIN,
-    "cold": Sampling(0.6, 0, 1.0),
+    "cold": Sampling(0.6, 3, 1.0),
     "top_k": TOP_2,
     "top_p": Sampling(1.0, 0, 0.7),
     "all_warpers": Sampling(1.4, 3, 0.9),
@@ -41,7 +41,7 @@ SAMPLINGS = {
 }
 DRAFT_SAMPLINGS = {
     "greedy_drafts_of_a_sampled_target": (PLAIN, GREEDY),
-    "hotter_drafts": (Sampling(0.7, 0, 1.0), Sampling(2.5, 0, 1.0)),
+    "hotter_drafts": (Sampling(0.7, 3, 1.0), Sampling(2.5, 3, 1.0)),
     "top_p_drafts": (PLAIN, Sampling(1.0, 0, 0.6)),
     "top_k_drafts_of_a_top_p_target": (Sampling(1.0, 0, 0.7), Sampling(1.0, 2, 1.0)),
     "sampled_drafts_of_a_greedy_target": (GREEDY, PLAIN),
