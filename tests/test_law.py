@@ -1,0 +1,327 @@
+"""What the real loop emits has exactly the target's law: every drafter, every lossless rule.
+
+Not by statistics: `law_support` replays the loop over every answer that chance could give. Lossy
+rules emit exactly the law that their closed form predicts, which is another.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from law_replay import EXACT, Replayed, distance, replay
+from law_support import (
+    DRAFTERS,
+    PLAIN,
+    Case,
+    Law,
+    Small,
+    draft_law,
+    drafter_for,
+    next_laws,
+    parts,
+    predicted_law,
+    target_law,
+)
+
+from drafttrain.decode.loop import is_lossless
+from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_step_law
+from drafttrain.drafters.base import Drafter
+from drafttrain.types import GREEDY, Sampling, TargetFeatures
+
+TOP_2 = Sampling(1.0, 2, 1.0)
+SAMPLINGS = {
+    "plain": PLAIN,
+    "cold": Sampling(0.6, 3, 1.0),
+    "top_k": TOP_2,
+    "top_p": Sampling(1.0, 0, 0.7),
+    "all_warpers": Sampling(1.4, 3, 0.9),
+    "greedy": GREEDY,
+}
+DRAFT_SAMPLINGS = {
+    "greedy_drafts_of_a_sampled_target": (PLAIN, GREEDY),
+    "hotter_drafts": (Sampling(0.7, 3, 1.0), Sampling(2.5, 3, 1.0)),
+    "top_p_drafts": (PLAIN, Sampling(1.0, 0, 0.6)),
+    "top_k_drafts_of_a_top_p_target": (Sampling(1.0, 0, 0.7), Sampling(1.0, 2, 1.0)),
+    "sampled_drafts_of_a_greedy_target": (GREEDY, PLAIN),
+}
+LOSSY = {
+    "typical": Typical(0.3, 0.6),
+    "typical_of_medusa": Typical(0.09, 0.3),
+    "lenience_half": Lenience(0.5),
+    "lenience_tenth": Lenience(0.1),
+}
+HAPPENS = {"first rejected", "partly accepted", "all accepted", "rows accept differently"}
+
+
+@pytest.fixture(scope="module")
+def smalls(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Small]:
+    """Targets by how many tokens they know."""
+    folder = tmp_path_factory.mktemp("law")
+    return {size: Small.make(folder, size) for size in (3, 4, 5, 6)}
+
+
+def certify(small: Small, drafter: Drafter | None, case: Case, width: int) -> Replayed:
+    """Assert that the loop's law is the target's own, and that no uniform was used twice."""
+    says_so = is_lossless(case.rule, case.sampling)
+    assert says_so or case.rule == Lenience(1.0)  # exact, but not promised
+    replayed = replay(small, drafter, case, width)
+    assert sum(replayed.law.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(replayed.law, target_law(small, case)) <= EXACT
+    assert replayed.num_repeated == 0
+    return replayed
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_three_tokens_have_the_law_of_the_target(
+    name: str, sampling: Sampling, smalls: dict[int, Small]
+) -> None:
+    drafter = drafter_for(name, smalls[4])
+    replayed = certify(smalls[4], drafter, Case(sampling=sampling), width=1000)
+    if sampling == PLAIN:
+        ends = set() if name == "ngram" else {"end inside an accepted run"}
+        assert replayed.seen >= HAPPENS | ends | {"limit inside an accepted run"}
+        assert len(replayed.law) > 30
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TOP_2], ids=["plain", "top_k"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_one_prompt_at_a_time_has_the_law_of_the_target(
+    name: str, sampling: Sampling, smalls: dict[int, Small]
+) -> None:
+    """One walk after another, each a decoding of its own: no batch takes part."""
+    case = Case(sampling=sampling, limit=3 if sampling.top_k else 2, depth=2)
+    alone = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
+    assert alone.num_walks > 5
+    together = replay(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
+    assert distance(alone.law, together.law) <= EXACT
+
+
+@pytest.mark.parametrize("samplings", DRAFT_SAMPLINGS.values(), ids=DRAFT_SAMPLINGS)
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "ngram"])
+def test_drafts_may_be_drawn_otherwise_than_the_target(
+    name: str, samplings: tuple[Sampling, Sampling], smalls: dict[int, Small]
+) -> None:
+    case = Case(sampling=samplings[0], draft_sampling=samplings[1])
+    replayed = certify(smalls[4], drafter_for(name, smalls[4]), case, width=1000)
+    assert "first rejected" in replayed.seen
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_lenience_of_one_is_rejection_sampling(name: str, smalls: dict[int, Small]) -> None:
+    drafter = drafter_for(name, smalls[3])
+    for sampling in (PLAIN, SAMPLINGS["top_p"], GREEDY):
+        certify(smalls[3], drafter, Case(sampling=sampling, rule=Lenience(1.0)), width=1000)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_limits_of_any_length_and_depth(name: str, smalls: dict[int, Small]) -> None:
+    drafter = drafter_for(name, smalls[3])
+    seen: set[str] = set()
+    for limit in (1, 2, 3):
+        for depth in (1, 2, 3):
+            case = Case(limit=limit, depth=depth, sampling=TOP_2)
+            seen |= certify(smalls[3], drafter, case, width=1000).seen
+    assert seen >= HAPPENS | {"limit inside an accepted run"}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_six_tokens_drafted_three_deep(name: str, smalls: dict[int, Small]) -> None:
+    case = Case(limit=2, depth=3, sampling=Sampling(1.0, 4, 1.0))
+    certify(smalls[6], drafter_for(name, smalls[6]), case, width=1000)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_stop_strings_end_an_accepted_run(name: str, smalls: dict[int, Small]) -> None:
+    """Spelled by two tokens, by the end of one and another, and by the beginning of one."""
+    small, drafter = smalls[5], drafter_for(name, smalls[5])
+    case = Case(sampling=Sampling(1.0, 4, 1.0), stop_strings=("bb", "ba"))
+    stopped = certify(small, drafter, case, width=1000).law
+    shorter = {text for (text,) in stopped if len(text) < 3 and text[-1] != 4}
+    assert {(1, 1), (2, 1), (1, 2)} <= shorter  # b b, ab b, b ab
+    assert distance(stopped, target_law(small, replace(case, stop_strings=()))) > 0.01
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_of_a_single_token(name: str, smalls: dict[int, Small]) -> None:
+    certify(smalls[3], drafter_for(name, smalls[3]), Case(prompts=((1,),)), width=1000)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_the_plain_loop_has_the_law_of_the_target(
+    sampling: Sampling, smalls: dict[int, Small]
+) -> None:
+    """The baseline of every speedup samples what the drafted loop samples."""
+    certify(smalls[5], None, Case(sampling=sampling, stop_strings=("bb",)), width=1000)
+    certify(smalls[3], None, Case(TWO, sampling=sampling, limit=2), width=1)
+
+
+# --- batches: the joint law of two rows ---
+
+TWO = ((0, 1, 0, 1, 0), (1, 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(TWO, limit=2, depth=1, sampling=TOP_2),
+        Case(TWO, limit=3, depth=2, sampling=TOP_2, draft_sampling=GREEDY),
+        pytest.param(Case(TWO, limit=2, depth=1), marks=pytest.mark.slow),
+        pytest.param(Case(TWO, limit=3, depth=1, sampling=TOP_2), marks=pytest.mark.slow),
+    ],
+    ids=["top_k", "greedy_drafts", "plain", "two_cycles"],
+)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_two_rows_of_a_batch_are_independent(
+    name: str, case: Case, smalls: dict[int, Small]
+) -> None:
+    """Answers of both rows replayed jointly: the law is the product of the rows' own laws."""
+    replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
+    assert "rows accept differently" in replayed.seen
+    assert "a row has left" in replayed.seen
+
+
+def test_three_rows_of_a_batch_are_independent(smalls: dict[int, Small]) -> None:
+    case = Case(((0, 1, 0, 1, 0), (1, 1), (0, 0, 1)), limit=2, depth=1, sampling=TOP_2)
+    replayed = certify(smalls[3], drafter_for("ngram", smalls[3]), case, width=1)
+    assert replayed.num_walks > 100
+
+
+# --- rules that say they are lossy ---
+
+
+@pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
+def test_lossy_rules_do_what_their_papers_say(rule: Rule) -> None:
+    """Token by token, in plain numbers: Medusa 2.3.1; Leviathan et al., appendix A.5."""
+    generator = torch.Generator().manual_seed(0)
+    both = torch.rand(2, 40, 5, generator=generator, dtype=torch.float64) ** 3
+    both = both / both.sum(-1, keepdim=True)
+    every = torch.arange(5).expand(40, 5)
+    accepted, corrected = rule.acceptance(*both, every), rule.correction(*both)
+    for p, q, yes, after in zip(*both.tolist(), accepted.tolist(), corrected.tolist(), strict=True):
+        if isinstance(rule, Typical):
+            entropy = -sum(x * math.log(x) for x in p)
+            bound = min(rule.epsilon, rule.delta * math.exp(-entropy))
+            assert yes == [float(x > bound) for x in p]
+            assert after == p
+        else:
+            assert isinstance(rule, Lenience)
+            lower = [rule.lenience * y for y in q]
+            assert yes == pytest.approx([min(1, x / y) for x, y in zip(p, lower, strict=True)])
+            left = [max(0, x - y) for x, y in zip(p, lower, strict=True)]
+            assert after == pytest.approx([x / sum(left) for x in left])
+
+
+@pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_lossy_rule_emits_the_law_that_its_closed_form_predicts(
+    name: str, rule: Rule, smalls: dict[int, Small]
+) -> None:
+    small, drafter = smalls[3], drafter_for(name, smalls[3])
+    case = Case(rule=rule)
+    emitted = replay(small, drafter, case, width=1000).law
+    assert distance(emitted, predicted_law(small, drafter, case)) <= EXACT
+    assert not is_lossless(rule, case.sampling)
+    assert total_variation(emitted, target_law(small, case)) > 0.01
+
+
+def total_variation(one: Law, other: Law) -> float:
+    """Half the sum of the differences."""
+    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one | other) / 2
+
+
+@pytest.mark.parametrize("rule", [Rejection(), *LOSSY.values()], ids=["rejection", *LOSSY])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_token_after_the_root_has_the_one_step_law(
+    name: str, rule: Rule, smalls: dict[int, Small]
+) -> None:
+    """The closed form that certificates are made of, against the loop itself."""
+    small, drafter = smalls[4], drafter_for(name, smalls[4])
+    case = Case(limit=2, depth=1, rule=rule)
+    (prompt,) = case.prompts
+    emitted = replay(small, drafter, case, width=1000).law
+    roots = next_laws(small, [prompt], case.sampling)[0].tolist()
+    for root, probability in enumerate(roots[:-1]):
+        text = (*prompt, root)
+        target_probs = next_laws(small, [text], case.sampling)
+        draft_probs = draft_law(small, drafter, case, text, ())
+        law = target_probs
+        if draft_probs is not None:
+            law = one_step_law(rule, target_probs, draft_probs)
+            torch.testing.assert_close(sum(parts(rule, target_probs, draft_probs)), law)
+        for token, p in enumerate(law[0].tolist()):
+            assert emitted.get(((root, token),), 0.0) == pytest.approx(probability * p, abs=EXACT)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_at_temperature_zero_every_rule_is_lossless(name: str, smalls: dict[int, Small]) -> None:
+    drafter = drafter_for(name, smalls[4])
+    for rule in LOSSY.values():
+        for drafts in (GREEDY, PLAIN):
+            case = Case(sampling=GREEDY, draft_sampling=drafts, rule=rule)
+            assert is_lossless(rule, case.sampling)
+            certify(smalls[4], drafter, case, width=1000)
+
+
+# --- what a drafter does wrong costs acceptance, never the law ---
+
+
+class Misled(Drafter):
+    """A drafter that is shown the wrong features, and whose own cache forgets to roll back."""
+
+    def __init__(self, inner: Drafter, mistake: str) -> None:
+        super().__init__()
+        self.inner, self.mistake = inner, mistake
+        self.config, self.spec, self.vocab = inner.config, inner.spec, inner.vocab
+        self.captures = inner.captures
+
+    @property
+    def capabilities(self) -> Any:
+        return self.inner.capabilities
+
+    def forward(self, *inputs: Any) -> Any:
+        raise AssertionError("not trained")
+
+    def begin(self, *inputs: Any) -> Any:
+        state = self.inner.begin(*inputs)
+        if self.mistake == "own nodes never forgotten":
+            state.cache.rollback = lambda lengths: None
+        return state
+
+    def observe(self, state: Any, tokens: Any, counts: Any, features: TargetFeatures) -> None:
+        if self.mistake == "features a position late":
+            late = (torch.arange(tokens.shape[1]) - 1).clamp(min=0)
+            captured = {i: hidden[:, late] for i, hidden in features.captured.items()}
+            hidden = features.final_hidden[:, late]
+            features = TargetFeatures(captured, hidden, features.readout)
+        self.inner.observe(state, tokens, counts, features)
+
+    def expand(self, state: Any, nodes: Any) -> Any:
+        return self.inner.expand(state, nodes)
+
+    def select(self, state: Any, rows: Any) -> None:
+        self.inner.select(state, rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("eagle", "features a position late"),
+        ("eagle3", "features a position late"),
+        ("medusa", "features a position late"),
+        ("eagle", "own nodes never forgotten"),
+        ("eagle3", "own nodes never forgotten"),
+    ],
+)
+def test_a_broken_drafter_is_still_lossless(
+    name: str, mistake: str, smalls: dict[int, Small]
+) -> None:
+    small, case = smalls[3], Case()
+    whole, broken = drafter_for(name, small), Misled(drafter_for(name, small), mistake)
+    certify(small, broken, case, width=1000)
+    # A lossy rule shows that the mistake does reach the drafts.
+    lossy = replace(case, rule=Lenience(0.5))
+    laws = [replay(small, drafter, lossy, width=1000).law for drafter in (whole, broken)]
+    assert distance(*laws) > 1e-4

@@ -1,0 +1,38 @@
+"""Every mistake, put into the real loop, is caught by the check that the loop passes."""
+
+from dataclasses import replace
+
+import pytest
+from law_controls import CONTROLS, Control, edit
+from law_replay import EXACT, deviation
+from law_support import Small, drafter_for
+
+from drafttrain.decode import loop, verify
+from drafttrain.decode.verify import LOSSLESS
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    """A target of three tokens."""
+    return Small.make(tmp_path_factory.mktemp("controls"), 3)
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.name.replace(" ", "_"))
+def test_the_mistake_is_caught(
+    control: Control, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = drafter_for(control.drafter, small)
+    control.plant(monkeypatch)
+    assert deviation(small, drafter, control.case, control.width) > control.at_least
+
+
+def test_without_a_mistake_each_of_these_settings_is_exact(small: Small) -> None:
+    settings = {(c.drafter, replace(c.case, rule=LOSSLESS), c.width) for c in CONTROLS}
+    assert len(settings) > 10
+    for name, case, width in settings:
+        assert deviation(small, drafter_for(name, small), case, width) <= EXACT
+
+
+def test_a_control_whose_line_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="verify_chain has 0 places that read 'gone'"):
+        edit(monkeypatch, verify.verify_chain, "gone", "", loop)
