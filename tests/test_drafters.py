@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tests_support import draft_model_dir
 
 from drafttrain import losses
 from drafttrain.chance import SeededChance
@@ -38,6 +39,8 @@ def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(values, dict)
     module, cls = values.pop("_target_").rsplit(".", 1)
+    if name == "two_model":
+        values["path"] = draft_model_dir(spec.vocab_size)
     values = values | TINY.get(name, {}) | overrides
     return getattr(importlib.import_module(module), cls)(**values).build(spec)
 
@@ -46,6 +49,8 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     """Random weights everywhere, after `prepare` chose what depends on data."""
     torch.manual_seed(0)
     drafter = build(name, target.spec, **overrides)
+    if target.tokenizer is not None:
+        drafter.attach(target.tokenizer)
     if drafter.capabilities.trainable:
         drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
         for parameter in drafter.parameters():
@@ -53,7 +58,7 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     return drafter.eval()
 
 
-TRAINABLE = [name for name in ALL if name != "ngram"]
+TRAINABLE = [name for name in ALL if name not in ("ngram", "two_model")]
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,13 @@ class Drafter(nn.Module, ABC):
         token_counts: how often each id occurs among the tokens whose prediction is trained.
         """
 
+    def attach(self, tokenizer: Any) -> None:
+        """Meet the target's tokenizer, once, before anything is decoded.
+
+        ValueError where the drafter cannot draft for it. Drafters that read the target's own ids
+        have nothing to check.
+        """
+
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the loss terms of a batch, as sums."""

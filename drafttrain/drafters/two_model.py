@@ -1,0 +1,146 @@
+"""Any smaller language model as it is, of the same vocabulary or of one that overlaps.
+
+Leviathan et al., 2023, arXiv:2211.17192; across vocabularies: token-level intersection (TLI),
+Timor et al., 2025, arXiv:2502.05202, algorithm 4.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from drafttrain import pretrained
+from drafttrain.drafters.base import DrafterConfig, TrainingChance
+from drafttrain.drafters.causal import CausalDrafter, CausalState
+from drafttrain.drafters.vocabularies import check_same, intersection
+from drafttrain.pretrained import ModelConfig
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
+
+VOCABULARIES = ("same", "intersection")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOCAL = re.compile(r"[./~\\]|.*/.*/")  # what a path begins with, or more slashes than a repository
+KEYS = r"path|repo|revision|trust_remote_code|allow_pickle|quantization|attention|max_positions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoModelConfig(DrafterConfig):
+    """Which model drafts, and how its tokens meet the target's."""
+
+    path: str | None
+    revision: str | None
+    dtype: str
+    vocabulary: str
+    quantization: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+
+    trainable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.vocabulary not in VOCABULARIES:
+            raise ValueError(
+                f"drafter.vocabulary must be one of {', '.join(VOCABULARIES)}, "
+                f"got {self.vocabulary!r}"
+            )
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(
+                f"drafter.dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}"
+            )
+
+    def build(self, spec: TargetSpec) -> "TwoModel":
+        """Load the model; ValueError names what is missing or does not fit."""
+        if self.path is None:
+            raise ValueError(
+                f"drafter.path must say which model drafts for drafter={self.name}: a local "
+                "directory or a repository of the Hub; for example "
+                "drafter.path=/models/Llama-3.2-1B-Instruct"
+            )
+        source = draft_source(self, self.path)
+        model, tokenizer = load_draft_model(source, DTYPES.get(self.dtype))
+        return TwoModel(self, spec, model, tokenizer)
+
+
+def draft_source(config: Any, path: str) -> ModelConfig:
+    """Return where a draft model comes from: a local directory, else a repository of the Hub."""
+    local = LOCAL.match(path) is not None or Path(path).is_dir()
+    return ModelConfig(
+        name=config.name,
+        path=path if local else None,
+        repo=None if local else path,
+        revision=config.revision,
+        embedded=False,
+        max_positions=None,
+        attention="auto",
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+    )
+
+
+def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Return model and tokenizer, on the CPU; dtype None is the checkpoint's own."""
+    try:
+        settings = pretrained.load_config(source)
+        tokenizer = pretrained.load_tokenizer(source)
+        own = dtype or getattr(settings, "dtype", None) or torch.float32
+        return pretrained.load_model(source, settings, own, "cpu"), tokenizer
+    except ValueError as error:  # it speaks of the target's section; here the keys are ours
+        text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", str(error))
+        text = text.replace("drafter.repo", "drafter.path")
+        raise ValueError(text.replace(f"model={source.name}", f"drafter={source.name}")) from error
+
+
+class TwoModel(CausalDrafter):
+    """A model as it is. Lossless whatever its vocabulary: drafts are drawn from what is shared.
+
+    vocabulary `same`: every id must be the same token for both. `intersection`: only shared tokens
+    are drafted, from the model's law renormalised over them (TLI); target tokens that it lacks are
+    read as its own encoding of their text.
+    """
+
+    def __init__(
+        self, config: TwoModelConfig, spec: TargetSpec, model: Any, tokenizer: Any
+    ) -> None:
+        super().__init__(config, spec, model)
+        self.config: TwoModelConfig = config
+        self.tokenizer = tokenizer
+        self.attached = config.vocabulary == "same"
+        # Quantised weights, and those whose dtype was chosen, keep theirs wherever they are moved.
+        self.pinned = config.dtype != "auto" or hasattr(model, "hf_quantizer")
+
+    def attach(self, tokenizer: Any) -> None:
+        """Compare vocabularies, or find what they share; ValueError where they do not fit."""
+        config = self.config
+        who = f"drafter.path={config.path}"
+        if config.vocabulary == "same":
+            check_same(tokenizer, self.tokenizer, who)
+            return
+        size = self.spec.vocab_size
+        found = intersection(tokenizer, self.tokenizer, size, self.num_ids, who)
+        self.share(found.target_ids, found.draft_ids, found.spelled)
+        self.attached = True
+
+    def to(self, *args: Any, **kwargs: Any) -> "TwoModel":
+        """Move the model; a dtype is taken on only where drafter.dtype=auto and unquantised."""
+        if not self.pinned:
+            return super().to(*args, **kwargs)
+        device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if device is None else super().to(device, non_blocking=non_blocking)
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Refuse: the model is used as it is."""
+        raise ValueError(
+            f"drafter={self.config.name} is used as it is; to train a model on the target's words "
+            f"choose drafter=small_lm drafter.path={self.config.path}"
+        )
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> CausalState:
+        """Keep the first token of each row for the first reading."""
+        assert self.attached, "attach comes before decoding"
+        return super().begin(access, first_tokens, capacity)
