@@ -1,5 +1,7 @@
 """A whole model as a drafter: its cache, its vocabulary against the target's, and the exact law."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,15 @@ def test_a_drafter_that_cannot_be_built_says_which_key(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         build("two_model", small_target.spec, **changes)
+
+
+def test_a_drafter_that_cannot_forget_is_refused(small_target: Target, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(draft_model_dir(5), tmp_path / "model"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "mamba"}))
+    message = r"^drafter=two_model \(mamba\) cannot be a drafter: it keeps a recurrent state"
+    with pytest.raises(ValueError, match=message):
+        build("two_model", small_target.spec, path=str(folder))
 
 
 def test_a_chosen_dtype_is_kept_and_an_automatic_one_follows(small_target: Target) -> None:

@@ -20,6 +20,7 @@ def model_config(folder: Path) -> ModelConfig:
         embedded=False,
         max_positions=None,
         attention="auto",
+        quantization=None,
         trust_remote_code=False,
         allow_pickle=False,
         inflate=None,

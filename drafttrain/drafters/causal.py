@@ -39,6 +39,11 @@ class CausalDrafter(Drafter):
     """
 
     captures = ()
+    # Buffers, None while every id means the same to both: ids that are drafted, the model's columns
+    # for them, and the id by which it reads each of the target's (-1: by several).
+    target_ids: Tensor | None
+    columns: Tensor | None
+    reading: Tensor | None
 
     def __init__(self, config: DrafterConfig, spec: TargetSpec, model: Any) -> None:
         super().__init__()

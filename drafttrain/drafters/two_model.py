@@ -17,7 +17,7 @@ from drafttrain import pretrained
 from drafttrain.drafters.base import DrafterConfig, TrainingChance
 from drafttrain.drafters.causal import CausalDrafter, CausalState
 from drafttrain.drafters.vocabularies import check_same, intersection
-from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained import SCHEMES, ModelConfig
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
 
@@ -46,6 +46,11 @@ class TwoModelConfig(DrafterConfig):
             raise ValueError(
                 f"drafter.vocabulary must be one of {', '.join(VOCABULARIES)}, "
                 f"got {self.vocabulary!r}"
+            )
+        if self.quantization is not None and self.quantization not in SCHEMES:
+            raise ValueError(
+                f"drafter.quantization must be null or one of {', '.join(SCHEMES)}, "
+                f"got {self.quantization!r}"
             )
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(
@@ -76,6 +81,7 @@ def draft_source(config: Any, path: str) -> ModelConfig:
         embedded=False,
         max_positions=None,
         attention="auto",
+        quantization=config.quantization,
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
     )
@@ -85,6 +91,7 @@ def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[An
     """Return model and tokenizer, on the CPU; dtype None is the checkpoint's own."""
     try:
         settings = pretrained.load_config(source)
+        pretrained.refuse_unless_rollable(source, settings, "drafter")
         tokenizer = pretrained.load_tokenizer(source)
         own = dtype or getattr(settings, "dtype", None) or torch.float32
         return pretrained.load_model(source, settings, own, "cpu"), tokenizer

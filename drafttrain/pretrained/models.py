@@ -14,6 +14,7 @@ import transformers  # lazy: the heavy parts are imported where they are first u
 from drafttrain.pretrained import files, hub
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 from drafttrain.pretrained.lean import make_lean
+from drafttrain.pretrained.quantize import SCHEMES, quantization_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 ATTENTION = ("auto", "sdpa", "eager")
@@ -35,6 +36,7 @@ class ModelConfig:
     embedded: bool
     max_positions: int | None
     attention: str
+    quantization: str | None
     trust_remote_code: bool
     allow_pickle: bool
     inflate: str | None
@@ -51,6 +53,11 @@ class ModelConfig:
             )
         if self.inflate is not None:
             parse_size(self.inflate)
+        if self.quantization is not None and self.quantization not in SCHEMES:
+            raise ValueError(
+                f"model.quantization must be null or one of {', '.join(SCHEMES)},"
+                f" got {self.quantization!r}"
+            )
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -94,6 +101,11 @@ class RandomModelConfig(ModelConfig):
             raise ValueError(
                 f"model={self.name} draws its weights, so {self.origin} must not be set;"
                 " choose another model= to load weights"
+            )
+        if self.quantization is not None:
+            raise ValueError(
+                f"model.quantization must be null for model={self.name}, whose weights are drawn,"
+                f" got {self.quantization}"
             )
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
@@ -268,6 +280,7 @@ def _read(
 ) -> Any:
     weights = files.weight_files(folder)
     quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    quantized = quantization_of(config.quantization, model_config)
     try:
         with _progress_bar(not quiet):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -282,6 +295,7 @@ def _read(
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **quantized,
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{config.origin}: the weights cannot be loaded: {error}") from error
