@@ -1,6 +1,10 @@
-"""Targets and drafters in fewer bits, by Transformers' own schemes."""
+"""Targets and drafters in fewer bits, by Transformers' own schemes.
+
+What loads quantised weights needs the extra `quant`, and is skipped without it.
+"""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,11 @@ def num_quantized(model: Any) -> int:
     return sum("Int8" in type(parameter).__name__ for parameter in model.parameters())
 
 
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs pip install 'drafttrain[quant]'"
+)
+
+
 @pytest.fixture(scope="module")
 def quantized_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that carries its quantisation."""
@@ -42,6 +51,7 @@ def quantized_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@needs_torchao
 def test_a_quantised_target_and_a_quantised_drafter_decode_losslessly() -> None:
     folder = draft_model_dir(97, **WIDE, num_hidden_layers=3)
     config = replace(model_config(Path(folder)), quantization="torchao-int8")
@@ -67,6 +77,7 @@ def test_a_quantised_target_and_a_quantised_drafter_decode_losslessly() -> None:
     assert 0 < (logits - expected).abs().mean() < 0.1 * expected.abs().mean()
 
 
+@needs_torchao
 def test_weights_that_come_quantised_stay_so(quantized_dir: Path) -> None:
     target = load_target(model_config(quantized_dir), torch.float32, "cpu")
     drafter = build("two_model", target.spec, path=str(quantized_dir))
@@ -76,6 +87,7 @@ def test_weights_that_come_quantised_stay_so(quantized_dir: Path) -> None:
     assert counters.num_accepted_tokens == counters.num_draft_tokens, "it is the target itself"
 
 
+@needs_torchao
 def test_a_scheme_on_top_of_another_is_refused(quantized_dir: Path) -> None:
     config = replace(model_config(quantized_dir), quantization="torchao-int8")
     with pytest.raises(ValueError, match=r"weights that are quantised already \(torchao\), got to"):
@@ -86,8 +98,8 @@ def test_a_scheme_whose_package_is_missing_says_how_to_get_it(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drafttrain.pretrained.quantize.find_spec", lambda name: None)
-    config = replace(model_config(tiny_target_dir), quantization="quanto-int8")
-    with pytest.raises(ValueError, match=r"^model\.quantization=quanto-int8 .* 'optimum-quanto'$"):
+    config = replace(model_config(tiny_target_dir), quantization="bnb-4bit")
+    with pytest.raises(ValueError, match=r"^model\.quantization=bnb-4bit .* 'bitsandbytes'$"):
         load_target(config, torch.float32, "cpu")
     spec = load_target(model_config(tiny_target_dir), torch.float32, "cpu").spec
     with pytest.raises(ValueError, match=r"^drafter\.quantization=torchao-int8 .*\[quant\]'$"):

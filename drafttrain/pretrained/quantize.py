@@ -13,21 +13,12 @@ def _torchao(kind: str) -> Any:
     return transformers.TorchAoConfig(getattr(torchao.quantization, kind)())
 
 
-# Scheme -> the module it needs, what installs that, and what Transformers is told.
+# Scheme -> the module it needs, what installs that, and what Transformers is told. Not quanto: its
+# tensors cannot be copied, and evaluation decodes with a copy of the drafter.
 SCHEMES: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "torchao-int8": ("torchao", "drafttrain[quant]", lambda: _torchao("Int8WeightOnlyConfig")),
     "torchao-int4": ("torchao", "drafttrain[quant]", lambda: _torchao("Int4WeightOnlyConfig")),
     "torchao-float8": ("torchao", "drafttrain[quant]", lambda: _torchao("Float8WeightOnlyConfig")),
-    "quanto-int8": (
-        "optimum.quanto",
-        "optimum-quanto",
-        lambda: transformers.QuantoConfig(weights="int8"),
-    ),
-    "quanto-int4": (
-        "optimum.quanto",
-        "optimum-quanto",
-        lambda: transformers.QuantoConfig(weights="int4"),
-    ),
     "bnb-8bit": (
         "bitsandbytes",
         "bitsandbytes",
@@ -57,7 +48,7 @@ def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:
             f"got {name}"
         )
     module, package, settings_of = SCHEMES[name]
-    if find_spec(module.partition(".")[0]) is None or find_spec(module) is None:
+    if find_spec(module) is None:
         raise ValueError(
             f"model.quantization={name} needs a package that is not installed: "
             f"pip install '{package}'"
