@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,10 @@ class Engine(ABC):
     @abstractmethod
     def losses(self, *inputs: Any) -> Losses:
         """Run the module's forward on one micro batch."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision that the forward runs in, for what else the module computes."""
+        return self._forward.precision()
 
     def backward(self, loss: Float[Tensor, ""], last: bool) -> None:
         """Add the gradient of `loss`, already divided by the step's global denominator.
@@ -376,9 +381,12 @@ class _Forward(nn.Module):
         self.module = module
         self.autocast = autocast
 
-    def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
+    def precision(self) -> AbstractContextManager[Any]:
         device = next(self.module.parameters()).device.type
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
+        with self.precision():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses
 

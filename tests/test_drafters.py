@@ -28,7 +28,10 @@ from drafttrain.types import (
 
 CONF = Path(__file__).parents[1] / "conf" / "drafter"
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
-TINY = {"eagle3": {"draft_vocab_coverage": 0.85}}
+TINY: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_coverage": 0.85},
+    "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
+}
 ALL = sorted(path.stem for path in CONF.glob("*.yaml"))
 STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
 PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5]]

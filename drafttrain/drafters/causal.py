@@ -45,16 +45,24 @@ class CausalDrafter(Drafter):
     columns: Tensor | None
     reading: Tensor | None
 
+    model: Any
+    eager: bool
+
     def __init__(self, config: DrafterConfig, spec: TargetSpec, model: Any) -> None:
         super().__init__()
         self.config = config
         self.spec = spec
-        self.model: Any = model
-        self.eager: bool = model.config._attn_implementation == "eager"
         self.spelled: Mapping[int, list[int]] = {}
         for name in ("target_ids", "columns", "reading"):
             self.register_buffer(name, None, persistent=False)
-        if self.num_ids < spec.vocab_size:
+        if model is not None:
+            self.take(model)
+
+    def take(self, model: Any) -> None:
+        """Draft with this model; where it has fewer ids than the target, only with those."""
+        self.model = model
+        self.eager = model.config._attn_implementation == "eager"
+        if self.num_ids < self.spec.vocab_size:
             own = torch.arange(self.num_ids)
             self.share(own, own, {})
 
@@ -95,8 +103,17 @@ class CausalDrafter(Drafter):
         self.reading = reading
 
     def _apply(self, fn: Any, recurse: bool = True) -> "CausalDrafter":
-        # Moving the module must move the vocabulary's maps, which are no parameters.
+        # Rotary frequencies stay as wide as they are: rounded to bfloat16, positions blur.
+        wide = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        ]
         super()._apply(fn, recurse)
+        for module, name, buffer in wide:
+            setattr(module, name, buffer.to(getattr(module, name).device))
+        # Moving the module must move the vocabulary's maps, which are no parameters.
         if self.vocab is not None:
             self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
         return self
@@ -139,21 +156,31 @@ class CausalDrafter(Drafter):
         else:
             tokens, counts = self._in_own_ids(nodes.tokens, [1] * len(nodes.tokens))
             state.drafted += 1
-        new = tokens.shape[1]
-        if min(counts) == new:
-            return Expansion(self._logits(state, tokens, counts, 1))
-        last = sorted({count - 1 for count in counts})
-        logits = self._logits(state, tokens, counts, torch.tensor(last, device=tokens.device))
-        picked = torch.tensor([last.index(count - 1) for count in counts], device=tokens.device)
-        return Expansion(logits[torch.arange(len(logits), device=tokens.device), picked][:, None])
+        return Expansion(self.read(state.cache, tokens, counts))
 
-    def _logits(
-        self, state: CausalState, tokens: Tensor, counts: Sequence[int], places: int | Tensor
-    ) -> Float[Tensor, "batch place draft_vocab"]:
-        output = run_decoder(
-            self.model, state.cache, tokens, counts, self.eager, logits_to_keep=places
-        )
-        return self.shared_logits(output.logits)
+    def read(
+        self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
+    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        """Append own tokens to the cache; return the logits after each row's last real one."""
+        last = sorted({count - 1 for count in counts})
+        places = 1 if last == [tokens.shape[1] - 1] else torch.tensor(last, device=tokens.device)
+        output = run_decoder(self.model, cache, tokens, counts, self.eager, logits_to_keep=places)
+        logits = self.shared_logits(output.logits)
+        if len(last) == 1:
+            return logits
+        picked = torch.tensor([last.index(count - 1) for count in counts], device=tokens.device)
+        return logits[torch.arange(len(logits), device=tokens.device), picked][:, None]
+
+    def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
+        """Return the model's logits from what its decoder gives, as its own forward does."""
+        text = self.model.config.get_text_config(decoder=True)
+        logits = self.model.get_output_embeddings()(hidden)
+        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        scale = scale / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
+        if scale != 1.0:
+            logits = logits * scale
+        cap = getattr(text, "final_logit_softcapping", None)  # Gemma
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def shared_logits(
         self, logits: Float[Tensor, "*shape own"]

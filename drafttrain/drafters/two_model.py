@@ -4,27 +4,23 @@ Leviathan et al., 2023, arXiv:2211.17192; across vocabularies: token-level inter
 Timor et al., 2025, arXiv:2502.05202, algorithm 4.
 """
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from drafttrain import pretrained
 from drafttrain.drafters.base import DrafterConfig, TrainingChance
 from drafttrain.drafters.causal import CausalDrafter, CausalState
+from drafttrain.drafters.sources import draft_source, load_draft_model
 from drafttrain.drafters.vocabularies import check_same, intersection
-from drafttrain.pretrained import SCHEMES, ModelConfig
+from drafttrain.pretrained import SCHEMES
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
 
 VOCABULARIES = ("same", "intersection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOCAL = re.compile(r"[./~\\]|.*/.*/")  # what a path begins with, or more slashes than a repository
-KEYS = r"path|repo|revision|trust_remote_code|allow_pickle|quantization|attention|max_positions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,40 +61,16 @@ class TwoModelConfig(DrafterConfig):
                 "directory or a repository of the Hub; for example "
                 "drafter.path=/models/Llama-3.2-1B-Instruct"
             )
-        source = draft_source(self, self.path)
+        source = draft_source(
+            self.name,
+            self.path,
+            self.revision,
+            allow_pickle=self.allow_pickle,
+            trust_remote_code=self.trust_remote_code,
+            quantization=self.quantization,
+        )
         model, tokenizer = load_draft_model(source, DTYPES.get(self.dtype))
         return TwoModel(self, spec, model, tokenizer)
-
-
-def draft_source(config: Any, path: str) -> ModelConfig:
-    """Return where a draft model comes from: a local directory, else a repository of the Hub."""
-    local = LOCAL.match(path) is not None or Path(path).is_dir()
-    return ModelConfig(
-        name=config.name,
-        path=path if local else None,
-        repo=None if local else path,
-        revision=config.revision,
-        embedded=False,
-        max_positions=None,
-        attention="auto",
-        quantization=config.quantization,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-    )
-
-
-def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Return model and tokenizer, on the CPU; dtype None is the checkpoint's own."""
-    try:
-        settings = pretrained.load_config(source)
-        pretrained.refuse_unless_rollable(source, settings, "drafter")
-        tokenizer = pretrained.load_tokenizer(source)
-        own = dtype or getattr(settings, "dtype", None) or torch.float32
-        return pretrained.load_model(source, settings, own, "cpu"), tokenizer
-    except ValueError as error:  # it speaks of the target's section; here the keys are ours
-        text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", str(error))
-        text = text.replace("drafter.repo", "drafter.path")
-        raise ValueError(text.replace(f"model={source.name}", f"drafter={source.name}")) from error
 
 
 class TwoModel(CausalDrafter):

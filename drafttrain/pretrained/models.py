@@ -238,8 +238,7 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
     attention = config.attention
     if attention == "auto":
-        capped = getattr(model_config, "attn_logit_softcapping", None) is not None
-        attention = "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
+        attention = attention_of(model_config)
     folder = find(config, weights=True)
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
@@ -250,6 +249,12 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         inflate(model, plan, config.name)
     make_lean(model)
     return model.eval().requires_grad_(False)
+
+
+def attention_of(model_config: Any) -> str:
+    """Return the fastest kind of attention that computes what the architecture asks for."""
+    capped = getattr(model_config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
 
 
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
