@@ -147,14 +147,11 @@ class Engine(ABC):
     world_size = property(lambda self: self.ranks.world_size)
     is_main = property(lambda self: self.ranks.is_main)
     device = property(lambda self: self.ranks.device)
+    precision = property(lambda self: self._forward.precision())  # a context: the forward's
 
     @abstractmethod
     def losses(self, *inputs: Any) -> Losses:
         """Run the module's forward on one micro batch."""
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision that the forward runs in, for what else the module computes."""
-        return self._forward.precision()
 
     def backward(self, loss: Float[Tensor, ""], last: bool) -> None:
         """Add the gradient of `loss`, already divided by the step's global denominator.

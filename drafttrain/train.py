@@ -183,7 +183,7 @@ def optimizer_step(
     assert isinstance(drafter, Drafter)
     batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
     if drafter.rewrites:
-        with torch.no_grad(), engine.autocast():
+        with torch.no_grad(), engine.precision:
             batches = [drafter.rewrite(batch, chance) for batch in batches]
         own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
         loss_tokens = int(engine.sum_over_ranks(own))
