@@ -126,13 +126,12 @@ def run_decoder(
     tokens: Int[Tensor, "batch new"],
     counts: Sequence[int] | None = None,
     eager: bool = False,
-    **also: Any,
 ) -> Any:
     """Append tokens to the cache and return the decoder's output for them.
 
     Row r has counts[r] real tokens, the rest of the row is padding on the right that nothing sees
     (None: all are real). The first call fixes the number of rows. eager: the decoder adds its mask
-    to scores instead of reading booleans. also: what else the decoder is called with.
+    to scores instead of reading booleans.
     """
     rows, new = tokens.shape
     if not cache.lengths:
@@ -157,7 +156,6 @@ def run_decoder(
         attention_mask=mask,
         past_key_values=cache,
         use_cache=True,
-        **also,
     )
     added = [new] * rows if counts is None else counts
     cache.lengths = [length + count for length, count in zip(lengths, added, strict=True)]

@@ -11,7 +11,7 @@ from test_decode import SAMPLINGS, loop_law, plain_law, small_target
 from test_drafters import NoChance, as_batch, build
 from tests_support import draft_model_dir, model_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.chance import SeededChance
 from drafttrain.decode.loop import speculative_decode
@@ -135,13 +135,14 @@ def test_every_answer_is_the_models_own_after_the_text(
 def test_observing_costs_no_forward(small_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = two_model(small_target, 5).double()
     calls: list[int] = []
-    forward = drafter.model.forward
+    decoder = drafter.model.get_decoder()
+    forward = decoder.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["input_ids"].shape[1])
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(drafter.model, "forward", counted)
+    monkeypatch.setattr(decoder, "forward", counted)
     features = TargetFeatures({}, torch.zeros(1, 4, 8), small_target.readout)
     state = drafter.begin(small_target.readout, torch.tensor([0]), 32)
     drafter.observe(state, torch.tensor([[1, 2, 3, 1]]), [4], features)
@@ -269,6 +270,59 @@ def test_a_drafter_that_cannot_forget_is_refused(small_target: Target, tmp_path:
     message = r"^drafter=two_model \(mamba\) cannot be a drafter: it keeps a recurrent state"
     with pytest.raises(ValueError, match=message):
         build("two_model", small_target.spec, path=str(folder))
+
+
+def test_logits_of_an_unknown_kind_are_refused(
+    small_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CausalDrafter, "head", lambda self, hidden: hidden.sum(-1, keepdim=True))
+    with pytest.raises(ValueError, match=r"drafter=two_model \(llama\) computes logits in a way"):
+        two_model(small_target, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("cohere", {"logit_scale": 0.3}),
+        ("granite", {"logits_scaling": 3.0}),
+        ("gemma2", {"final_logit_softcapping": 2.0, "sliding_window": 64}),
+        ("gpt2", {}),
+        ("qwen3", {}),
+    ],
+)
+def test_architectures_of_other_kinds_draft_as_they_say(
+    kind: str, changes: dict[str, Any], small_target: Target, tmp_path: Path
+) -> None:
+    """Scaled and capped logits, learned positions, attention that only adds its masks."""
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **changes,
+    )
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    OURS.save_pretrained(tmp_path)
+    drafter = build("two_model", small_target.spec, path=str(tmp_path)).eval()
+    features = TargetFeatures({}, torch.zeros(2, 3, 8), small_target.readout)
+    state = drafter.begin(small_target.readout, torch.tensor([0, 3]), 32)
+    drafter.observe(state, torch.tensor([[1, 2, 3], [2, 0, 0]]), [3, 1], features)
+    drafter.expand(state, None)
+    logits = drafter.expand(state, Nodes(torch.tensor([[4], [1]]), torch.tensor([[0], [0]]))).logits
+    for row, text in enumerate(([0, 1, 2, 3, 4], [3, 2, 1])):
+        with torch.no_grad():
+            expected = drafter.model(torch.tensor([text])).logits[0, -1:]
+        torch.testing.assert_close(logits[row], expected)
 
 
 def test_a_chosen_dtype_is_kept_and_an_automatic_one_follows(small_target: Target) -> None:

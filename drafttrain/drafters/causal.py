@@ -14,8 +14,10 @@ from drafttrain.drafters.base import (
     DrafterConfig,
     DraftState,
     Expansion,
+    last_of,
 )
 from drafttrain.growing import RaggedCache, run_decoder
+from drafttrain.pretrained.lean import make_lean
 from drafttrain.readout import Readout
 from drafttrain.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
@@ -60,11 +62,26 @@ class CausalDrafter(Drafter):
 
     def take(self, model: Any) -> None:
         """Draft with this model; where it has fewer ids than the target, only with those."""
+        make_lean(model)
         self.model = model
+        self._decoder = (model.get_decoder(),)  # in a tuple: not a second place for its weights
         self.eager = model.config._attn_implementation == "eager"
+        self._check_head()
         if self.num_ids < self.spec.vocab_size:
             own = torch.arange(self.num_ids)
             self.share(own, own, {})
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        # As of a target: an architecture may scale or cap logits in a way of its own.
+        tokens = torch.arange(min(8, self.num_ids), device=self.device)[None]
+        theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
+        ours = self.head(self._decoder[0](input_ids=tokens, use_cache=False).last_hidden_state)
+        if not (ours.float() - theirs).abs().max() <= 0.02 * theirs.abs().max():
+            raise ValueError(
+                f"drafter={self.config.name} ({self.model.config.model_type}) computes logits in a "
+                "way that drafttrain does not know; it cannot draft yet"
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -162,14 +179,8 @@ class CausalDrafter(Drafter):
         self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
     ) -> Float[Tensor, "batch 1 draft_vocab"]:
         """Append own tokens to the cache; return the logits after each row's last real one."""
-        last = sorted({count - 1 for count in counts})
-        places = 1 if last == [tokens.shape[1] - 1] else torch.tensor(last, device=tokens.device)
-        output = run_decoder(self.model, cache, tokens, counts, self.eager, logits_to_keep=places)
-        logits = self.shared_logits(output.logits)
-        if len(last) == 1:
-            return logits
-        picked = torch.tensor([last.index(count - 1) for count in counts], device=tokens.device)
-        return logits[torch.arange(len(logits), device=tokens.device), picked][:, None]
+        output = run_decoder(self._decoder[0], cache, tokens, counts, self.eager)
+        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from what its decoder gives, as its own forward does."""
@@ -186,7 +197,7 @@ class CausalDrafter(Drafter):
         self, logits: Float[Tensor, "*shape own"]
     ) -> Float[Tensor, "*shape draft_vocab"]:
         """Return the logits of what can be drafted: ids without a token of the target are cut."""
-        if self.vocab is None:
+        if self.columns is None:
             return logits[..., : self.spec.vocab_size]
         return logits[..., self.columns]
 

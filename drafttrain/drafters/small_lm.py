@@ -216,7 +216,7 @@ class SmallLM(CausalDrafter):
         mask = document_mask(batch.document)
         if mask is not None and self.eager:
             mask = additive(mask, self.dtype)
-        output = self.model.get_decoder()(
+        output = self._decoder[0](
             input_ids=batch.tokens,
             position_ids=batch.positions,
             attention_mask=mask,

@@ -35,6 +35,7 @@ def draft_source(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
+        inflate=None,
     )
 
 
