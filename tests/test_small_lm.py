@@ -135,7 +135,7 @@ def test_a_narrow_image_keeps_the_angles_of_frequent_rows(seeded: None) -> None:
         ({"on_policy_temperature": -1.0}, r"on_policy_temperature must be in \[0, 10\], got -1"),
         ({"lora_rank": -1}, r"drafter\.lora_rank must be at least 0"),
         ({"lora_rank": 2}, r"drafter\.lora_rank must be 0 for a fresh model, got 2"),
-        ({"lora_rank": 2, "layers": [0], "lora_alpha": 0.0}, r"lora_alpha must be above 0"),
+        ({"lora_rank": 2, "layers": [0], "lora_alpha": 0}, r"lora_alpha must be at least 1"),
         (
             {"on_policy": 0.5, "losses": {"hard_cross_entropy": 1.0}},
             r"drafter\.losses must compare with the target where drafter\.on_policy is above 0",
@@ -368,6 +368,25 @@ def test_training_on_own_words_is_one_training_however_it_is_run(
     own["on_policy"] = 0.0
     start("small_lm", target, tmp_path / "data", trainer(), constant)
     assert recorded(tmp_path / "data") != expected
+
+
+def test_the_denominator_of_own_words_is_their_number(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of one everywhere is one in the mean, also where answers end early."""
+    import test_drafters
+    from test_train import constant, recorded, start, trainer
+
+    def one(self: Any, logits: torch.Tensor, probs: Any, labels: Any) -> torch.Tensor:
+        return 1 + 0 * logits.sum(-1)
+
+    own = {**test_drafters.TINY["small_lm"], "on_policy": 1.0}
+    monkeypatch.setitem(test_drafters.TINY, "small_lm", own)
+    monkeypatch.setattr(SmallLMConfig, "token_loss", one)
+    ending = replace(target.spec, eos_token_ids=tuple(range(6, 30)))
+    monkeypatch.setattr(target, "spec", ending)
+    start("small_lm", target, tmp_path, trainer(max_steps=2), constant)
+    assert [value for _, value in recorded(tmp_path)] == pytest.approx([1.0, 1.0])
 
 
 # --- what it becomes ---

@@ -89,7 +89,6 @@ class Drafter(nn.Module, ABC):
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
-    rewrites: bool = False  # whether `rewrite` changes what is trained on
 
     @property
     @abstractmethod
@@ -114,6 +113,11 @@ class Drafter(nn.Module, ABC):
         ValueError where the drafter cannot draft for it. Drafters that read the target's own ids
         have nothing to check.
         """
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` changes what is trained on."""
+        return False
 
     def rewrite(self, batch: Batch, chance: TrainingChance) -> Batch:
         """Return what is trained on in place of this micro batch, before the target reads it.

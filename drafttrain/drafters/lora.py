@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 
-def add_lora(model: Any, rank: int, alpha: float) -> None:
+def add_lora(model: Any, rank: int, alpha: int) -> None:
     """Freeze a model and put a trainable adapter beside every linear layer but the output head.
 
     An adapter adds alpha / rank times the product of its two factors.

@@ -51,7 +51,7 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
     on_policy: float
     on_policy_temperature: float
     lora_rank: int
-    lora_alpha: float
+    lora_alpha: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,8 +108,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
                 f"drafter.lora_rank must be 0 for a fresh model, got {self.lora_rank}: there is "
                 "nothing to adapt; set drafter.path or drafter.layers"
             )
-        if self.lora_alpha <= 0:
-            raise ValueError(f"drafter.lora_alpha must be above 0, got {self.lora_alpha}")
+        if self.lora_alpha < 1:
+            raise ValueError(f"drafter.lora_alpha must be at least 1, got {self.lora_alpha}")
 
     def build(self, spec: TargetSpec) -> "SmallLM":
         """Make the drafter; one that is not fresh has no weights until `initialise` or a load."""

@@ -24,9 +24,11 @@ from drafttrain.types import Nodes, TargetFeatures
 
 FILES = ("config.json", "model.safetensors", "README.md")
 # What a draft model has besides: a tokenizer, as Transformers writes it.
-MODEL_FILES = ("generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt")
-MODEL_FILES += ("special_tokens_map.json", "tokenizer.json", "tokenizer.model", "vocab.json")
-MODEL_FILES += ("tokenizer_config.json", "vocab.txt")
+MODEL_FILES = frozenset(
+    {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
+    | {"special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    | {"vocab.json", "vocab.txt"}
+)
 PROBE_ROWS, PROBE_LENGTH, PROBE_DEPTH, PROBE_IDS = 2, 12, 3, 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
