@@ -45,8 +45,9 @@ from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import PLAIN, check_settings, skip_long
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
-from drafttrain.export.vllm import FILES, export_vllm
+from drafttrain.export.vllm import export_vllm
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
+from drafttrain.pretrained import load_tokenizer
 from drafttrain.ranks import join_ranks
 from drafttrain.report import (
     Report,
@@ -96,6 +97,7 @@ def train(config: TrainConfig) -> None:
     target = load_target(config.model, dtype, str(ranks.device))
     say(describe_target(target, started))
     drafter = config.drafter.build(target.spec)
+    drafter.initialise(target.model, target.tokenizer)
     samples, skipped = load_samples(config.data, target, ranks)
     for line in skipped.lines():
         say(line)
@@ -325,12 +327,15 @@ def export(config: ExportConfig) -> None:
         provenance=record,
         reports=reports,
     )
-    for line in export_vllm(drafter.eval(), name, place, settings, card).lines():
+    done = export_vllm(
+        drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
+    )
+    for line in done.lines():
         console.print(line)
     if settings.push is None:
         return
     if settings.dry_run:
-        for line in plan_push(place, FILES, settings.push, settings.private):
+        for line in plan_push(place, tuple(done.sizes), settings.push, settings.private):
             console.print(line)
         return
-    console.print(f"pushed to {push(place, FILES, settings.push, settings.private)}")
+    console.print(f"pushed to {push(place, tuple(done.sizes), settings.push, settings.private)}")

@@ -8,6 +8,7 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ class Engine(ABC):
     world_size = property(lambda self: self.ranks.world_size)
     is_main = property(lambda self: self.ranks.is_main)
     device = property(lambda self: self.ranks.device)
+    precision = property(lambda self: self._forward.precision())  # a context: the forward's
 
     @abstractmethod
     def losses(self, *inputs: Any) -> Losses:
@@ -376,9 +378,12 @@ class _Forward(nn.Module):
         self.module = module
         self.autocast = autocast
 
-    def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
+    def precision(self) -> AbstractContextManager[Any]:
         device = next(self.module.parameters()).device.type
-        with torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None):
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
+        with self.precision():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from drafttrain.chance import Chance, SeededChance
 from drafttrain.checkpoint import Checkpoints, TrainState
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -99,6 +100,10 @@ class StepChance(TrainingChance):
                 uniforms[row, place.to(values.device)] = drawn.to(values)
         return uniforms
 
+    def decoding(self) -> Chance:
+        """Return chance of this step's own."""
+        return SeededChance(hash((self.seed, self.step)))
+
 
 def train(
     engine: Engine,
@@ -174,16 +179,22 @@ def optimizer_step(
     meter: "Meter",
 ) -> float:
     """Accumulate the micro batches of one step and take it; return the gradient's norm."""
-    assert isinstance(engine.module, Drafter)
-    denominator = max(group.loss_tokens, 1)
-    for index, batch in enumerate(group.batches):
-        batch = batch.to(engine.device)
-        features = target.features(batch, engine.module.captures)
+    drafter = engine.module
+    assert isinstance(drafter, Drafter)
+    batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
+    if drafter.rewrites:
+        with torch.no_grad(), engine.precision:
+            batches = [drafter.rewrite(batch, chance) for batch in batches]
+        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        loss_tokens = int(engine.sum_over_ranks(own))
+    denominator = max(loss_tokens, 1)
+    for index, batch in enumerate(batches):
+        features = target.features(batch, drafter.captures)
         losses = engine.losses(batch, features, chance)
-        engine.backward(weighted_sum(losses) / denominator, last=index == len(group.batches) - 1)
+        engine.backward(weighted_sum(losses) / denominator, last=index == len(batches) - 1)
         for name, term in losses.items():
             meter.add(name, term.weight, term.sum, term.count, term.correct, term.uncovered)
-    meter.steps(group.loss_tokens, group.tokens)
+    meter.steps(loss_tokens, group.tokens)
     return engine.step(lr)
 
 

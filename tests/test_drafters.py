@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tests_support import draft_model_dir
 
 from drafttrain import losses
 from drafttrain.chance import SeededChance
@@ -27,7 +28,10 @@ from drafttrain.types import (
 
 CONF = Path(__file__).parents[1] / "conf" / "drafter"
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
-TINY = {"eagle3": {"draft_vocab_coverage": 0.85}}
+TINY: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_coverage": 0.85},
+    "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
+}
 # `admitted` is no family of its own: what a directory holds is (tests/test_admit.py).
 ALL = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "admitted")
 STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
@@ -39,6 +43,8 @@ def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     assert isinstance(values, dict)
     module, cls = values.pop("_target_").rsplit(".", 1)
+    if name == "two_model":
+        values["path"] = draft_model_dir(spec.vocab_size)
     values = values | TINY.get(name, {}) | overrides
     return getattr(importlib.import_module(module), cls)(**values).build(spec)
 
@@ -47,6 +53,8 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     """Random weights everywhere, after `prepare` chose what depends on data."""
     torch.manual_seed(0)
     drafter = build(name, target.spec, **overrides)
+    if target.tokenizer is not None:
+        drafter.attach(target.tokenizer)
     if drafter.capabilities.trainable:
         drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
         for parameter in drafter.parameters():
@@ -54,7 +62,7 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     return drafter.eval()
 
 
-TRAINABLE = [name for name in ALL if name != "ngram"]
+TRAINABLE = [name for name in ALL if name not in ("ngram", "two_model")]
 
 
 @pytest.fixture(scope="module")

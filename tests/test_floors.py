@@ -37,6 +37,7 @@ DOORS = {
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
+    "peft": {"drafters.lora"},
     "vllm": set(),
 }
 

@@ -33,6 +33,7 @@ def model_config(**changes: Any) -> ModelConfig:
         "embedded": False,
         "max_positions": None,
         "attention": "auto",
+        "quantization": None,
         "trust_remote_code": False,
         "allow_pickle": False,
         "inflate": None,

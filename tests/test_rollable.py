@@ -11,7 +11,7 @@ import torch
 from tests_support import model_config
 from transformers import AutoConfig
 
-from drafttrain.target.describe import refuse_unless_rollable
+from drafttrain.pretrained import refuse_unless_rollable
 from drafttrain.target.target import load_target
 
 CONFIG = model_config(Path("/unused"))

@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from drafttrain.chance import Chance, SeededChance
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
@@ -76,6 +77,10 @@ class TrainingChance(ABC):
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return uniforms in [0, 1): the same for a conversation however it is batched."""
 
+    def decoding(self) -> Chance:
+        """Return the chance of what a drafter says itself: rows are named by conversation."""
+        return SeededChance(0)
+
 
 class Drafter(nn.Module, ABC):
     """A drafter. Weights it shares with the target (embedding, head) are read from the readout."""
@@ -90,11 +95,37 @@ class Drafter(nn.Module, ABC):
     def capabilities(self) -> Capabilities:
         """What this drafter can do."""
 
+    def initialise(self, model: Any, tokenizer: Any) -> None:
+        """Take weights from elsewhere, once, before `prepare`: the target's own model is at hand.
+
+        Drafters that begin with random weights, or with those of the readout, need nothing.
+        """
+
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Take initial values from the training data and the target, once, before training.
 
         token_counts: how often each id occurs among the tokens whose prediction is trained.
         """
+
+    def attach(self, tokenizer: Any) -> None:
+        """Meet the target's tokenizer, once, before anything is decoded.
+
+        ValueError where the drafter cannot draft for it. Drafters that read the target's own ids
+        have nothing to check.
+        """
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` changes what is trained on."""
+        return False
+
+    def rewrite(self, batch: Batch, chance: TrainingChance) -> Batch:
+        """Return what is trained on in place of this micro batch, before the target reads it.
+
+        Each conversation keeps its place and has its own chance, so that nothing depends on how
+        conversations are batched or spread over ranks.
+        """
+        return batch
 
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:

@@ -15,7 +15,9 @@ FAMILIES = {
     "eagle3": ("An EAGLE-3", "2503.01840"),
     "eagle": ("An EAGLE", "2401.15077"),
     "medusa": ("A Medusa", "2401.10774"),
+    "small_lm": ("A distilled", "2310.08461"),
 }
+MADE_BY = "Made with drafttrain."
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class CardData:
     """
 
     title: str
-    family: str  # the drafter's name: eagle3, eagle, medusa
+    family: str  # the drafter's name: eagle3, eagle, medusa, small_lm
     target: str
     base_model: str | None
     license: str
@@ -92,7 +94,7 @@ def model_card(
         _table(["setting", "value"], flat(card.training)) if card.training else "Not recorded.",
         "## Provenance",
         _table(["", ""], flat(card.provenance)) if card.provenance else "Not recorded.",
-        "Made with drafttrain.",
+        MADE_BY,
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from drafttrain.types import TargetSpec
@@ -27,7 +28,7 @@ class Expected:
 
 
 def method_of(config: Config) -> str:
-    """Return the name under which vLLM serves a drafter: eagle3, eagle or medusa."""
+    """Return the name under which vLLM serves a drafter: eagle3, eagle, medusa or draft_model."""
     names = tuple(config.get("architectures") or ())
     for architecture, method in (
         ("LlamaForCausalLMEagle3", "eagle3"),
@@ -36,6 +37,8 @@ def method_of(config: Config) -> str:
     ):
         if architecture in names:
             return method
+    if config.get("model_type") in transformers.CONFIG_MAPPING and names:
+        return "draft_model"
     raise ValueError(f"no serving format is known for architectures {list(names)}")
 
 
@@ -102,10 +105,24 @@ def _medusa(config: Config) -> dict[str, Expected]:
     return table
 
 
+def _draft_model(config: Config) -> dict[str, Expected]:
+    """Whatever Transformers itself would load; a tied head is left out, as it leaves it out."""
+    shape = {key: value for key, value in config.items() if key not in _NO_SHAPE}
+    settings = transformers.AutoConfig.for_model(**shape)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings)
+    table = {name: Expected(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    if settings.tie_word_embeddings:
+        del table["lm_head.weight"]
+    return table
+
+
+_NO_SHAPE = ("architectures", "torch_dtype")
 _TABLES: dict[str, Callable[[Config], dict[str, Expected]]] = {
     "eagle3": _eagle3,
     "eagle": _eagle,
     "medusa": _medusa,
+    "draft_model": _draft_model,
 }
 
 # What engines assume of config.json; anything else loads and drafts badly, or not at all.
@@ -152,15 +169,17 @@ def check(
 
 
 def _check_config(config: Config, spec: TargetSpec, method: str) -> list[str]:
-    required = dict(_REQUIRED_KEYS[method])
+    required = dict(_REQUIRED_KEYS.get(method, {}))
     required["vocab_size"] = spec.vocab_size
-    if not config.get("target_hidden_size"):
+    if method == "draft_model":
+        pass  # it reads tokens, and nothing of the target's
+    elif not config.get("target_hidden_size"):
         required["hidden_size"] = spec.hidden_size
     else:
         required["target_hidden_size"] = spec.hidden_size
     if method == "medusa":
         required["truncated_vocab_size"] = spec.vocab_size
-    else:
+    elif method != "draft_model":
         required["rope_theta"] = spec.rope_theta
         required["rms_norm_eps"] = spec.rms_norm_eps
     complaints = []

@@ -6,10 +6,11 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,11 +18,17 @@ from torch import Tensor
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import CardData, model_card
+from drafttrain.export.card import MADE_BY, CardData, model_card
 from drafttrain.readout import Readout
 from drafttrain.types import Nodes, TargetFeatures
 
 FILES = ("config.json", "model.safetensors", "README.md")
+# What a draft model has besides: a tokenizer, as Transformers writes it.
+MODEL_FILES = frozenset(
+    {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
+    | {"special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    | {"vocab.json", "vocab.txt"}
+)
 PROBE_ROWS, PROBE_LENGTH, PROBE_DEPTH, PROBE_IDS = 2, 12, 3, 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,11 +74,17 @@ class Exported:
 
 
 def export_vllm(
-    drafter: Drafter, target: str, folder: Path, config: ExportConfig, card: CardData
+    drafter: Drafter,
+    target: str,
+    folder: Path,
+    config: ExportConfig,
+    card: CardData,
+    load_tokenizer: Callable[[], Any] | None = None,
 ) -> Exported:
     """Write config.json, model.safetensors and README.md into `folder`, all or nothing.
 
-    `target` is what a serve command calls the target: a directory or a Hub repository.
+    `target` is what a serve command calls the target: a directory or a Hub repository. A drafter
+    that is a language model gets the target's tokenizer too: a directory that Transformers loads.
     Raises ValueError, with nothing written, if the folder is taken, if an engine would misread the
     weights, or if the written files do not give back the drafter.
     """
@@ -90,7 +103,13 @@ def export_vllm(
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         rounding = read_back(draft, drafter, dtype)
         (draft / "README.md").write_text(model_card(card, settings, commands, notes))
-        sizes = {file: (draft / file).stat().st_size for file in FILES}
+        if method == "draft_model":
+            assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
+            load_tokenizer().save_pretrained(draft)
+            ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
+            (draft / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        written = [*FILES, *sorted({file.name for file in draft.iterdir()} - set(FILES))]
+        sizes = {file: (draft / file).stat().st_size for file in written}
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
 
@@ -117,7 +136,8 @@ def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"export.dir must be a folder, got the file {folder}")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    foreign = [name for name in found if name not in FILES]
+    ours = {*FILES, *(MODEL_FILES if _is_export(folder) else ())}
+    foreign = [name for name in found if name not in ours]
     if foreign:
         raise ValueError(
             f"export.dir must be empty or hold only an earlier export, but {folder} holds "
@@ -142,6 +162,12 @@ def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
             os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a model in this folder is an export: another's model is never replaced."""
+    card = folder / "README.md"
+    return card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
 
 
 def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
@@ -208,7 +234,8 @@ def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str
     speculative = {"method": method, "model": model, "num_speculative_tokens": depth}
     vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     commands = {"vLLM": shlex.join(vllm)}
-    algorithm = {"eagle3": "EAGLE3", "eagle": "EAGLE"}.get(method)
+    algorithms = {"eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE"}
+    algorithm = algorithms.get(method)
     if algorithm is not None:
         sglang = ["python", "-m", "sglang.launch_server", "--model-path", target]
         sglang += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", model]
@@ -221,6 +248,11 @@ def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str
 def _notes(method: str, settings: layout.Config) -> tuple[str, ...]:
     if method == "medusa":
         return ("SGLang has no Medusa; vLLM drafts one chain from the heads.",)
+    if method == "draft_model":
+        return (
+            "A plain model directory: Transformers drafts with it too, as `assistant_model` of "
+            "`generate`.",
+        )
     if "eagle_aux_hidden_state_layer_ids" in settings:
         layers = settings["eagle_aux_hidden_state_layer_ids"]
         return (

@@ -4,18 +4,24 @@ from drafttrain.pretrained.models import (
     EMBEDDED,
     ModelConfig,
     RandomModelConfig,
+    attention_of,
     fingerprint,
     load_config,
     load_model,
     load_tokenizer,
 )
+from drafttrain.pretrained.quantize import SCHEMES
+from drafttrain.pretrained.rollable import refuse_unless_rollable
 
 __all__ = [
     "EMBEDDED",
+    "SCHEMES",
     "ModelConfig",
     "RandomModelConfig",
+    "attention_of",
     "fingerprint",
     "load_config",
     "load_model",
     "load_tokenizer",
+    "refuse_unless_rollable",
 ]

@@ -14,6 +14,7 @@ import transformers  # lazy: the heavy parts are imported where they are first u
 from drafttrain.pretrained import files, hub
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 from drafttrain.pretrained.lean import make_lean
+from drafttrain.pretrained.quantize import SCHEMES, quantization_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
 ATTENTION = ("auto", "sdpa", "eager")
@@ -35,6 +36,7 @@ class ModelConfig:
     embedded: bool
     max_positions: int | None
     attention: str
+    quantization: str | None
     trust_remote_code: bool
     allow_pickle: bool
     inflate: str | None
@@ -51,6 +53,11 @@ class ModelConfig:
             )
         if self.inflate is not None:
             parse_size(self.inflate)
+        if self.quantization is not None and self.quantization not in SCHEMES:
+            raise ValueError(
+                f"model.quantization must be null or one of {', '.join(SCHEMES)},"
+                f" got {self.quantization!r}"
+            )
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -94,6 +101,11 @@ class RandomModelConfig(ModelConfig):
             raise ValueError(
                 f"model={self.name} draws its weights, so {self.origin} must not be set;"
                 " choose another model= to load weights"
+            )
+        if self.quantization is not None:
+            raise ValueError(
+                f"model.quantization must be null for model={self.name}, whose weights are drawn,"
+                f" got {self.quantization}"
             )
         if self.architecture not in ARCHITECTURES:
             raise ValueError(
@@ -226,8 +238,7 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
     attention = config.attention
     if attention == "auto":
-        capped = getattr(model_config, "attn_logit_softcapping", None) is not None
-        attention = "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
+        attention = attention_of(model_config)
     folder = find(config, weights=True)
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
@@ -238,6 +249,12 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         inflate(model, plan, config.name)
     make_lean(model)
     return model.eval().requires_grad_(False)
+
+
+def attention_of(model_config: Any) -> str:
+    """Return the fastest kind of attention that computes what the architecture asks for."""
+    capped = getattr(model_config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
 
 
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
@@ -268,6 +285,7 @@ def _read(
 ) -> Any:
     weights = files.weight_files(folder)
     quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    quantized = quantization_of(config.quantization, model_config)
     try:
         with _progress_bar(not quiet):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -282,6 +300,7 @@ def _read(
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **quantized,
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{config.origin}: the weights cannot be loaded: {error}") from error

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drafttrain import pretrained
 from drafttrain.growing import RaggedCache, additive, run_decoder
-from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained import ModelConfig, refuse_unless_rollable
 from drafttrain.readout import Readout
-from drafttrain.target.describe import describe, read_out, refuse_unless_rollable
+from drafttrain.target.describe import describe, read_out
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
 

@@ -14,12 +14,18 @@ from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.drafters.eagle import EagleConfig
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
+from drafttrain.drafters.small_lm import SmallLMConfig
 from drafttrain.pretrained import ModelConfig
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import GREEDY, PAD_DOCUMENT, Batch, weighted_sum
 
 CONF = Path(__file__).parents[2] / "conf"
-FAMILIES = {"eagle3": Eagle3Config, "eagle": EagleConfig, "medusa": MedusaConfig}
+FAMILIES = {
+    "eagle3": Eagle3Config,
+    "eagle": EagleConfig,
+    "medusa": MedusaConfig,
+    "small_lm": SmallLMConfig,
+}
 LEARNING_RATE = 2e-3
 DECISIVE_GAP = 1e-3  # of the two best logits; kernels differ by about 1e-5
 
@@ -90,15 +96,20 @@ def overfit(family: str, target: Target, texts: list[Text], steps: int, **change
     drafter = FAMILIES[family](**{**values, **changes}).build(target.spec)
     batch = _batch(texts)
     counts = torch.bincount(batch.tokens[batch.loss_mask], minlength=target.spec.vocab_size)
+    drafter.initialise(target.model, target.tokenizer)
     drafter.prepare(counts, target.readout)
     features = target.features(batch, drafter.captures)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(
+        [p for p in drafter.parameters() if p.requires_grad], lr=LEARNING_RATE
+    )
     for _ in range(steps):
         loss = weighted_sum(drafter(batch, features, NoChance())) / batch.loss_mask.sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return drafter.eval()
+    loaded = drafter.config.build(target.spec)  # as the commands load a checkpoint: LoRA is merged
+    loaded.load_weights({name: tensor.clone() for name, tensor in drafter.state_dict().items()})
+    return loaded.eval()
 
 
 def _batch(texts: list[Text]) -> Batch:

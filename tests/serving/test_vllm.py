@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "shallow": ("shallow", "eagle3", 40, {}),
     "qwen3": ("qwen3", "eagle3", 50, {"draft_vocab_size": 128}),
     "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96}),
+    "small_lm": ("embedded", "small_lm", 60, {}),
+    "lora": ("qwen3", "small_lm", 40, {"layers": [0, 3, 6], "lora_rank": 4}),
 }
 
 
@@ -90,9 +93,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         texts = served.texts[where]
         drafter = overfit(family, targets[where], texts, steps, **changes)
         out = folder / "exports" / name
-        export_vllm(drafter, str(folders[where]), out, export_config(), card_of(family))
-        served.ours[name] = [decode(targets[where], drafter, text.prompt) for text in texts]
-        speculative = {"method": family, "model": str(out), "num_speculative_tokens": DEPTH}
+        target = targets[where]
+        done = export_vllm(
+            drafter,
+            str(folders[where]),
+            out,
+            export_config(),
+            card_of(family),
+            partial(getattr, target, "tokenizer"),
+        )
+        served.ours[name] = [decode(target, drafter, text.prompt) for text in texts]
+        speculative = {"method": done.method, "model": str(out), "num_speculative_tokens": DEPTH}
         requests.append(request(name, folders[where], texts, speculative))
     served.theirs = ask_vllm(python, folder, requests)
     return served

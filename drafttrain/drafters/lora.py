@@ -1,0 +1,40 @@
+"""Low-rank adapters (LoRA, Hu et al., 2021, arXiv:2106.09685) by `peft`; the only door to it."""
+
+from typing import Any
+
+from torch import nn
+
+
+def add_lora(model: Any, rank: int, alpha: int) -> None:
+    """Freeze a model and put a trainable adapter beside every linear layer but the output head.
+
+    An adapter adds alpha / rank times the product of its two factors.
+    """
+    import peft
+
+    names = linear_names(model)
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
+    peft.inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def linear_names(model: Any) -> list[str]:
+    """Return the names of a model's linear layers, less its output head."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+
+
+def merge_lora(model: Any) -> None:
+    """Add every adapter to the weights that it stands beside, and take it out."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())

@@ -1,0 +1,303 @@
+"""A small language model distilled from the target (DistillSpec, Zhou et al., 2023, 2310.08461)."""
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from drafttrain import pretrained
+from drafttrain.drafters.base import (
+    DrafterConfig,
+    TrainingChance,
+    count_correct,
+    load_exactly,
+    positions_to_predict,
+)
+from drafttrain.drafters.causal import CausalDrafter
+from drafttrain.drafters.lora import add_lora, merge_lora
+from drafttrain.drafters.on_policy import in_own_words
+from drafttrain.drafters.sources import draft_source, load_draft_model
+from drafttrain.drafters.vocabularies import check_same
+from drafttrain.growing import additive
+from drafttrain.layers import document_mask
+from drafttrain.losses import TokenLossConfig
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
+
+SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
+# What two writings of one configuration may differ in.
+VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallLMConfig(TokenLossConfig, DrafterConfig):
+    """Where the model's first weights come from, its shape if fresh, and what it learns from."""
+
+    path: str | None
+    revision: str | None
+    allow_pickle: bool
+    layers: list[int] | None
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    tie_embeddings: bool
+    on_policy: float
+    on_policy_temperature: float
+    lora_rank: int
+    lora_alpha: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path is not None and self.layers is not None:
+            raise ValueError(
+                "drafter.path and drafter.layers are two origins of the weights, got both; set one "
+                "to null"
+            )
+        if self.layers is not None and (
+            not self.layers or min(self.layers) < 0 or sorted(set(self.layers)) != self.layers
+        ):
+            raise ValueError(
+                f"drafter.layers must be distinct layers of the target, ascending, as in [0,3,7], "
+                f"got {self.layers}"
+            )
+        for key in (
+            *("hidden_size", "intermediate_size", "num_layers"),
+            *("num_attention_heads", "num_key_value_heads"),
+        ):
+            if getattr(self, key) < 1:
+                raise ValueError(f"drafter.{key} must be at least 1, got {getattr(self, key)}")
+        heads = self.num_attention_heads
+        if self.hidden_size % (2 * heads):
+            raise ValueError(
+                "drafter.hidden_size must be an even multiple of drafter.num_attention_heads "
+                f"({heads}), got {self.hidden_size}"
+            )
+        if heads % self.num_key_value_heads:
+            raise ValueError(
+                f"drafter.num_key_value_heads must divide drafter.num_attention_heads ({heads}), "
+                f"got {self.num_key_value_heads}"
+            )
+        if not 0 <= self.on_policy <= 1:
+            raise ValueError(
+                "drafter.on_policy must be a fraction of the conversations in [0, 1], "
+                f"got {self.on_policy}"
+            )
+        if not 0 <= self.on_policy_temperature <= 10:
+            raise ValueError(
+                "drafter.on_policy_temperature must be in [0, 10], "
+                f"got {self.on_policy_temperature}"
+            )
+        if self.on_policy and self.losses.get("hard_cross_entropy"):
+            raise ValueError(
+                "drafter.losses must compare with the target where drafter.on_policy is above 0, "
+                "got hard_cross_entropy, which would learn from the drafter's own samples"
+            )
+        if self.lora_rank < 0:
+            raise ValueError(
+                f"drafter.lora_rank must be at least 0 (0: all weights), got {self.lora_rank}"
+            )
+        if self.lora_rank and self.path is None and self.layers is None:
+            raise ValueError(
+                f"drafter.lora_rank must be 0 for a fresh model, got {self.lora_rank}: there is "
+                "nothing to adapt; set drafter.path or drafter.layers"
+            )
+        if self.lora_alpha < 1:
+            raise ValueError(f"drafter.lora_alpha must be at least 1, got {self.lora_alpha}")
+
+    def build(self, spec: TargetSpec) -> "SmallLM":
+        """Make the drafter; one that is not fresh has no weights until `initialise` or a load."""
+        return SmallLM(self, spec)
+
+
+class SmallLM(CausalDrafter):
+    """A causal language model of the target's vocabulary, trained to say what the target says."""
+
+    def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
+        super().__init__(config, spec, None)
+        self.config: SmallLMConfig = config
+        self.register_buffer(SETTINGS, torch.zeros(0, dtype=torch.uint8))
+        if config.path is None and config.layers is None:
+            self._adopt(_from_settings(self._fresh_settings()))
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether some of the text that it trains on is its own."""
+        return self.config.on_policy > 0
+
+    def _fresh_settings(self) -> dict[str, Any]:
+        config, spec = self.config, self.spec
+        return {
+            "model_type": "llama",
+            "vocab_size": spec.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": config.num_key_value_heads,
+            "head_dim": config.hidden_size // config.num_attention_heads,
+            "max_position_embeddings": spec.max_positions,
+            "rms_norm_eps": spec.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+            "tie_word_embeddings": config.tie_embeddings,
+            "bos_token_id": spec.bos_token_id,
+            "eos_token_id": list(spec.eos_token_ids) or None,
+            "pad_token_id": spec.pad_token_id,
+        }
+
+    def _adopt(self, model: Any) -> None:
+        """Take on a model, in float32 and to be trained; its configuration joins the weights."""
+        self.take(model.float().requires_grad_(True))
+        settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in VOLATILE}
+        text = json.dumps(settings, sort_keys=True).encode()
+        setattr(self, SETTINGS, torch.tensor(list(text), dtype=torch.uint8))
+
+    def initialise(self, model: Any, tokenizer: Any) -> None:
+        """Take the first weights: a model's of its own, or some of the target's layers."""
+        config = self.config
+        if config.path is not None:
+            source = draft_source(
+                config.name, config.path, config.revision, allow_pickle=config.allow_pickle
+            )
+            own, own_tokenizer = load_draft_model(source, torch.float32)
+            check_same(tokenizer, own_tokenizer, f"drafter.path={config.path}")
+            if own.get_input_embeddings().weight.shape[0] != self.spec.vocab_size:
+                # Rows beyond the tokens; engines want as many as the target has.
+                own.resize_token_embeddings(self.spec.vocab_size, mean_resizing=False)
+            self._adopt(own)
+        elif config.layers is not None:
+            self._adopt(with_layers(model, config.layers, self.spec))
+        if config.lora_rank:
+            add_lora(self.model, config.lora_rank, config.lora_alpha)
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Start a fresh model's embedding and head as narrow images of the target's own."""
+        config = self.config
+        if config.path is not None or config.layers is not None:
+            return
+        tables = [(self.model.get_input_embeddings(), readout.embedding)]
+        if not config.tie_embeddings:
+            tables.append((self.model.get_output_embeddings(), readout.head))
+        with torch.no_grad():
+            for own, theirs in tables:
+                if own.weight.shape[1] < theirs.shape[1]:
+                    image = narrow_image(theirs.float(), token_counts, own.weight.shape[1])
+                    own.weight.copy_(image * (own.weight.std() / image.std()))
+
+    def rewrite(self, batch: Batch, chance: TrainingChance) -> Batch:
+        """Put own words in place of a fraction of the answers; the target then judges them."""
+        config = self.config
+        if not config.on_policy:
+            return batch
+        return in_own_words(
+            self, batch, config.on_policy, config.on_policy_temperature, chance.decoding()
+        )
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """The losses of the next token at every trained position against the target's law."""
+        rows, ahead = positions_to_predict(batch, 1)
+        hidden = self._hidden(batch)[rows, ahead - 1]
+        logits = self.shared_logits(self.head(hidden))
+        with torch.no_grad():
+            truth = features.final_hidden[rows, ahead - 1]
+            target_probs = features.readout.logits(truth).float().softmax(-1)
+        loss = self.config.token_loss(logits, target_probs, batch.tokens[rows, ahead])
+        correct = count_correct(logits.detach(), target_probs.argmax(-1))
+        count = torch.tensor(len(rows), device=logits.device)
+        return {"depth_1": LossTerm(1.0, loss.sum(), count, correct)}
+
+    def _hidden(self, batch: Batch) -> Float[Tensor, "batch seq width"]:
+        mask = document_mask(batch.document)
+        if mask is not None and self.eager:
+            mask = additive(mask, self.dtype)
+        output = self._decoder[0](
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=mask,
+            use_cache=False,
+        )
+        return output.last_hidden_state
+
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Load a checkpoint: the model that its settings describe; adapters are merged."""
+        settings = tensors.get(SETTINGS)
+        if settings is None:
+            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is missing")
+        self._adopt(_from_settings(json.loads(bytes(settings.tolist()))))
+        setattr(self, SETTINGS, settings)
+        if self.config.lora_rank:
+            add_lora(self.model, self.config.lora_rank, self.config.lora_alpha)
+        load_exactly(self, tensors)
+        if self.config.lora_rank:
+            merge_lora(self.model)
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return a model as Transformers writes it, adapters merged."""
+        model = self.model
+        if self.config.lora_rank:
+            model = copy.deepcopy(model)
+            merge_lora(model)
+        settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in VOLATILE}
+        tensors = dict(model.state_dict())
+        if model.config.get_text_config(decoder=True).tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        return {"architectures": [type(model).__name__], **settings}, tensors
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load what `to_serving` gives."""
+        settings = {k: v for k, v in config.items() if k not in VOLATILE}
+        model = _from_settings(settings)
+        if model.config.get_text_config(decoder=True).tie_word_embeddings:
+            tensors = {"lm_head.weight": model.get_input_embeddings().weight, **tensors}
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        load_exactly(model, tensors)
+        self._adopt(model)
+
+
+def _from_settings(settings: dict[str, Any]) -> Any:
+    config = transformers.AutoConfig.for_model(**settings)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation=pretrained.attention_of(config)
+    )
+
+
+def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
+    """Return a copy of the target that has only these of its layers, in float32."""
+    if layers[-1] >= spec.num_layers:
+        raise ValueError(
+            f"drafter.layers must lie in 0..{spec.num_layers - 1} for {spec.name}, got {layers}"
+        )
+    settings = target.config.to_diff_dict()
+    settings["num_hidden_layers"] = len(layers)
+    if settings.get("layer_types"):
+        settings["layer_types"] = [settings["layer_types"][layer] for layer in layers]
+    model = _from_settings({k: v for k, v in settings.items() if k not in VOLATILE})
+    weights = target.state_dict()
+    places = {f"layers.{new}.": f"layers.{old}." for new, old in enumerate(layers)}
+    chosen = {}
+    for name in model.state_dict():
+        parts = name.partition("layers.")
+        number, dot, rest = parts[2].partition(".")
+        source = f"{parts[0]}{places[f'layers.{number}.']}{rest}" if dot else name
+        if source in weights:
+            chosen[name] = weights[source].float()
+    load_exactly(model, chosen)
+    return model
+
+
+def narrow_image(
+    table: Float[Tensor, "vocab hidden"], counts: Int[Tensor, " vocab"], width: int
+) -> Float[Tensor, "vocab width"]:
+    """Return a table's projection on its principal directions, tokens weighed by frequency.
+
+    The best rank-`width` image of it: the angles between frequent tokens' rows change least.
+    """
+    weights = (counts.to(table) + 1).sqrt()[:, None]
+    _, directions = torch.linalg.eigh((table * weights).T @ (table * weights))
+    return table @ directions[:, -width:]

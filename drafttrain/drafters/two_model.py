@@ -1,0 +1,125 @@
+"""Any smaller language model as it is, of the same vocabulary or of one that overlaps.
+
+Leviathan et al., 2023, arXiv:2211.17192; across vocabularies: token-level intersection (TLI),
+Timor et al., 2025, arXiv:2502.05202, algorithm 4.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from drafttrain.drafters.base import DrafterConfig, TrainingChance
+from drafttrain.drafters.causal import CausalDrafter, CausalState
+from drafttrain.drafters.sources import draft_source, load_draft_model
+from drafttrain.drafters.vocabularies import check_same, intersection
+from drafttrain.pretrained import SCHEMES
+from drafttrain.readout import Readout
+from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
+
+VOCABULARIES = ("same", "intersection")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoModelConfig(DrafterConfig):
+    """Which model drafts, and how its tokens meet the target's."""
+
+    path: str | None
+    revision: str | None
+    dtype: str
+    vocabulary: str
+    quantization: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+
+    trainable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.vocabulary not in VOCABULARIES:
+            raise ValueError(
+                f"drafter.vocabulary must be one of {', '.join(VOCABULARIES)}, "
+                f"got {self.vocabulary!r}"
+            )
+        if self.quantization is not None and self.quantization not in SCHEMES:
+            raise ValueError(
+                f"drafter.quantization must be null or one of {', '.join(SCHEMES)}, "
+                f"got {self.quantization!r}"
+            )
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(
+                f"drafter.dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}"
+            )
+
+    def build(self, spec: TargetSpec) -> "TwoModel":
+        """Load the model; ValueError names what is missing or does not fit."""
+        if self.path is None:
+            raise ValueError(
+                f"drafter.path must say which model drafts for drafter={self.name}: a local "
+                "directory or a repository of the Hub; for example "
+                "drafter.path=/models/Llama-3.2-1B-Instruct"
+            )
+        source = draft_source(
+            self.name,
+            self.path,
+            self.revision,
+            allow_pickle=self.allow_pickle,
+            trust_remote_code=self.trust_remote_code,
+            quantization=self.quantization,
+        )
+        model, tokenizer = load_draft_model(source, DTYPES.get(self.dtype))
+        return TwoModel(self, spec, model, tokenizer)
+
+
+class TwoModel(CausalDrafter):
+    """A model as it is. Lossless whatever its vocabulary: drafts are drawn from what is shared.
+
+    vocabulary `same`: every id must be the same token for both. `intersection`: only shared tokens
+    are drafted, from the model's law renormalised over them (TLI); target tokens that it lacks are
+    read as its own encoding of their text.
+    """
+
+    def __init__(
+        self, config: TwoModelConfig, spec: TargetSpec, model: Any, tokenizer: Any
+    ) -> None:
+        super().__init__(config, spec, model)
+        self.config: TwoModelConfig = config
+        self.tokenizer = tokenizer
+        self.attached = config.vocabulary == "same"
+        # Quantised weights, and those whose dtype was chosen, keep theirs wherever they are moved.
+        self.pinned = config.dtype != "auto" or hasattr(model, "hf_quantizer")
+
+    def attach(self, tokenizer: Any) -> None:
+        """Compare vocabularies, or find what they share; ValueError where they do not fit."""
+        config = self.config
+        who = f"drafter.path={config.path}"
+        if config.vocabulary == "same":
+            check_same(tokenizer, self.tokenizer, who)
+            return
+        size = self.spec.vocab_size
+        found = intersection(tokenizer, self.tokenizer, size, self.num_ids, who)
+        self.share(found.target_ids, found.draft_ids, found.spelled)
+        self.attached = True
+
+    def to(self, *args: Any, **kwargs: Any) -> "TwoModel":
+        """Move the model; a dtype is taken on only where drafter.dtype=auto and unquantised."""
+        if not self.pinned:
+            return super().to(*args, **kwargs)
+        device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if device is None else super().to(device, non_blocking=non_blocking)
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Refuse: the model is used as it is."""
+        raise ValueError(
+            f"drafter={self.config.name} is used as it is; to train a model on the target's words "
+            f"choose drafter=small_lm drafter.path={self.config.path}"
+        )
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> CausalState:
+        """Keep the first token of each row for the first reading."""
+        assert self.attached, "attach comes before decoding"
+        return super().begin(access, first_tokens, capacity)
