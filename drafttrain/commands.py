@@ -4,21 +4,16 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from drafttrain import __version__
 from drafttrain.assemble import (
-    check_fingerprint,
     describe_drafter,
     describe_target,
-    drafter_to_evaluate,
     load_drafter,
     load_samples,
-    load_target_to_decode,
-    name_of,
     record_evaluation,
     recorded_spec,
 )
@@ -29,33 +24,28 @@ from drafttrain.config import (
     EvaluateConfig,
     ExportConfig,
     TrainConfig,
-    load_choice,
+    TuneConfig,
 )
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
-from drafttrain.data.prompts import (
-    BUILTIN_PROMPTS,
-    load_prompts,
-    overlap_line,
-    overlap_record,
-    prompts_sha256,
-)
 from drafttrain.engine import build_engine
-from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.measure import PLAIN, check_settings, skip_long
+from drafttrain.evaluation.evaluate import evaluate_drafter
+from drafttrain.evaluation.measure import PLAIN
+from drafttrain.evaluation.tune import as_rows, choose, tune_drafter, write_tuned
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import plan_push, push
 from drafttrain.export.vllm import export_vllm
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
+from drafttrain.measuring import set_up, tuned_export
 from drafttrain.pretrained import load_tokenizer
 from drafttrain.ranks import join_ranks
 from drafttrain.report import (
     Report,
-    TimingInfo,
     summary_table,
     write_report,
 )
 from drafttrain.report.comparison_pages import comparison_summary, write_comparison
+from drafttrain.report.tuning import rich_table, tune_tables, write_tuning
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
@@ -184,98 +174,71 @@ def intentions(config: TrainConfig) -> list[str]:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Measure a run's drafter in the whole speculative loop and write the report."""
-    folder, settings, model = Path(config.run.dir), config.eval, config.model
-    device = torch.device(choose_device(config.hardware))
-    source = settings.source
-    prompts, skipped = load_prompts(source)
-    # The record is of the embedded target's training text; of another's, nothing is known.
-    file = BUILTIN_PROMPTS if source.embedded else source.path
-    ours = model.embedded and not model.path
-    overlap = overlap_record(file) if file is not None and ours else None
-    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
-    drafter = given.drafter
-    for line in given.lines:
-        console.print(line)
-    target, choice = load_target_to_decode(model, config.hardware, device)
-    check_fingerprint(given.checkpoint, target.spec)
-    drafter.to(device).eval()
-    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
-    how = f"{choice.reason}; the drafter in {name_of(draft_dtype)}"
-    console.print(f"decoding in {how}")
-    prompts = skip_long(prompts, skipped, target, config.data.template, settings)
-    for line in [*skipped.lines(), overlap_line(overlap)]:
-        console.print(line)
-    exact = target
-    if settings.lossless_prompts and choice.dtype != torch.float32:
-        exact = load_target(model, torch.float32, str(device))
-    parts = Parts(
-        target=target,
-        exact=exact,
-        drafter=drafter,
-        drafter_name=config.drafter.name,
-        draft_dtype=draft_dtype,
-        references={"ngram": load_choice("drafter", "ngram").build(target.spec)},
-    )
-    place = folder / "evaluations" / settings.name
-    measured_with = {
-        "checkpoint": given.origin,
-        "target_fingerprint": target.spec.fingerprint,
-        "dtype": name_of(choice.dtype),
-        "draft_dtype": name_of(draft_dtype),
-        "threads": choice.threads,
-        "device": str(device),
-        "seed": config.run.seed,
-        "prompts": prompts_sha256(prompts),
-        "template": config.data.template,
-    }
-    check_settings(prompts, target, drafter, config.data.template, settings)
+    """Measure a drafter in the whole speculative loop and write the report."""
+    setup = set_up(config)
+    settings, parts = setup.settings, setup.parts
     record_evaluation(config)
+    place = setup.folder / "evaluations" / settings.name
     report, _ = evaluate_drafter(
         parts,
-        prompts,
-        config.data.template,
+        setup.prompts,
+        setup.template,
         settings,
         folder=place,
-        conditions=measured_with,
-        timing=TimingInfo(
-            dtype=name_of(choice.dtype),
-            threads=choice.threads,
-            blocks=settings.blocks,
-            device=str(device),
-            draft_dtype=name_of(draft_dtype),
-        ),
+        conditions=setup.conditions,
+        timing=setup.timing,
         report_settings={
-            "target": model.name,
+            "target": config.model.label,
             "provenance": provenance(sys.argv[1:])
-            | {"checkpoint": given.origin, "target_fingerprint": target.spec.fingerprint},
-            "prompts": {
-                "source": source.describe(),
-                "sha256": prompts_sha256(prompts),
-                "task_by": source.task_by,
-                "num_prompts": len(prompts),
-                "skipped": skipped.to_dict(),
-                "overlap": overlap,
-            },
-            "notes": [
-                f"decoded in {how}",
-                "losslessness is checked on first turns",
-                *given.lines,
-            ],
+            | {"checkpoint": setup.origin, "target_fingerprint": parts.target.spec.fingerprint},
+            "prompts": setup.about_prompts,
+            "notes": setup.notes,
         },
         seed=config.run.seed,
     )
-    place = folder / "evaluations" / settings.name
     write_report(report, place)
     console.print(summary_table(report))
     if report["certificate"] is not None:
         console.print(f"certificate: {report['certificate']['statement']}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
     tracker = open_tracker(
-        config.tracker, folder, config=asdict(config), resume_step=None, is_main=True, append=True
+        config.tracker,
+        setup.folder,
+        config=asdict(config),
+        resume_step=None,
+        is_main=True,
+        append=True,
     )
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
     tracker.finish()
+
+
+def tune(config: TuneConfig) -> None:
+    """Predict every depth's speedup on this machine, measure it, choose, and write the choice."""
+    setup = set_up(config, needs_exact=False)
+    predictions, costs = tune_drafter(
+        setup.parts,
+        setup.prompts,
+        setup.template,
+        setup.settings,
+        config.tune,
+        folder=setup.folder / "tune",
+        conditions=setup.conditions,
+        seed=config.run.seed,
+    )
+    record_evaluation(config)
+    file = write_tuned(setup.folder, predictions, costs, setup.conditions)
+    rows = as_rows(predictions)
+    tables = tune_tables(rows, choose(predictions))
+    for table in tables:
+        console.print(rich_table(table))
+    title = f"{config.drafter.name} on {config.model.label}: which depth"
+    page = write_tuning(setup.folder, title, rows, tables, setup.notes)
+    console.print(f"chosen depths: {file}; the whole of it: {page}")
+    console.print(
+        f"next: python -m drafttrain evaluate run.dir={setup.folder} eval.tuned=true, "
+        f"or export run.dir={setup.folder} export.tuned=true"
+    )
 
 
 def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:
@@ -312,7 +275,8 @@ def compare(config: CompareConfig) -> None:
 
 def export(config: ExportConfig) -> None:
     """Write a run's drafter as serving engines load it, check it, and push it if asked."""
-    run, settings = Path(config.run.dir), config.export
+    run = Path(config.run.dir)
+    settings = tuned_export(config.export, run)
     drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
     place = Path(settings.dir or run / "export")
     record, reports = read_run(run)

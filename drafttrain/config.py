@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.engine import DeepSpeedConfig
     from drafttrain.evaluation.config import EvalConfig
+    from drafttrain.evaluation.tune import TuneConfig as TuneSettings
     from drafttrain.export import ExportConfig as FormatConfig
     from drafttrain.hardware import HardwareConfig
     from drafttrain.pretrained import ModelConfig
@@ -41,6 +42,7 @@ SECTIONS = {
     "tracker": "drafttrain.tracker.TrackerConfig",
     "eval": "drafttrain.evaluation.config.EvalConfig",
     "export": "drafttrain.export.ExportConfig",
+    "tune": "drafttrain.evaluation.tune.TuneConfig",
     "compare": "drafttrain.compare.CompareConfig",
 }
 # Keys that a command takes without their section.
@@ -78,6 +80,20 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Everything `tune` is told: the saved run, with `eval` and `tune` of its own."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    tracker: "TrackerConfig"
+    eval: "EvalConfig"
+    tune: "TuneSettings"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Everything `export` is told: the saved run, and the format to write."""
 
@@ -100,10 +116,11 @@ class CompareConfig:
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "tune": TuneConfig,
     "compare": CompareConfig,
     "export": ExportConfig,
 }
-Config = TypeVar("Config", TrainConfig, EvaluateConfig, CompareConfig, ExportConfig)
+Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig, CompareConfig, ExportConfig)
 
 
 def conf_dir() -> Path:
@@ -278,7 +295,15 @@ def _offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: 
         # An evaluation without a run has no `trainer`, which no other command reads.
         if group not in saved and group in sections:
             raise UsageError(f"the config.yaml of run.dir has no section {group}")
-        ConfigStore.instance().store(group=group, name=SAVED, node=saved.get(group, {}))
+        ConfigStore.instance().store(group=group, name=SAVED, node=_complete(group, saved))
+
+
+def _complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a saved section with the keys that its choice has gained since the run was made."""
+    section = saved.get(group, {})
+    file = choices(group).get(str(section.get("name")))
+    now = yaml.safe_load(file.read_text()) if file else {}
+    return {**{key: value for key, value in now.items() if key != "defaults"}, **section}
 
 
 def _head(parsed: list[Override]) -> str:

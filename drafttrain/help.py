@@ -35,6 +35,7 @@ MOST_USED = {
         "compare.all_pairs",
         "compare.dir",
     ),
+    "tune": ("run.dir", "tune.depths", "tune.batch_sizes", "tune.measure", "eval.prompts_per_task"),
     "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
 }
 EXAMPLES = {
@@ -52,6 +53,10 @@ EXAMPLES = {
     "compare": (
         "compare 'runs=[outputs/a,outputs/b]'",
         "compare 'runs=[outputs/a,outputs/b,outputs/c]' compare.baseline=ngram tracker=wandb",
+    ),
+    "tune": (
+        "tune run.dir=outputs/demo",
+        "tune run.dir=outputs/demo 'tune.batch_sizes=[1,16]' tune.measure=false",
     ),
     "export": (
         "export run.dir=outputs/demo export=vllm export.dir=outputs/demo/vllm",

@@ -23,6 +23,7 @@ FLOORS = {
     "3, workers": ["compare", "evaluation", "export", "regenerate", "train", "validate"],
     "4, what was typed": ["overrides"],
     "4, configuration": ["assemble", "config"],
+    "4, what is measured": ["measuring"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],
 }  # fmt: skip

@@ -45,6 +45,8 @@ class EvalConfig:
     lossless_prompts: int
     certify: bool
     resamples: int
+    two_model: str | None
+    tuned: bool
     depths: list[int]
     temperatures: list[float]
     batch_sizes: list[int]

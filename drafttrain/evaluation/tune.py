@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drafttrain.evaluation.cost import Costs
-from drafttrain.evaluation.measure import PLAIN
+from drafttrain.data.prompts import Prompt
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.cost import Costs, measure_costs
+from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measure import PLAIN, Method, measure
 from drafttrain.types import Counters, PromptResult
 
 TUNED = "tuned.json"
@@ -36,6 +40,16 @@ class TuneConfig:
         if self.rounds < 1:
             raise ValueError(f"tune.rounds must be at least 1, got {self.rounds}")
 
+    def fitting(self, deepest: int | None) -> list[int]:
+        """Return the depths, ascending, that a drafter can draft (None: any)."""
+        depths = sorted(depth for depth in self.depths if deepest is None or depth <= deepest)
+        if not depths:
+            raise ValueError(
+                f"tune.depths must have a depth of at most {deepest}, the drafter's own limit, got "
+                f"{list(self.depths)}"
+            )
+        return depths
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -52,6 +66,73 @@ class Prediction:
     def error(self) -> float | None:
         """How far the prediction lies from what was measured, relative to it."""
         return None if self.measured is None else self.predicted / self.measured - 1
+
+
+def tune_drafter(
+    parts: Parts,
+    prompts: Sequence[Prompt],
+    template: str,
+    config: EvalConfig,
+    settings: TuneConfig,
+    *,
+    folder: Path,
+    conditions: Mapping[str, Any],
+    seed: int,
+) -> tuple[list[Prediction], Costs]:
+    """Return what every depth and batch size should bring, and what it brings if that is asked for.
+
+    The prompts are decoded one at a time by the deepest chains for the acceptance of all depths;
+    with settings.measure at every depth and batch size. A stopped measurement goes on.
+    """
+    timed, target = parts.timed_drafter, parts.target
+    depths = settings.fitting(timed.capabilities.max_depth)
+    needed = max(settings.contexts) + 2 * depths[-1] + 4
+    if needed > target.spec.max_positions:
+        raise ValueError(
+            f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
+            f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
+        )
+    costs = measure_costs(
+        target,
+        timed,
+        depths=depths,
+        batches=sorted(settings.batch_sizes),
+        contexts=sorted(settings.contexts),
+        rounds=settings.rounds,
+    )
+    measured_depths = depths if settings.measure else depths[-1:]
+    methods = [Method(f"{parts.drafter_name}@{depth}", timed, depth) for depth in measured_depths]
+    deepest = methods[-1].name
+
+    def results_at(batch_size: int) -> list[PromptResult]:
+        point = {**conditions, **config.conditions, "depths": measured_depths}
+        journal = Journal(folder, f"batch{batch_size}", point)
+        results = measure(
+            target,
+            methods,
+            prompts,
+            template,
+            config,
+            sampling=config.sampling,
+            batch_size=batch_size,
+            seed=seed,
+            journal=journal,
+        )
+        journal.finish()
+        return results
+
+    alone = results_at(1)
+    predictions: list[Prediction] = []
+    for size in sorted(settings.batch_sizes):
+        here = predict(alone, deepest, costs, depths, size)
+        if settings.measure:
+            results = alone if size == 1 else results_at(size)
+            here = [
+                replace(p, measured=decoding_speedup(results, f"{parts.drafter_name}@{p.depth}", p))
+                for p in here
+            ]
+        predictions += here
+    return predictions, costs
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
@@ -128,9 +209,9 @@ def _seconds(
     return speculative, plain
 
 
-def decoding_speedup(results: Sequence[PromptResult], method: str, task: str | None) -> float:
-    """Return the measured speedup of decoding, prefill left out, over the plain loop."""
-    chosen = [result for result in results if task is None or result.task == task]
+def decoding_speedup(results: Sequence[PromptResult], method: str, point: Prediction) -> float:
+    """Return the measured speedup of decoding on the point's task, prefill left out."""
+    chosen = [result for result in results if point.task in ("all", result.task)]
 
     def per_token(name: str) -> float:
         mine = [result for result in chosen if result.method == name]
@@ -173,7 +254,7 @@ def write_tuned(
     file = folder / TUNED
     record = {
         "batches": choose(predictions),
-        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
+        "predictions": as_rows(predictions),
         "costs_ms": {
             "plain": _cells(costs.plain, ("batch", "context")),
             "verify": _cells(costs.verify, ("depth", "batch", "context")),
@@ -185,6 +266,11 @@ def write_tuned(
     part.write_text(json.dumps(record, indent=2) + "\n")
     part.replace(file)
     return file
+
+
+def as_rows(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Return predictions as plain data."""
+    return [asdict(p) | {"error": p.error} for p in predictions]
 
 
 def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:

@@ -15,6 +15,7 @@ class ExportConfig:
     dir: str | None
     dtype: str
     num_speculative_tokens: int
+    tuned: bool
     license: str
     overwrite: bool
     push: str | None

@@ -20,8 +20,9 @@ def depth_plot(points: Sequence[Mapping[str, Any]]) -> Markup:
             depths = [row["depth"] for row in rows]
             shade = 1 - 0.7 * place / max(len(series) - 1, 1)
             look = {"color": STAND_IN["drafter"], "alpha": shade}
-            measured = [row["summary"]["speedup"]["value"] or 0.0 for row in rows]
             expected = [row["summary"]["predicted_speedup"] or 0.0 for row in rows]
+            values = [row["summary"]["speedup"]["value"] for row in rows]
+            measured = expected if None in values else values
             marker = MARKERS[place % len(MARKERS)]
             axes.plot(depths, measured, marker=marker, markersize=6, linewidth=2, **look)
             axes.plot(depths, expected, linestyle="--", linewidth=1, **look)

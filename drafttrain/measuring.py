@@ -1,0 +1,171 @@
+"""From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.assemble import (
+    check_fingerprint,
+    drafter_to_evaluate,
+    inflate_as,
+    load_target_to_decode,
+    name_of,
+)
+from drafttrain.config import EvaluateConfig, TuneConfig, load_choice
+from drafttrain.data.prompts import (
+    BUILTIN_PROMPTS,
+    Prompt,
+    load_prompts,
+    overlap_line,
+    overlap_record,
+    prompts_sha256,
+)
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.measure import check_settings, skip_long
+from drafttrain.evaluation.tune import tuned_depth
+from drafttrain.export import ExportConfig
+from drafttrain.hardware import choose_device, choose_draft_dtype
+from drafttrain.report import TimingInfo
+from drafttrain.target.target import Target, load_target
+from drafttrain.terminal import console
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a measurement is made of, checked, before anything is decoded."""
+
+    folder: Path  # of the run
+    settings: EvalConfig
+    parts: Parts
+    prompts: list[Prompt]
+    template: str
+    origin: str  # names the drafter's weights
+    conditions: dict[str, Any]  # what a measurement depends on besides `settings`
+    timing: TimingInfo
+    about_prompts: dict[str, Any]
+    notes: list[str]
+
+
+def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Setup:
+    """Load what is to be measured, saying what that is. ValueError for whatever does not fit.
+
+    needs_exact: the target is wanted in float32 too, where it is timed in another dtype.
+    """
+    folder, model = Path(config.run.dir), config.model
+    settings = tuned(config.eval, folder)
+    device = torch.device(choose_device(config.hardware))
+    source = settings.source
+    prompts, skipped = load_prompts(source)
+    # The record is of the embedded target's training text; of another's, nothing is known.
+    file = BUILTIN_PROMPTS if source.embedded else source.path
+    ours = model.embedded and not model.path
+    overlap = overlap_record(file) if file is not None and ours else None
+    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
+    drafter = given.drafter
+    for line in given.lines:
+        console.print(line)
+    target, choice = load_target_to_decode(model, config.hardware, device)
+    check_fingerprint(given.checkpoint, target.spec)
+    drafter.attach(target.tokenizer)
+    drafter.to(device).eval()
+    references = reference_drafters(settings, drafter, target)
+    widened = inflate_as(model, target, [drafter, *references.values()])
+    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
+    how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
+    console.print(how)
+    template = config.data.template
+    prompts = skip_long(prompts, skipped, target, template, settings)
+    lines = [widened] if widened else []
+    for line in [*skipped.lines(), overlap_line(overlap), *lines]:
+        console.print(line)
+    check_settings(prompts, target, drafter, template, settings)
+    exact = target
+    if needs_exact and settings.lossless_prompts and choice.dtype != torch.float32:
+        exact = load_target(model, torch.float32, str(device))
+    return Setup(
+        folder=folder,
+        settings=settings,
+        parts=Parts(
+            target=target,
+            exact=exact,
+            drafter=drafter,
+            drafter_name=config.drafter.name,
+            draft_dtype=draft_dtype,
+            references=references,
+        ),
+        prompts=prompts,
+        template=template,
+        origin=given.origin,
+        conditions={
+            "checkpoint": given.origin,
+            "target_fingerprint": target.spec.fingerprint,
+            "inflate": model.inflate,
+            "dtype": name_of(choice.dtype),
+            "draft_dtype": name_of(draft_dtype),
+            "threads": choice.threads,
+            "device": str(device),
+            "seed": config.run.seed,
+            "prompts": prompts_sha256(prompts),
+            "template": template,
+        },
+        timing=TimingInfo(
+            dtype=name_of(choice.dtype),
+            threads=choice.threads,
+            blocks=settings.blocks,
+            device=str(device),
+            draft_dtype=name_of(draft_dtype),
+        ),
+        about_prompts={
+            "source": source.describe(),
+            "sha256": prompts_sha256(prompts),
+            "task_by": source.task_by,
+            "num_prompts": len(prompts),
+            "skipped": skipped.to_dict(),
+            "overlap": overlap,
+        },
+        notes=[how, "losslessness is checked on first turns", *lines, *given.lines],
+    )
+
+
+def tuned(settings: EvalConfig, folder: Path) -> EvalConfig:
+    """Return the settings at the depth that `tune` chose, if that is asked for."""
+    if not settings.tuned:
+        return settings
+    return replace(settings, depth=_tuned_depth("eval", folder, settings.batch_size))
+
+
+def tuned_export(settings: ExportConfig, folder: Path) -> ExportConfig:
+    """Return the settings of an export at the depth that `tune` chose, if that is asked for."""
+    if not settings.tuned:
+        return settings
+    return replace(settings, num_speculative_tokens=_tuned_depth("export", folder, 1))
+
+
+def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
+    depth = tuned_depth(folder, batch_size)
+    if depth is None:
+        raise ValueError(
+            f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
+            f"write it with python -m drafttrain tune run.dir={folder}"
+        )
+    return depth
+
+
+def reference_drafters(
+    settings: EvalConfig, drafter: Drafter, target: Target
+) -> dict[str, Drafter]:
+    """Return what stands beside the drafter: prompt lookup, and a smaller model if one is named."""
+    references: dict[str, Drafter] = {}
+    if drafter.config.name != "ngram":
+        references["ngram"] = load_choice("drafter", "ngram").build(target.spec)
+    if settings.two_model is not None and drafter.config.name != "two_model":
+        chosen = replace(load_choice("drafter", "two_model"), path=settings.two_model)
+        small = chosen.build(target.spec)
+        small.attach(target.tokenizer)
+        references["two_model"] = small.to(target.device).eval()
+    return references
