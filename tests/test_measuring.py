@@ -1,0 +1,162 @@
+"""The commands that measure, in process, on a random target of four layers: what they leave."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tests_support import draft_model_dir
+
+from drafttrain.__main__ import main
+
+PROMPTS = [
+    {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
+    {"id": "half", "task": "math", "turns": ["Halve 10."]},
+    {"id": "talk", "task": "chat", "turns": ["Say hello.", "And good bye."]},
+]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of Medusa."""
+    folder = tmp_path_factory.mktemp("measured")
+    data = folder / "data.jsonl"
+    with data.open("w") as file:
+        for number in range(24):
+            messages = [
+                {"role": "user", "content": f"What is {number} plus {number}?"},
+                {"role": "assistant", "content": f"It is {2 * number}."},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    place = folder / "run"
+    arguments = ["train", f"run.dir={place}", "drafter=medusa", f"model.path={tiny_target_dir}"]
+    arguments += ["data=jsonl", f"data.path={data}", "data.holdout=2", "trainer.max_steps=2"]
+    arguments += ["trainer.tokens_per_step=64", "trainer.validation_prompts=1", *QUICK]
+    assert main([*arguments, "trainer.validation_tokens=4"]) == 0
+    return place
+
+
+QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
+SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=2", "eval.depth=3"]
+
+
+def prompts_of(run: Path) -> str:
+    return f"eval.prompts={run.parent / 'prompts.jsonl'}"
+
+
+def test_an_evaluation_is_certified_swept_and_written(run: Path, tmp_path: Path) -> None:
+    draft = draft_model_dir(97)
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=swept"]
+    arguments += ["eval.certify=true", "eval.depths=[1]", "eval.batch_sizes=[2]"]
+    arguments += ["eval.temperatures=[1.0]", f"eval.two_model={draft}", "eval.price_per_hour=2"]
+    assert main(arguments) == 0
+    place = run / "evaluations" / "swept"
+    report = json.loads((place / "report.json").read_text())
+    assert report["certificate"]["certified"], report["certificate"]
+    assert set(report["methods"]) == {"autoregressive", "ngram", "two_model"}
+    points = {(p["temperature"], p["batch_size"], p["depth"]) for p in report["sweep"]}
+    # Without eval.batch_size's own value in the lists, the base point is measured besides.
+    assert points == {(0.0, 1, 1), (0.0, 1, 3), (1.0, 2, 1), (1.0, 2, 3)}
+    assert report["verdicts"]["all"]["depth"] in (1, 3)
+    titles = [table["title"] for table in report["tables"]]
+    assert titles == ["Certificate", "Depth, temperature and batch"]
+    text = (place / "report.md").read_text()
+    assert "## Certificate" in text
+    assert "Speedup by depth" in (place / "report.html").read_text()
+    journals = sorted(path.name for path in place.glob("*.jsonl"))
+    assert journals == [
+        "temperature0-batch1.measurements.jsonl",
+        "temperature1-batch2.measurements.jsonl",
+    ]
+
+
+def test_a_lossy_rule_says_so_wherever_it_appears(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=lossy"]
+    assert main([*arguments, "eval.rule=lenience", "eval.temperature=1.0"]) == 0
+    report = json.loads((run / "evaluations/lossy/report.json").read_text())
+    assert not report["lossless"]["lossless"]
+    checks = {check["name"]: check for check in report["certificate"]["checks"]}
+    assert checks["one-step law"]["measured"] > 0
+    assert {"law of the sampled text", "quality"} <= set(checks)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "NOT lossless" in told
+    for name in ("report.md", "report.html"):
+        assert "NOT lossless" in (run / "evaluations/lossy" / name).read_text()
+
+
+def test_tune_chooses_a_depth_that_evaluate_and_export_take(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.tuned=true"]
+    assert main(missing) == 1
+    assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=2"]
+    assert main(arguments) == 0
+    tuned = json.loads((run / "tuned.json").read_text())
+    assert set(tuned["batches"]) == {"1", "2"}
+    told = {(p["batch_size"], p["depth"], p["task"]) for p in tuned["predictions"]}
+    # Medusa has four heads: depth 9 is left out.
+    assert told == {(b, d, t) for b in (1, 2) for d in (1, 2) for t in ("math", "chat", "all")}
+    assert all(p["measured"] > 0 for p in tuned["predictions"])
+    assert {"tuned.md", "tuned.html"} <= {path.name for path in run.iterdir()}
+    depth = tuned["batches"]["1"]["all"]["depth"]
+    assert main([*missing, "eval.name=tuned", "eval.lossless_prompts=0"]) == 0
+    report = json.loads((run / "evaluations/tuned/report.json").read_text())
+    assert report["depth"] == depth
+    capsys.readouterr()
+    assert main(["export", f"run.dir={run}", "export.tuned=true"]) == 0
+    assert f'"num_speculative_tokens": {depth}' in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: Path) -> None:
+    file = run / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    content = file.read_text()
+    for key in ("inflate", "quantization"):
+        del saved["model"][key]
+    del saved["drafter"]["losses"]
+    try:
+        file.write_text(yaml.safe_dump(saved))
+        arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=old"]
+        assert main([*arguments, "eval.lossless_prompts=0"]) == 0
+    finally:
+        file.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval.depth=9"], "eval.depth must be in 1..4 for drafter=medusa, got 9"),
+        (["eval.depths=[1,9]"], "eval.depth must be in 1..4"),
+        (["eval.depth=0"], "eval.depth must be at least 1, got 0"),
+        (["eval.temperature=-1"], "eval.temperature must be in [0, 10], got -1"),
+        (["eval.temperatures=[0,99]"], "eval.temperatures: temperature must be in [0, 10], got 99"),
+        (["eval.top_p=0"], "eval.top_p must be in (0, 1], got 0"),
+        (["eval.draft_top_p=1.5"], "eval.draft_top_p must be in (0, 1], got 1.5"),
+        (["eval.draft_temperature=-0.1"], "eval.draft_temperature must be in [0, 10]"),
+        (["eval.rule=judge"], "eval.rule must be one of lossless, typical, lenience, got judge"),
+        (["eval.lenience=0"], "eval.lenience must be in (0, 1], got 0"),
+        (["eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+        (["eval.batch_sizes=[2,2]"], "eval.batch_sizes must be distinct values, got [2, 2]"),
+        (["eval.stop_strings=['']"], "eval.stop_strings must be texts that are not empty"),
+        (["eval.certify=true", "eval.lossless_prompts=0"], "eval.lossless_prompts must be at"),
+        (["eval.max_new_tokens=600"], "eval.prompts: sum may need"),
+        (["eval.prompts=/nowhere.jsonl"], "eval.prompts must name a file of prompts"),
+        (["eval.two_model=/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line_and_nothing_is_written(
+    arguments: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime for path in run.rglob("*")}
+    ours = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=refused"]
+    assert main([*ours, *arguments]) in (1, 2)
+    told = capsys.readouterr().err.strip()
+    assert message in told, told
+    assert len(told.splitlines()) == 1, told
+    assert {path: path.stat().st_mtime for path in run.rglob("*")} == before
