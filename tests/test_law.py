@@ -30,10 +30,16 @@ from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_ste
 from drafttrain.drafters.base import Drafter
 from drafttrain.types import GREEDY, Sampling, TargetFeatures
 
+
+def slow(value: Any) -> Any:
+    """A parameter for `make slow`: each of these costs every drafter a second."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 TOP_2 = Sampling(1.0, 2, 1.0)
 SAMPLINGS = {
     "plain": PLAIN,
-    "cold": Sampling(0.6, 3, 1.0),
+    "cold": slow(Sampling(0.6, 3, 1.0)),
     "top_k": TOP_2,
     "top_p": Sampling(1.0, 0, 0.7),
     "all_warpers": Sampling(1.4, 3, 0.9),
@@ -41,7 +47,7 @@ SAMPLINGS = {
 }
 DRAFT_SAMPLINGS = {
     "greedy_drafts_of_a_sampled_target": (PLAIN, GREEDY),
-    "hotter_drafts": (Sampling(0.7, 3, 1.0), Sampling(2.5, 3, 1.0)),
+    "hotter_drafts": slow((Sampling(0.7, 3, 1.0), Sampling(2.5, 3, 1.0))),
     "top_p_drafts": (PLAIN, Sampling(1.0, 0, 0.6)),
     "top_k_drafts_of_a_top_p_target": (Sampling(1.0, 0, 0.7), Sampling(1.0, 2, 1.0)),
     "sampled_drafts_of_a_greedy_target": (GREEDY, PLAIN),
@@ -127,6 +133,7 @@ def test_limits_of_any_length_and_depth(name: str, smalls: dict[int, Small]) -> 
     assert seen >= HAPPENS | {"limit inside an accepted run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_six_tokens_drafted_three_deep(name: str, smalls: dict[int, Small]) -> None:
     case = Case(limit=2, depth=3, sampling=Sampling(1.0, 4, 1.0))
@@ -167,9 +174,9 @@ TWO = ((0, 1, 0, 1, 0), (1, 1))
     "case",
     [
         Case(TWO, limit=2, depth=1, sampling=TOP_2),
-        Case(TWO, limit=3, depth=2, sampling=TOP_2, draft_sampling=GREEDY),
-        pytest.param(Case(TWO, limit=2, depth=1), marks=pytest.mark.slow),
-        pytest.param(Case(TWO, limit=3, depth=1, sampling=TOP_2), marks=pytest.mark.slow),
+        slow(Case(TWO, limit=3, depth=2, sampling=TOP_2, draft_sampling=GREEDY)),
+        slow(Case(TWO, limit=2, depth=1)),
+        slow(Case(TWO, limit=3, depth=1, sampling=TOP_2)),
     ],
     ids=["top_k", "greedy_drafts", "plain", "two_cycles"],
 )
