@@ -1,0 +1,33 @@
+"""vLLM as a second witness: the same prompts and drafter through a real engine, beside our loop."""
+
+from drafttrain.witness.compare import (
+    Agreement,
+    Disagreement,
+    Ours,
+    Prediction,
+    compare_with_ours,
+    predict,
+    predicted_speedup,
+)
+from drafttrain.witness.engine import BatchWitness, Measured, Witness, find_python, witness
+from drafttrain.witness.section import Asked, Served, asked_of, check_witness, witness_section
+
+__all__ = [
+    "Agreement",
+    "Asked",
+    "BatchWitness",
+    "Disagreement",
+    "Measured",
+    "Ours",
+    "Prediction",
+    "Served",
+    "Witness",
+    "asked_of",
+    "check_witness",
+    "compare_with_ours",
+    "find_python",
+    "predict",
+    "predicted_speedup",
+    "witness",
+    "witness_section",
+]

