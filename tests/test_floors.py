@@ -20,7 +20,9 @@ FLOORS = {
     ],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["admit", "checkpoint", "decode"],
-    "3, workers": ["compare", "evaluation", "export", "regenerate", "train", "validate"],
+    "3, workers": [
+        "compare", "evaluation", "export", "regenerate", "train", "validate", "witness",
+    ],
     "4, what was typed": ["overrides"],
     "4, configuration": ["assemble", "config"],
     "4, what is measured": ["measuring"],
@@ -39,7 +41,7 @@ DOORS = {
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
-    "vllm": set(),
+    "vllm": {"witness.worker"},  # which the interpreter of vLLM's environment runs
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

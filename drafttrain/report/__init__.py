@@ -5,6 +5,7 @@ from drafttrain.report.certificate import Check, certificate, certificate_rows
 from drafttrain.report.sweep import sweep_point, sweep_table
 from drafttrain.report.tables import Table
 from drafttrain.report.verdict import ExtraMemory, VerdictSettings
+from drafttrain.report.witness import with_witness, witness_table
 from drafttrain.report.write import summary_table, write_report
 
 __all__ = [
@@ -21,5 +22,7 @@ __all__ = [
     "summary_table",
     "sweep_point",
     "sweep_table",
+    "with_witness",
+    "witness_table",
     "write_report",
 ]

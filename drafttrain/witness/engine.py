@@ -222,9 +222,7 @@ def _note(event: Event) -> str:
     return f"{event['method']} {event['event'] if not size else 'engine'}{size}"
 
 
-def _events(
-    process: "subprocess.Popen[str]", log: Path, patience_s: float
-) -> Iterator[Event]:
+def _events(process: "subprocess.Popen[str]", log: Path, patience_s: float) -> Iterator[Event]:
     """Yield what the worker says until it ends; ValueError for silence or what is no event."""
     assert process.stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
