@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from drafttrain.terminal import progress
 from drafttrain.types import Counters, Sampling
@@ -81,7 +81,7 @@ def find_python(configured: str | None) -> str:
     key = "eval.vllm_python" if configured else VARIABLE
     named = configured or os.environ.get(VARIABLE, "")
     if named:
-        found = shutil.which(Path(named).expanduser())
+        found = shutil.which(os.path.expanduser(named))
         if found is None:
             raise ValueError(
                 f"{key} must name the python of an environment with vLLM, got {named!r}, which is "
@@ -224,15 +224,19 @@ def _note(event: Event) -> str:
 
 def _events(process: "subprocess.Popen[str]", log: Path, patience_s: float) -> Iterator[Event]:
     """Yield what the worker says until it ends; ValueError for silence or what is no event."""
-    assert process.stdout is not None
+    stream = process.stdout
+    assert stream is not None
     lines: queue.Queue[str | None] = queue.Queue()
 
-    def read(stream: IO[str]) -> None:
-        for line in stream:
-            lines.put(line)
-        lines.put(None)
+    def read() -> None:
+        try:
+            with stream:
+                for line in stream:
+                    lines.put(line)
+        finally:
+            lines.put(None)
 
-    threading.Thread(target=read, args=(process.stdout,), daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
     while True:
         try:
             line = lines.get(timeout=patience_s)
@@ -262,8 +266,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def _failure(code: int, events: Sequence[Event], log: Path) -> ValueError:

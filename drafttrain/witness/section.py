@@ -151,6 +151,7 @@ def witness_section(
     results: Sequence[PromptResult],
     *,
     drafter_name: str,
+    draft_dtype: torch.dtype,
     depth: int,
     sampling: Sampling,
     max_new_tokens: int,
@@ -166,12 +167,12 @@ def witness_section(
     """Run vLLM on what our loop decoded and return what the report says of it, as plain data.
 
     exact: the target in float32 (`target` itself where that is float32), in which, greedily,
-    counters are compared one by one. drafter: in float32. results: our measurements, at batch 1.
+    counters are compared one by one. drafter: in float32; draft_dtype: what it was timed in.
+    results: our measurements, at batch 1.
     ours_by_batch: our summary rows at other batch sizes, of a sweep. Request and log of vLLM stay
     in `folder`. ValueError as `witness` raises it.
     """
     resampling = Resampling(resamples, seed)
-    first = min(r.block for r in results)
     mine = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == drafter_name}
 
     def run(
@@ -202,17 +203,19 @@ def witness_section(
     measured = run(target.dtype, sampling, batch_sizes, asked, "timed")
     ours = [_ours(one, mine[one.prompt_id, one.turn]) for one in asked]
     alone, compared = measured.at(1), ours
-    if not sampling.greedy or target.dtype != torch.float32 or alone is None:
+    exactly = sampling.greedy and target.dtype == draft_dtype == torch.float32
+    if alone is None or not exactly:
         # Sampled text is never the same twice, and rounding of bfloat16 flips drafts by itself.
         alone = run(torch.float32, GREEDY, (1,), asked, "compared").at(1)
         compared = [_decoded(exact, drafter, one, depth, max_new_tokens, seed) for one in asked]
-    assert alone is not None and alone.by_prompt is not None
+    assert alone is not None
+    assert alone.by_prompt is not None
     agreement = compare_with_ours(
         compared, alone.speculative.tokens, alone.by_prompt, _gap(exact, asked, compared)
     )
     timed_alone = measured.at(1)
     prediction = predict(timed_alone, ours) if timed_alone is not None else None
-    base = _our_row([r for r in results if r.block >= first], drafter_name, depth, resampling)
+    base = _our_row(results, drafter_name, depth, resampling)
     beside = {1: base, **(ours_by_batch or {})}
     section: dict[str, Any] = {
         "vllm": measured.vllm,

@@ -2,7 +2,7 @@
 
     VLLM_PYTHON tests/serving/vllm_client.py REQUEST.json ANSWER.json
 
-It imports nothing of drafttrain and drafttrain imports nothing of it. The request is
+It imports nothing of drafttrain but the worker script, which imports nothing of it either. The request is
 
     {"max_tokens": 64,
      "cases": [{"name": ..., "target": DIR, "prompts": [[token ids], ...], "speculative_config":
@@ -19,6 +19,7 @@ Prompts run one at a time, so that each one's counters are the difference of two
 """
 
 import gc
+import importlib.util
 import json
 import os
 import sys
@@ -26,40 +27,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-SETTINGS = {
-    # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+def worker_of_the_package() -> Any:
+    """Load the script that drafttrain itself has run by vLLM's interpreter; it imports no other."""
+    file = Path(__file__).parents[2] / "drafttrain" / "witness" / "worker.py"
+    spec = importlib.util.spec_from_file_location("worker", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def read_counters(llm: Any) -> dict[str, Any]:
-    """Return vLLM's speculative counters so far; zero where it has not counted yet."""
-    found: dict[str, Any] = {}
-    for metric in llm.get_metrics():
-        name = metric.name.removeprefix("vllm:spec_decode_")
-        if name in COUNTERS:
-            found[name] = list(metric.values) if hasattr(metric, "values") else int(metric.value)
-    return found
-
-
-def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return what was counted between two readings."""
-    counted: dict[str, Any] = {}
-    for name, value in after.items():
-        if isinstance(value, list):
-            earlier = before.get(name) or [0] * len(value)
-            counted[name] = [int(a) - int(b) for a, b in zip(value, earlier, strict=True)]
-        else:
-            counted[name] = value - before.get(name, 0)
-    return counted
+WORKER = worker_of_the_package()
 
 
 def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
@@ -82,12 +62,12 @@ def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
         temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
     )
     tokens, counters = [], []
-    before = read_counters(llm)
+    before = WORKER.read_counters(llm)
     for prompt in case["prompts"]:
         outputs = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         tokens.append(list(outputs[0].outputs[0].token_ids))
-        after = read_counters(llm)
-        counters.append(difference(after, before))
+        after = WORKER.read_counters(llm)
+        counters.append(WORKER.difference(after, before))
         before = after
     llm.llm_engine.engine_core.shutdown()
     del llm
@@ -97,7 +77,7 @@ def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
 
 def main(request_path: str, answer_path: str) -> None:
     """Serve every case of the request; a case that fails is answered by its error."""
-    os.environ.update(SETTINGS)
+    os.environ.update(WORKER.SETTINGS)
     request = json.loads(Path(request_path).read_text())
     import vllm
 
