@@ -33,7 +33,7 @@ DEPTH, LIMIT = 3, 40
 
 
 class EarliestNgram(Ngram):
-    """Prompt lookup as vLLM does it: the continuation of the earliest occurrence, not the latest."""
+    """Prompt lookup as vLLM does it: what followed the earliest occurrence, not the latest."""
 
     def observe(
         self,

@@ -2,7 +2,7 @@
 
     VLLM_PYTHON tests/serving/vllm_client.py REQUEST.json ANSWER.json
 
-It imports nothing of drafttrain but the worker script, which imports nothing of it either. The request is
+Of drafttrain it loads the worker script alone, which imports nothing of it. The request is
 
     {"max_tokens": 64,
      "cases": [{"name": ..., "target": DIR, "prompts": [[token ids], ...], "speculative_config":
