@@ -538,7 +538,7 @@ def test_the_audited_gap_is_the_targets_own(
 def test_the_report_shows_the_table_in_every_form(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    from drafttrain.report import LosslessCheck, TimingInfo, build_report
+    from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
 
     report = build_report(
         measured,
@@ -559,6 +559,7 @@ def test_the_report_shows_the_table_in_every_form(
         notes=[],
         resamples=100,
         seed=0,
+        verdict=VerdictSettings(1.05, None, "USD"),
     )
     asked = asked_of(PROMPTS, measured, target, "chat")
     python = replay(tmp_path, whole(*echo(asked, measured)))

@@ -291,7 +291,7 @@ def _our_row(
 ) -> dict[str, Any]:
     totals = collect(results)
     mine, plain = (list(totals[method].values()) for method in (drafter, PLAIN))
-    return method_row(mine, plain, depth, resampling)
+    return method_row(mine, plain, depth, resampling, None)
 
 
 def _beside(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
