@@ -1,6 +1,6 @@
 """The section of a report that sets vLLM's numbers beside ours."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 

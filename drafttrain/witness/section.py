@@ -160,7 +160,7 @@ def witness_section(
     resamples: int,
     seed: int,
     batch_sizes: Sequence[int] = (1, 4, 16),
-    repeats: int = 1,
+    repeats: int = 5,
     ours_by_batch: Mapping[int, Mapping[str, Any]] | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
