@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode import SAMPLINGS, loop_law, plain_law, small_target
+from law_replay import EXACT, distance, replay
+from law_support import PLAIN, Case, Small, target_law
 from test_drafters import NoChance, as_batch, build
 from tests_support import draft_model_dir, model_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,9 +19,7 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.causal import CausalDrafter
 from drafttrain.drafters.vocabularies import check_same, intersection
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Nodes, Sampling, TargetFeatures
-
-__all__ = ["small_target"]  # a fixture
+from drafttrain.types import GREEDY, Nodes, Sampling, TargetFeatures
 
 
 def letters(*tokens: str, merges: Any = (), **special: str) -> PreTrainedTokenizerFast:
@@ -32,8 +31,18 @@ def letters(*tokens: str, merges: Any = (), **special: str) -> PreTrainedTokeniz
 
 
 THEIRS = letters("a", "b", "c", "ac", "d", merges=[("a", "c")])
-# Without b; "ac" is two tokens; c, d and a have other ids, and two ids mean nothing to the target.
-OURS = letters("?", "c", "d", "z", "a", "y", unk_token="?")
+# Of the small target's words (a, b, ab, c, <end>) three, by other ids; "ab" is two tokens.
+OURS = letters("?", "c", "b", "z", "a", "y", unk_token="?")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    return Small.make(tmp_path_factory.mktemp("causal"), 5)
+
+
+@pytest.fixture(scope="module")
+def small_target(small: Small) -> Target:
+    return small.target
 
 
 def two_model(target: Target, vocab_size: int, **overrides: Any) -> Any:
@@ -41,29 +50,32 @@ def two_model(target: Target, vocab_size: int, **overrides: Any) -> Any:
     return build("two_model", target.spec, path=path, **overrides).eval()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["top_k", "temperature_top_p", "greedy"])
-@pytest.mark.parametrize("kind", ["same", "padded", "cut", "intersection"])
+def intersecting(target: Target) -> Any:
+    """A drafter that shares three words of five."""
+    drafter = two_model(target, 6, vocabulary="intersection")
+    drafter.tokenizer = OURS
+    drafter.attach(target.tokenizer)
+    assert drafter.vocab.target_ids.tolist() == [0, 1, 3]
+    assert drafter.columns.tolist() == [4, 2, 1]
+    assert drafter.spelled[2] == [4, 2]  # "ab"
+    assert drafter.reading.tolist() == [4, 2, -1, 1, -1]
+    return drafter.double()
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7, 0, 0.8), GREEDY], ids=str)
+@pytest.mark.parametrize("kind", ["padded", "cut", "spelled"])
 def test_the_loop_emits_exactly_the_law_of_the_target(
-    kind: str, sampling: Any, small_target: Target
+    kind: str, sampling: Sampling, small: Small
 ) -> None:
-    """Also where the drafter has more logits than the target (padded), or fewer (cut)."""
-    sizes = {"same": 5, "padded": 7, "cut": 4, "intersection": 6}
-    vocabulary = "intersection" if kind == "intersection" else "same"
-    drafter = two_model(small_target, sizes[kind], vocabulary=vocabulary)
-    if kind == "intersection":
-        drafter.tokenizer = OURS
-        drafter.attach(THEIRS)
-        assert drafter.vocab.target_ids.tolist() == [0, 2, 4]
-        assert drafter.columns.tolist() == [4, 1, 2]
-        assert drafter.spelled == {3: [4, 1]}  # "ac"
-        assert drafter.reading.tolist() == [4, 0, 1, -1, 2]
-    drafter = drafter.double()
-    prompt = [0, 1, 3, 2]
-    expected = plain_law(small_target, prompt, 2, sampling)
-    emitted = loop_law(small_target, drafter, prompt, 2, sampling, depth=2)
-    assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
-    for tokens in expected | emitted:
-        assert emitted.get(tokens, 0.0) == pytest.approx(expected.get(tokens, 0.0), abs=1e-12)
+    """Where the drafter has more logits than the target, or fewer, or reads one token as two."""
+    if kind == "spelled":
+        drafter = intersecting(small.target)
+    else:
+        drafter = two_model(small.target, {"padded": 7, "cut": 4}[kind]).double()
+    case = Case(prompts=((0, 1, 2, 3),), limit=2, sampling=sampling)
+    replayed = replay(small, drafter, case, 1000)
+    assert sum(replayed.law.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(replayed.law, target_law(small, case)) <= EXACT
 
 
 class Watched:
@@ -96,8 +108,8 @@ class Watched:
                     for part in drafter.spelled.get(token, [int(drafter.reading[token])])
                 ]
                 logits = drafter.model(torch.tensor([own])).logits[0, -1]
-                # What THEIRS calls a, c and d.
-                torch.testing.assert_close(expansion.logits[row, 0], logits[[4, 1, 2]])
+                # What the target calls a, b and c.
+                torch.testing.assert_close(expansion.logits[row, 0], logits[[4, 2, 1]])
                 self.asked += 1
             return expansion
 
@@ -110,12 +122,10 @@ def test_every_answer_is_the_models_own_after_the_text(
     small_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through rejections, partial and full acceptance, and tokens that read as several."""
-    drafter = two_model(small_target, 6, vocabulary="intersection").double()
-    drafter.tokenizer = OURS
-    drafter.attach(THEIRS)
+    drafter = intersecting(small_target)
     watched = Watched(drafter, monkeypatch)
     accepted: set[int] = set()
-    for row, prompt in enumerate([[0], [3, 1, 3], [2, 0, 1, 3, 3]]):
+    for row, prompt in enumerate([[0], [2, 1, 2], [3, 0, 1, 2, 2]]):
         decoded = speculative_decode(
             small_target,
             drafter,

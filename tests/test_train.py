@@ -243,8 +243,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_its_checkpoint(
     assert recorded(tmp_path / "broken") == recorded(tmp_path / "whole")
 
 
+OWN_WORDS = ["drafter=small_lm", "drafter.on_policy=0.5", "drafter.hidden_size=64"]
+
+
 @pytest.mark.slow
-def test_two_ranks_and_deepspeed_record_the_losses_of_one_plain_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", [[], OWN_WORDS], ids=["default", "own_words"])
+def test_two_ranks_and_deepspeed_record_the_losses_of_one_plain_rank(
+    drafter: list[str], tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
     with data.open("w") as file:
         for number in range(40):
@@ -266,7 +272,7 @@ def test_two_ranks_and_deepspeed_record_the_losses_of_one_plain_rank(tmp_path: P
         command += ["trainer.validation_prompts=1", "trainer.validation_tokens=4"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [*command, f"run.dir={folder}", *more],
+            [*command, f"run.dir={folder}", *drafter, *more],
             env=environment,
             capture_output=True,
             text=True,

@@ -36,5 +36,8 @@ def merge_lora(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
+            layer = module.get_base_layer()
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, module.get_base_layer())
+            setattr(model.get_submodule(parent), child, layer)
+    # Whole weights again; and norms of frozen weights are computed by another kernel.
+    model.requires_grad_(True)
