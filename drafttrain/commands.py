@@ -42,6 +42,7 @@ from drafttrain.ranks import join_ranks
 from drafttrain.report import (
     Report,
     summary_table,
+    witness_table,
     write_report,
 )
 from drafttrain.report.comparison_pages import comparison_summary, write_comparison
@@ -61,6 +62,7 @@ from drafttrain.tracker import open_tracker
 from drafttrain.train import METRIC
 from drafttrain.train import train as run_training
 from drafttrain.validate import Validation
+from drafttrain.witnessing import served_by_vllm, witnessed
 
 
 def train(config: TrainConfig) -> None:
@@ -177,9 +179,10 @@ def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
     setup = set_up(config)
     settings, parts = setup.settings, setup.parts
+    served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
     place = setup.folder / "evaluations" / settings.name
-    report, _ = evaluate_drafter(
+    report, results = evaluate_drafter(
         parts,
         setup.prompts,
         setup.template,
@@ -196,8 +199,12 @@ def evaluate(config: EvaluateConfig) -> None:
         },
         seed=config.run.seed,
     )
+    if served is not None:
+        report = witnessed(report, results, config, setup, served, place / "vllm")
     write_report(report, place)
     console.print(summary_table(report))
+    if report["vllm"] is not None:
+        console.print(rich_table(witness_table(report["vllm"])))
     if report["certificate"] is not None:
         console.print(f"certificate: {report['certificate']['statement']}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")

@@ -26,6 +26,7 @@ FLOORS = {
     "4, what was typed": ["overrides"],
     "4, configuration": ["assemble", "config"],
     "4, what is measured": ["measuring"],
+    "4, beside vLLM": ["witnessing"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],
 }  # fmt: skip

@@ -9,6 +9,7 @@ from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
 from drafttrain.report import VerdictSettings
 from drafttrain.types import Sampling
 
+ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
 
 
@@ -47,6 +48,9 @@ class EvalConfig:
     resamples: int
     two_model: str | None
     tuned: bool
+    engine: str
+    vllm_python: str | None
+    vllm_batch_sizes: list[int]
     depths: list[int]
     temperatures: list[float]
     batch_sizes: list[int]
@@ -79,6 +83,9 @@ class EvalConfig:
                 "eval.lossless_prompts must be at least 1 with eval.certify=true, got 0: they are "
                 "the prompts that the certificate is made from"
             )
+        _require("engine", self.engine in ENGINES, f"one of {', '.join(ENGINES)}", self.engine)
+        sizes = self.vllm_batch_sizes
+        _require("vllm_batch_sizes", bool(sizes) and min(sizes) >= 1, "numbers from 1 on", sizes)
         _require("resamples", self.resamples >= 100, "at least 100", self.resamples)
         _require("rule", self.rule in RULES, f"one of {', '.join(RULES)}", self.rule)
         for key in ("typical_epsilon", "typical_delta", "lenience"):
@@ -152,7 +159,15 @@ class EvalConfig:
     def conditions(self) -> dict[str, Any]:
         """What a measurement depends on: what else is set here only says how it is reported."""
         reported = ["name", "resamples", "certify", "lossless_prompts", "temperatures"]
-        reported += ["batch_sizes", "marginal_speedup", "price_per_hour", "currency"]
+        reported += [
+            "engine",
+            "vllm_python",
+            "vllm_batch_sizes",
+            "batch_sizes",
+            "marginal_speedup",
+            "price_per_hour",
+            "currency",
+        ]
         return {key: value for key, value in vars(self).items() if key not in reported}
 
     @property

@@ -130,6 +130,7 @@ def build_report(
         "lossless": {**asdict(lossless), "statement": _lossless_statement(lossless)},
         "certificate": None if certificate is None else dict(certificate),
         "sweep": list(sweep),
+        "vllm": None,
         "tables": [asdict(table) for table in tables],
         "beats_ngram": _beats_ngram(totals, drafter, resampling),
         "timing": {
