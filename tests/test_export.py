@@ -183,6 +183,7 @@ def test_a_folder_is_replaced_only_when_asked_and_only_if_it_is_an_export(tmp_pa
     export(drafter_of("eagle"), folder, overwrite=True)
     assert "fc.weight" in load_file(folder / "model.safetensors")
     assert folder.stat().st_mode & 0o777 == 0o755
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o644}
     (folder / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"holds thesis.tex; choose another folder"):
         export(drafter_of("eagle"), folder, overwrite=True)

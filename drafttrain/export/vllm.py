@@ -152,7 +152,10 @@ def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield draft
-        draft.chmod(0o755)  # mkdtemp's 0700 would lock out a server run by another user
+        # mkdtemp's 0700 and safetensors' 0600 would lock out a server run by another user.
+        draft.chmod(0o755)
+        for file in draft.iterdir():
+            file.chmod(0o644)
         if folder.exists():
             old = draft.with_name(f"{draft.name}.old")
             os.replace(folder, old)
