@@ -19,6 +19,7 @@ from drafttrain.config import (
     command_groups,
     compose,
     conf_dir,
+    load_choice,
     typed,
 )
 from drafttrain.help import EXAMPLES, MOST_USED, documented, headline
@@ -57,7 +58,7 @@ def run_folder(tmp_path: Path) -> Path:
 def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
     """One composition takes the row-th choice of all groups: as few as cover every choice."""
     wanted = {group: names[row] for group, names in GROUPS.items() if row < len(names)}
-    export = wanted.pop("export", None)
+    others = {group: wanted.pop(group) for group in ("export", "tune") if group in wanted}
     if wanted.get("drafter") == "admitted":  # trained elsewhere: not for `train`
         drafter = wanted.pop("drafter")
         alone = typed(compose("evaluate", overrides_with("drafter", drafter)), EvaluateConfig)
@@ -66,9 +67,8 @@ def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
     config = typed(compose("train", overrides), TrainConfig)
     for group, name in wanted.items():
         assert getattr(config, group).name == name, "a file's stem is the name it gives"
-    if export is not None:
-        raw = yaml.safe_load(choices("export")[export].read_text())
-        assert raw["name"] == export
+    for group, name in others.items():  # of other commands
+        assert load_choice(group, name).name == name
 
 
 @pytest.mark.parametrize("file", YAML, ids=lambda file: str(file.relative_to(conf_dir())))

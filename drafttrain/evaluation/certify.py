@@ -32,6 +32,7 @@ SAME_LOGITS = 1e-3  # of the largest logit; float32 leaves 1e-6, a wrong positio
 EXACT_LAW = 1e-4  # total variation; float32 sums over large vocabularies leave 1e-6
 SMALLEST_P = 1e-3  # a correct loop fails the test of uniformity once in a thousand certificates
 SAMPLED_AT = 1.0  # the temperature of the sampled checks where the evaluation itself is greedy
+PASS_WIDTHS = (1, 2, 3, 5, 8)
 ROUNDING_MARGIN = 2.0  # a choice flips when both of the two best move by the rounding noise
 
 Prompts = Sequence[tuple[str, list[int]]]  # id, tokens
@@ -155,17 +156,21 @@ def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
     """Return the gap of the target's two best logits after a text, and its rounding noise there.
 
     The noise is the largest difference, over the vocabulary, between the logits of one pass over
-    the whole text and those of a step of its last token alone.
+    the whole text and those of passes whose last few tokens are read at once, as loops read them.
     """
     tokens = torch.tensor([list(text)], device=target.device)
     whole, _ = target.step(target.begin(), tokens, last_only=True)
-    cache = target.begin()
-    if len(text) > 1:
-        target.step(cache, tokens[:, :-1], last_only=True)
-    stepped, _ = target.step(cache, tokens[:, -1:])
-    best = whole[0, -1].float().topk(2).values
-    noise = (whole[0, -1].float() - stepped[0, -1].float()).abs().max()
-    return float(best[0] - best[1]), float(noise)
+    said = whole[0, -1].float()
+    noise = 0.0
+    for width in PASS_WIDTHS:
+        if width >= len(text):
+            break
+        cache = target.begin()
+        target.step(cache, tokens[:, :-width], last_only=True)
+        stepped, _ = target.step(cache, tokens[:, -width:], last_only=True)
+        noise = max(noise, float((said - stepped[0, -1].float()).abs().max()))
+    best = said.topk(2).values
+    return float(best[0] - best[1]), noise
 
 
 def law_check(audit: Audit) -> Check:
