@@ -175,13 +175,12 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification kept: `path` lists accepted nodes root outwards, padded with -1.
+    """What verification kept: the first num_accepted tokens of a chain, and the bonus after them.
 
-    `bonus` is the token that the target adds after the accepted path: the corrected token after a
-    rejection, a fresh one after full acceptance.
+    `bonus` is the token that the target adds: the corrected token after a rejection, a fresh one
+    after full acceptance.
     """
 
-    path: Int[Tensor, "batch depth"]
     num_accepted: Int[Tensor, " batch"]
     bonus: Int[Tensor, " batch"]
 

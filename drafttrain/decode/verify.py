@@ -151,7 +151,7 @@ def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch laws"]) -> Ver
         agree &= nodes < proposal.num_nodes[:, None].to(agree.device)
     num_accepted = agree.int().cumprod(-1).sum(-1)
     bonus = choices.gather(1, num_accepted[:, None]).squeeze(1)
-    return Verdict(_chain_path(num_accepted, depth), num_accepted, bonus)
+    return Verdict(num_accepted, bonus)
 
 
 def verify_chain(
@@ -187,7 +187,7 @@ def verify_chain(
         if not bool(going.any()):
             break
     bonus = chance.choose(emit, rows, starts, draw_of(0, Purpose.EMIT))
-    return Verdict(_chain_path(num_accepted, depth), num_accepted, bonus)
+    return Verdict(num_accepted, bonus)
 
 
 def drawn_law(
@@ -236,8 +236,3 @@ def _ratio(
 ) -> Float[Tensor, "batch tokens"]:
     # A drafted token has draft > 0; where rounding made it 0, it counts as drawn at will.
     return torch.where(target >= draft, (target > 0).to(target.dtype), target / draft)
-
-
-def _chain_path(num_accepted: Int[Tensor, " batch"], depth: int) -> Int[Tensor, "batch depth"]:
-    nodes = torch.arange(depth, device=num_accepted.device).expand(len(num_accepted), depth)
-    return nodes.masked_fill(nodes >= num_accepted[:, None], -1)

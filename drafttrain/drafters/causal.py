@@ -65,6 +65,11 @@ class CausalDrafter(Drafter):
         make_lean(model)
         self.model = model
         self._decoder = (model.get_decoder(),)  # in a tuple: not a second place for its weights
+        self._head = (model.get_output_embeddings(),)
+        text = model.config.get_text_config(decoder=True)
+        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        self._scale = scale / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
+        self._cap = getattr(text, "final_logit_softcapping", None)  # Gemma
         self.eager = model.config._attn_implementation == "eager"
         self._check_head()
         if self.num_ids < self.spec.vocab_size:
@@ -184,14 +189,10 @@ class CausalDrafter(Drafter):
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from what its decoder gives, as its own forward does."""
-        text = self.model.config.get_text_config(decoder=True)
-        logits = self.model.get_output_embeddings()(hidden)
-        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
-        scale = scale / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
-        if scale != 1.0:
-            logits = logits * scale
-        cap = getattr(text, "final_logit_softcapping", None)  # Gemma
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        logits = self._head[0](hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
     def shared_logits(
         self, logits: Float[Tensor, "*shape own"]

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from drafttrain.growing import RaggedCache
 
 # Decoders whose layers are: norm, rotary attention, norm, feed-forward; nothing beside.
+GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 FAMILY = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 
 
@@ -91,11 +92,11 @@ def decode_layer(layer: Any, hidden_states: Tensor, *inputs: Any, **named: Any) 
     values = normed(layer.input_layernorm, hidden_states)
     rows, new, _ = values.shape
     shape = (rows, new, -1, attention.head_dim)
-    queries = attention.q_proj(values).view(shape)
-    keys = attention.k_proj(values).view(shape)
+    queries = product(attention.q_proj, values).view(shape)
+    keys = product(attention.k_proj, values).view(shape)
     if "q_norm" in attention._modules:  # Qwen3; asked so, because a failing hasattr is slow
         queries, keys = attention.q_norm(queries), attention.k_norm(keys)
-    own = attention.v_proj(values).view(shape).transpose(1, 2)
+    own = product(attention.v_proj, values).view(shape).transpose(1, 2)
     queries = rotated(queries.transpose(1, 2), turn)
     keys = rotated(keys.transpose(1, 2), turn)
     all_keys, all_values = cache.update(keys, own, attention.layer_idx)
@@ -109,8 +110,24 @@ def decode_layer(layer: Any, hidden_states: Tensor, *inputs: Any, **named: Any) 
         enable_gqa=True,
     )
     mixed = mixed.transpose(1, 2).reshape(rows, new, -1)
-    hidden = hidden_states + attention.o_proj(mixed)
-    return hidden + layer.mlp(normed(layer.post_attention_layernorm, hidden))
+    hidden = hidden_states + product(attention.o_proj, mixed)
+    return hidden + fed_forward(layer.mlp, normed(layer.post_attention_layernorm, hidden))
+
+
+def product(linear: Any, values: Tensor) -> Tensor:
+    """Apply a linear layer: by its weights alone where it is no more than that."""
+    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+        return linear(values)
+    weights: Any = linear._parameters  # asked so, because a module's own lookup is slow
+    return functional.linear(values, weights["weight"], weights["bias"])
+
+
+def fed_forward(mlp: Any, values: Tensor) -> Tensor:
+    """Apply a gated feed-forward layer."""
+    if type(mlp).__name__ not in GATED or mlp._forward_hooks or mlp._forward_pre_hooks:
+        return mlp(values)
+    gate, up = product(mlp.gate_proj, values), product(mlp.up_proj, values)
+    return product(mlp.down_proj, mlp.act_fn(gate) * up)
 
 
 def normed(norm: Any, values: Tensor) -> Tensor:
