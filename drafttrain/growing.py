@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+BAND = 32  # tokens of a pass, at least, that the band of masks is made for
 ROOM = 64  # positions added when the room is used up, at least
 
 
@@ -78,6 +79,8 @@ class RaggedCache(DynamicCache):
         # Without a configuration every layer keeps all positions, so all can be rolled back.
         super().__init__()
         self.lengths: list[int] = []
+        self.band: Tensor | None = None  # what a token sees from `reach` positions before it on
+        self.reach = 0
         self.past = 0  # of the pass that is running: the longest row before it
         self.spots: tuple[Tensor, Tensor] | None = None  # and where uneven rows write, once for all
         # Transformers calls it without arguments for each layer that it meets.
@@ -93,6 +96,18 @@ class RaggedCache(DynamicCache):
         starts = torch.tensor(self.lengths, device=device)
         positions = starts[:, None] + torch.arange(new, device=device)
         return torch.arange(len(starts), device=device)[:, None].expand_as(positions), positions
+
+    def causal(self, new: int, device: torch.device) -> Bool[Tensor, "1 1 new total"]:
+        """Return what `new` tokens after `past` positions see, where rows are even.
+
+        A window of one band, made once: three operations less in every pass.
+        """
+        if self.band is None or self.band.shape[2] < new or self.reach < self.past:
+            self.reach = 2 * self.past
+            shape = (max(new, BAND), self.reach + max(new, BAND))
+            band = torch.ones(shape, dtype=torch.bool, device=device).tril_(self.reach)
+            self.band = band[None, None]
+        return self.band[:, :, :new, self.reach - self.past : self.reach + new]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget what stands past these lengths, one per row."""
@@ -143,8 +158,7 @@ def run_decoder(
     if cache.spots is None:
         positions = torch.arange(longest, longest + new, device=tokens.device)[None]
         if longest and new > 1:
-            ones = torch.ones(new, longest + new, dtype=torch.bool, device=tokens.device)
-            mask = ones.tril_(longest)[None, None]
+            mask = cache.causal(new, tokens.device)
     else:
         positions = cache.spots[1]
         mask = visible(lengths, new, tokens.device)
