@@ -11,7 +11,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.journal import Journal
-from drafttrain.evaluation.measure import PLAIN, Method, measure
+from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
 from drafttrain.types import Counters, PromptResult
 
 TUNED = "tuned.json"
@@ -92,6 +92,7 @@ def tune_drafter(
             f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
+    check_settings(prompts, target, timed, template, replace(config, depths=depths))
     costs = measure_costs(
         target,
         timed,
@@ -118,9 +119,10 @@ def tune_drafter(
             seed=seed,
             journal=journal,
         )
-        journal.finish()
+        journals.append(journal)
         return results
 
+    journals: list[Journal] = []
     alone = results_at(1)
     predictions: list[Prediction] = []
     for size in sorted(settings.batch_sizes):
@@ -132,6 +134,8 @@ def tune_drafter(
                 for p in here
             ]
         predictions += here
+    for journal in journals:  # not before: a tune that stops goes on from all that it measured
+        journal.finish()
     return predictions, costs
 
 
