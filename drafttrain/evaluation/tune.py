@@ -126,7 +126,7 @@ def tune_drafter(
     alone = results_at(1)
     predictions: list[Prediction] = []
     for size in sorted(settings.batch_sizes):
-        here = predict(alone, deepest, costs, depths, size)
+        here = predict(in_order(alone, prompts), deepest, costs, depths, size)
         if settings.measure:
             results = alone if size == 1 else results_at(size)
             here = [
@@ -137,6 +137,18 @@ def tune_drafter(
     for journal in journals:  # not before: a tune that stops goes on from all that it measured
         journal.finish()
     return predictions, costs
+
+
+def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list[PromptResult]:
+    """Return each turn once by every method, in the order of the prompts: batches are dealt by it.
+
+    Measurements come by timing block, and a prompt may be in several.
+    """
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    once: dict[tuple[str, str, int], PromptResult] = {}
+    for result in results:
+        once.setdefault((result.method, result.prompt_id, result.turn), result)
+    return sorted(once.values(), key=lambda result: places[result.prompt_id])
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
