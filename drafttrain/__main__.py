@@ -41,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    folder = None
+    folder = command = None
     failed = 2
     try:
         request = read(arguments)
         if request.version or request.help or request.command is None:
             print(__version__ if request.version else _help(request))
             return 0
+        command = request.command
         config = compose(request.command, request.overrides, request.config_dir)
         if request.show_config:
             print(OmegaConf.to_yaml(config), end="")
@@ -61,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         resume = folder is not None and (folder / CHECKPOINTS).is_dir()
-        _say("interrupted" + ("; go on with run.resume=true" if resume else ""))
+        how = ""
+        if command == "train" and resume:
+            how = "; go on with run.resume=true"
+        elif command in ("evaluate", "tune"):
+            how = "; the same command goes on from what it measured"
+        _say(f"interrupted{how}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -193,7 +193,11 @@ def evaluate(config: EvaluateConfig) -> None:
         report_settings={
             "target": config.model.label,
             "provenance": provenance(sys.argv[1:])
-            | {"checkpoint": setup.origin, "target_fingerprint": parts.target.spec.fingerprint},
+            | {
+                "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
+                "drafter": setup.origin,
+                "target_fingerprint": parts.target.spec.fingerprint,
+            },
             "prompts": setup.about_prompts,
             "notes": setup.notes,
         },

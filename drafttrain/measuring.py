@@ -1,6 +1,6 @@
 """From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Setup:
     parts: Parts
     prompts: list[Prompt]
     template: str
+    checkpoint: Path | None  # of the run that trained the drafter
     origin: str  # names the drafter's weights
     conditions: dict[str, Any]  # what a measurement depends on besides `settings`
     timing: TimingInfo
@@ -57,7 +58,8 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     needs_exact: the target is wanted in float32 too, where it is timed in another dtype.
     """
     folder, model = Path(config.run.dir), config.model
-    settings = tuned(config.eval, folder)
+    # `tune` chooses the depth: it cannot ask for the one that it has yet to choose.
+    settings = config.eval if isinstance(config, TuneConfig) else tuned(config.eval, folder)
     device = torch.device(choose_device(config.hardware))
     source = settings.source
     prompts, skipped = load_prompts(source)
@@ -73,17 +75,19 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     check_fingerprint(given.checkpoint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
-    references = reference_drafters(settings, drafter, target)
-    widened = inflate_as(model, target, [drafter, *references.values()])
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
+    references = reference_drafters(settings, drafter, target, draft_dtype)
+    everyone = [drafter, *references.values()]
+    widened = inflate_as(model, target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(how)
     template = config.data.template
-    prompts = skip_long(prompts, skipped, target, template, settings)
+    prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
-    check_settings(prompts, target, drafter, template, settings)
+    for each in everyone:
+        check_settings(prompts, target, each, template, settings)
     exact = target
     if needs_exact and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_target(model, torch.float32, str(device))
@@ -100,11 +104,14 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
         ),
         prompts=prompts,
         template=template,
+        checkpoint=given.checkpoint,
         origin=given.origin,
         conditions={
             "checkpoint": given.origin,
+            # Of a drafter without a checkpoint its settings say which one it is.
+            "drafter": asdict(config.drafter),
+            "model": asdict(model),
             "target_fingerprint": target.spec.fingerprint,
-            "inflate": model.inflate,
             "dtype": name_of(choice.dtype),
             "draft_dtype": name_of(draft_dtype),
             "threads": choice.threads,
@@ -157,7 +164,7 @@ def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
 
 
 def reference_drafters(
-    settings: EvalConfig, drafter: Drafter, target: Target
+    settings: EvalConfig, drafter: Drafter, target: Target, dtype: torch.dtype
 ) -> dict[str, Drafter]:
     """Return what stands beside the drafter: prompt lookup, and a smaller model if one is named."""
     references: dict[str, Drafter] = {}
@@ -167,5 +174,5 @@ def reference_drafters(
         chosen = replace(load_choice("drafter", "two_model"), path=settings.two_model)
         small = chosen.build(target.spec)
         small.attach(target.tokenizer)
-        references["two_model"] = small.to(target.device).eval()
+        references["two_model"] = small.to(target.device, dtype).eval()
     return references

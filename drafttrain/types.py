@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.readout import Readout
 
 PAD_DOCUMENT = -1
+SMALLEST_TEMPERATURE = 1e-4  # logits divided by less overflow float32, and laws become NaN
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 10:
             raise ValueError(f"temperature must be in [0, 10], got {self.temperature}")
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, got "
+                f"{self.temperature}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
         if not 0 < self.top_p <= 1:

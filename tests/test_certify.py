@@ -1,5 +1,6 @@
 """The certificate passes a correct loop on a real (random) target, and names what is broken."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
     checks = checks_of(target, prompts, max_new_tokens=120, draft_temperature=0.3)
     assert checks["one-step law"].passed
     assert checks["law of the sampled text"].passed is False
+
+
+def test_draft_laws_that_are_no_laws_fail_the_one_step_law(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are drawn from the law once normalised; acceptance goes by what was recorded."""
+    real = loop.draft_chain
+
+    def halved(*arguments: Any) -> Any:
+        proposal = real(*arguments)
+        laws = proposal.draft_probs
+        return replace(proposal, draft_probs=None if laws is None else laws / 2)
+
+    monkeypatch.setattr(loop, "draft_chain", halved)
+    assert checks_of(target, prompts)["one-step law"].passed is False
+
+
+def test_what_was_not_looked_at_is_not_certified(target: Target, prompts: Any) -> None:
+    checks = checks_of(target, prompts[:1], max_new_tokens=1, batch_size=3)
+    for name in ("one-step law", "cache and positions", "batch"):
+        assert checks[name].passed is None, name
 
 
 @pytest.mark.parametrize(

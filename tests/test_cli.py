@@ -207,18 +207,19 @@ def test_an_unreachable_hub_ends_with_the_way_out(
 
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that runs `train` with a command that raises what it is given."""
+    """Return a function that runs a command that raises what it is given, `train` by default."""
     from drafttrain import commands
 
     monkeypatch.chdir(tmp_path)
 
-    def run(error: BaseException, code: str = "raise error") -> int:
+    def run(error: BaseException, code: str = "raise error", which: str = "train") -> int:
         def command(config: object) -> None:
             exec(code, {"error": error, "__name__": where})
 
         where = "drafttrain.somewhere" if isinstance(error, ValueError) else "torch.somewhere"
-        monkeypatch.setattr(commands, "train", command)
-        return cli.main(["train", f"run.dir={tmp_path}/run"])
+        monkeypatch.setattr(commands, which, command)
+        drafter = ["drafter=ngram"] if which == "evaluate" else []
+        return cli.main([which, f"run.dir={tmp_path}/run", *drafter])
 
     return run
 
@@ -264,6 +265,10 @@ def test_interruption_says_how_to_go_on(
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     assert failing(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "interrupted; go on with run.resume=true\n"
+    assert failing(KeyboardInterrupt(), which="evaluate") == 130
+    assert capsys.readouterr().err == (
+        "interrupted; the same command goes on from what it measured\n"
+    )
 
 
 def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFixture[str]) -> None:

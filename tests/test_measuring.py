@@ -1,13 +1,17 @@
 """The commands that measure, in process, on a random target of four layers: what they leave."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tests_support import draft_model_dir
 
 from drafttrain.__main__ import main
+from drafttrain.evaluation import tune
+from drafttrain.evaluation.journal import Journal
 
 PROMPTS = [
     {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
@@ -42,6 +46,11 @@ QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=2", "eval.depth=3"]
 
 
+def model_of(run: Path) -> list[str]:
+    """The run's target, for evaluations outside of the run."""
+    return [f"model.path={yaml.safe_load((run / 'config.yaml').read_text())['model']['path']}"]
+
+
 def prompts_of(run: Path) -> str:
     return f"eval.prompts={run.parent / 'prompts.jsonl'}"
 
@@ -70,6 +79,85 @@ def test_an_evaluation_is_certified_swept_and_written(run: Path, tmp_path: Path)
         "temperature0-batch1.measurements.jsonl",
         "temperature1-batch2.measurements.jsonl",
     ]
+
+
+@pytest.mark.parametrize("key", ["eval.two_model", "drafter=two_model drafter.path"])
+def test_a_draft_model_with_a_shorter_context_is_refused_before_decoding(
+    key: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(draft_model_dir(97), short)
+    config = json.loads((short / "config.json").read_text())
+    config["max_position_embeddings"] = 20
+    (short / "config.json").write_text(json.dumps(config))
+    *before, key = key.split()
+    place = tmp_path / "place"
+    given = [f"run.dir={run}"] if not before else [f"run.dir={place}", *model_of(run), *QUICK]
+    arguments = ["evaluate", *given, prompts_of(run), *SHORT, "eval.name=short"]
+    assert main([*arguments, *before, f"{key}={short}"]) == 1
+    told = capsys.readouterr().err
+    assert "drafter=two_model has 20 positions" in told
+    assert not place.exists()
+    assert not (run / "evaluations" / "short").exists()
+
+
+def test_measurements_of_another_drafter_are_not_taken_up(run: Path, tmp_path: Path) -> None:
+    def marks(name: str, *arguments: str) -> set[str]:
+        place = tmp_path / name
+        told = ["evaluate", f"run.dir={place}", *model_of(run), *QUICK, prompts_of(run), *SHORT]
+        told += ["eval.name=same", "eval.lossless_prompts=0"]
+        assert main([*told, *arguments]) == 0
+        report = json.loads((place / "evaluations/same/report.json").read_text())
+        assert report["provenance"]["checkpoint"] is None  # nobody's run
+        files = (place / "evaluations/same").glob("*.jsonl")
+        return {json.loads(file.read_text().splitlines()[0])["mark"] for file in files}
+
+    one = marks("one", "drafter=ngram", "eval.temperatures=[0,1]")
+    other = marks("other", "drafter=ngram", "eval.temperatures=[0,1]", "drafter.max_ngram=5")
+    assert len(one | other) == 4  # nor of another point of the sweep
+
+
+def test_a_lossy_rule_in_a_sweep_says_so_though_the_report_is_greedy(run: Path) -> None:
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=lossy_sweep"]
+    assert main([*arguments, "eval.rule=typical", "eval.temperatures=[0,1]"]) == 0
+    report = json.loads((run / "evaluations/lossy_sweep/report.json").read_text())
+    checks = {check["name"]: check for check in report["certificate"]["checks"]}
+    assert checks["one-step law"]["measured"] > 0
+    [sweep] = [table for table in report["tables"] if table["title"].startswith("Depth")]
+    assert any("temperature 1" in note and "NOT lossless" in note for note in sweep["notes"])
+
+
+def test_a_tune_that_stops_goes_on_from_every_batch_size(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1]"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1", "eval.tuned=true"]
+    real = tune.measure
+
+    def stops(*given: Any, **settings: Any) -> Any:
+        if settings["batch_size"] == 2:
+            raise KeyboardInterrupt
+        return real(*given, **settings)
+
+    monkeypatch.setattr(tune, "measure", stops)
+    assert main(arguments) == 130
+    assert (run / "tune" / "batch1.measurements.partial.jsonl").is_file()
+    monkeypatch.setattr(tune, "measure", real)
+    known = []
+    monkeypatch.setattr(tune, "Journal", lambda *given: known.append(Journal(*given)) or known[-1])
+    assert main(arguments) == 0
+    assert known[0].num_known == len(PROMPTS)
+    (run / "tuned.json").unlink()  # the next test begins without
+
+
+def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
+    arguments += ["tune.depths=[1,240]", "tune.contexts=[8]"]
+    assert main([*arguments, "eval.max_new_tokens=150"]) == 1
+    assert "eval.prompts: talk may need" in capsys.readouterr().err
 
 
 def test_a_lossy_rule_says_so_wherever_it_appears(
@@ -133,6 +221,13 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
     [
         (["eval.depth=9"], "eval.depth must be in 1..4 for drafter=medusa, got 9"),
         (["eval.depths=[1,9]"], "eval.depth must be in 1..4"),
+        (["eval.name=../other"], "eval.name must be a name without slashes"),
+        (["eval.name=''"], "eval.name must be a name without slashes"),
+        (["eval.temperature=1e-39"], "eval.temperature must be 0 (greedy) or at least 0.0001"),
+        (
+            ["eval.rule=typical", "eval.temperatures=[0,1]", "eval.lossless_prompts=0"],
+            "eval.lossless_prompts must be at least 1 with eval.rule=typical, got 0",
+        ),
         (["eval.depth=0"], "eval.depth must be at least 1, got 0"),
         (["eval.temperature=-1"], "eval.temperature must be in [0, 10], got -1"),
         (["eval.temperatures=[0,99]"], "eval.temperatures: temperature must be in [0, 10], got 99"),

@@ -220,6 +220,6 @@ def test_prompts_too_long_for_the_context_are_refused_or_counted(tiny_target_dir
         check_settings(prompts, target, drafter, "chat", config)
     lenient = eval_of("default", "eval.skip_long_prompts=true")
     assert skip_long(prompts, report, target, "chat", lenient) == prompts[:1]
-    assert report.counts == {"too long for the target's context": 1}
+    assert report.counts == {"too long for the context": 1}
     with pytest.raises(ValueError, match=r"must hold prompts that fit .*, got none"):
         skip_long(prompts[1:], report, target, "chat", lenient)

@@ -10,12 +10,14 @@ import torch
 from test_drafters import random_drafter
 from tests_support import model_config
 
+from drafttrain.data.prompts import Prompt
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.tune import (
     Prediction,
     TuneConfig,
     acceptance_lengths,
     choose,
+    in_order,
     predict,
     tuned_depth,
     write_tuned,
@@ -49,6 +51,12 @@ def test_costs_are_interpolated_between_what_was_measured() -> None:
 def test_a_shallower_chain_accepts_what_the_first_tokens_of_a_deeper_one_do() -> None:
     counters = Counters(10, 30, 12, [7, 4, 1])
     assert acceptance_lengths(counters, [1, 2, 3]) == pytest.approx({1: 1.7, 2: 2.1, 3: 2.2})
+
+
+def test_predicted_batches_are_those_that_are_decoded() -> None:
+    prompts = [Prompt(name, "math", "math", ("?",)) for name in "abcd"]
+    blocks = [result("autoregressive", name, 9) for name in "acbda"]  # a in two blocks
+    assert [r.prompt_id for r in in_order(blocks, prompts)] == ["a", "b", "c", "d"]
 
 
 def test_the_prediction_is_that_of_the_formula() -> None:

@@ -17,6 +17,7 @@ from drafttrain.report.lengths import length_difference
 from drafttrain.report.markdown import markdown
 from drafttrain.report.repetition import outside_repetition, repeated_tokens, repeats
 from drafttrain.report.statistics import Resampling, collect
+from drafttrain.report.sweep import stops_paying
 from drafttrain.report.verdict import decide
 from drafttrain.types import Counters, PromptResult
 
@@ -151,9 +152,10 @@ def test_a_handicapped_plain_loop_earns_no_verdict_to_speculate() -> None:
 
 def test_a_lossy_rule_stands_in_the_headline() -> None:
     lossy = LosslessCheck("typical", False, "float32", 0, 0, [])
-    assert (
-        "by a rule that changes what it says" in report_of(two_prompts(), lossless=lossy)["verdict"]
-    )
+    one = [result for result in two_prompts() if result.prompt_id == "a"]
+    for prompts in (two_prompts(), one):  # with an interval, and without
+        said = report_of(prompts, lossless=lossy)["verdict"]
+        assert "by a rule that changes what it says" in said
 
 
 @pytest.mark.parametrize(
@@ -243,6 +245,25 @@ def test_the_verdict_is_on_the_fastest_depth_of_each_task() -> None:
         "Speculate at depth 4, the fastest of 1, 2, 4: tiny decodes 1.80 times as fast"
     )
     assert "of several depths" in report["definitions"]["verdicts"]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ((1.5, 1.2, 1.1), "pays at every size"),
+        ((1.5, 1.2, 0.9), "stops paying at 4"),
+        ((0.9, 0.9, 0.9), "pays at none"),
+        ((0.9, 1.2, 1.1), "pays at 2, 4 only"),  # it has not stopped at 1, it has not begun
+    ],
+)
+def test_where_speculation_stops_paying_is_said_as_it_was_measured(
+    speedups: tuple[float, ...], said: str
+) -> None:
+    points = [
+        swept(2, 0.0, size, {"all": value}) for size, value in zip((1, 2, 4), speedups, strict=True)
+    ]
+    [sentence] = stops_paying(points)
+    assert said in sentence
 
 
 LOOP = (1, 2, 3, 4, 9, 1, 2, 3, 4, 5, 6)  # position 8 ends 1 2 3 4 a second time

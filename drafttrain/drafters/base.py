@@ -95,6 +95,11 @@ class Drafter(nn.Module, ABC):
     def capabilities(self) -> Capabilities:
         """What this drafter can do."""
 
+    @property
+    def max_positions(self) -> int | None:
+        """How long a text it can draft for; None: as long as the target's context."""
+        return None
+
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Take weights from elsewhere, once, before `prepare`: the target's own model is at hand.
 

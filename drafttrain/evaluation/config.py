@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.data.suites import PromptSource
+from drafttrain.decode.loop import is_lossless
 from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
 from drafttrain.report import VerdictSettings
 from drafttrain.types import Sampling
@@ -59,6 +60,8 @@ class EvalConfig:
     currency: str
 
     def __post_init__(self) -> None:
+        named = bool(self.name.strip(". ")) and "/" not in self.name
+        _require("name", named, "a name without slashes, it names a folder", repr(self.name))
         _sampling("", self.temperature, self.top_k, self.top_p)
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
@@ -76,18 +79,19 @@ class EvalConfig:
             )
         wanted = self.prompts_per_task
         _require("prompts_per_task", wanted is None or wanted >= 1, "at least 1 or null", wanted)
+        _require("rule", self.rule in RULES, f"one of {', '.join(RULES)}", self.rule)
         checked = self.lossless_prompts
         _require("lossless_prompts", checked >= 0, "at least 0", checked)
-        if self.certify and not checked:
+        if (self.certify or self.lossy) and not checked:
+            why = "eval.certify=true" if self.certify else f"eval.rule={self.rule}"
             raise ValueError(
-                "eval.lossless_prompts must be at least 1 with eval.certify=true, got 0: they are "
-                "the prompts that the certificate is made from"
+                f"eval.lossless_prompts must be at least 1 with {why}, got 0: they are the prompts "
+                "that the certificate is made from"
             )
         _require("engine", self.engine in ENGINES, f"one of {', '.join(ENGINES)}", self.engine)
         sizes = self.vllm_batch_sizes
         _require("vllm_batch_sizes", bool(sizes) and min(sizes) >= 1, "numbers from 1 on", sizes)
         _require("resamples", self.resamples >= 100, "at least 100", self.resamples)
-        _require("rule", self.rule in RULES, f"one of {', '.join(RULES)}", self.rule)
         for key in ("typical_epsilon", "typical_delta", "lenience"):
             value = getattr(self, key)
             _require(key, 0 < value <= 1, "in (0, 1]", value)
@@ -138,6 +142,14 @@ class EvalConfig:
         if self.rule == "typical":
             return Typical(self.typical_epsilon, self.typical_delta)
         return Lenience(self.lenience) if self.rule == "lenience" else LOSSLESS
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the rule changes the target's law anywhere in what is measured."""
+        return any(
+            not is_lossless(self.acceptance_rule, Sampling(temperature, self.top_k, self.top_p))
+            for temperature, _ in self.points
+        )
 
     @property
     def every_depth(self) -> list[int]:

@@ -76,6 +76,7 @@ def evaluate_drafter(
     is.
     """
     check_settings(prompts, parts.target, parts.drafter, template, config)
+    rule = config.acceptance_rule
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed = parts.timed_drafter
     drafters = {**parts.references, parts.drafter_name: timed}
@@ -88,7 +89,12 @@ def evaluate_drafter(
         journal = Journal(
             folder,
             f"temperature{temperature:g}-batch{batch_size}",
-            {**conditions, **config.conditions, "references": list(parts.references)},
+            {
+                **conditions,
+                **config.conditions,
+                "references": list(parts.references),
+                "point": [temperature, batch_size],
+            },
         )
         if journal.num_known:
             console.print(f"going on: {journal.num_known} batches of prompts were measured before")
@@ -125,7 +131,11 @@ def evaluate_drafter(
     if section is not None:
         tables.append(certificate_table(section))
     if points:
-        tables.append(sweep_table(points))
+        rules = {
+            temperature: rule_of(Sampling(temperature, config.top_k, config.top_p), rule)
+            for temperature, _ in config.points
+        }
+        tables.append(sweep_table(points, rules))
     report = build_report(
         base,
         drafter=parts.drafter_name,
@@ -155,8 +165,8 @@ def losslessness(
 ) -> tuple[LosslessCheck, dict[str, Any] | None]:
     """Return the greedy check of every report, and the certificate where it is wanted.
 
-    A rule that is not lossless is always certified: its distance from the target's law belongs
-    beside its numbers.
+    A rule that is not lossless at every temperature measured is always certified: its distance from
+    the target's law belongs beside its numbers.
     """
     rule, sampling = config.acceptance_rule, config.sampling
     name, lossless = rule_of(sampling, rule), is_lossless(rule, sampling)
@@ -166,7 +176,7 @@ def losslessness(
     ]
     if not chosen:
         return LosslessCheck(name, lossless, "not checked", 0, 0, []), None
-    if config.certify or not lossless:
+    if config.certify or config.lossy:
         narrow = None if parts.exact is parts.target else (parts.target, parts.timed_drafter)
         checks = certify(parts.exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
         dtype = str(parts.exact.dtype).removeprefix("torch.")

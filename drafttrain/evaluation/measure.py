@@ -57,7 +57,7 @@ def check_settings(
     except ValueError as error:
         raise ValueError(f"eval.{error}") from None
     for prompt in prompts:
-        complaint = too_long(prompt, target, template, config)
+        complaint = too_long(prompt, target, template, config, [drafter])
         if complaint:
             raise ValueError(
                 f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
@@ -65,10 +65,23 @@ def check_settings(
             )
 
 
-def too_long(prompt: Prompt, target: Target, template: str, config: EvalConfig) -> str:
-    """Return why a prompt may not fit the target's context, or nothing where it fits."""
+def too_long(
+    prompt: Prompt,
+    target: Target,
+    template: str,
+    config: EvalConfig,
+    drafters: Sequence[Drafter] = (),
+) -> str:
+    """Return why a prompt may not fit target's and drafters' contexts, or nothing where it fits."""
     deepest = max(config.every_depth)
-    room = target.spec.max_positions - config.max_new_tokens - deepest
+    contexts = [(target.spec.max_positions, target.spec.name)]
+    contexts += [
+        (drafter.max_positions, f"drafter={drafter.config.name}")
+        for drafter in drafters
+        if drafter.max_positions is not None
+    ]
+    positions, who = min(contexts)
+    room = positions - config.max_new_tokens - deepest
     # Later turns carry the answers before them, each at its longest.
     needed = len(first_turn(prompt, target, template)) + sum(
         len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
@@ -77,8 +90,8 @@ def too_long(prompt: Prompt, target: Target, template: str, config: EvalConfig) 
     if needed <= room:
         return ""
     return (
-        f"may need {needed} tokens before its last answer, but {target.spec.name} has "
-        f"{target.spec.max_positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
+        f"may need {needed} tokens before its last answer, but {who} has "
+        f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
         f"eval.depth={deepest} leave {room}"
     )
 
@@ -89,8 +102,9 @@ def skip_long(
     target: Target,
     template: str,
     config: EvalConfig,
+    drafters: Sequence[Drafter] = (),
 ) -> list[Prompt]:
-    """Return the prompts that fit the target's context; count the others in `report`.
+    """Return the prompts that fit target's and drafters' contexts; count the others in `report`.
 
     All of them where `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
     """
@@ -98,9 +112,9 @@ def skip_long(
         return list(prompts)
     fitting = []
     for prompt in prompts:
-        complaint = too_long(prompt, target, template, config)
+        complaint = too_long(prompt, target, template, config, drafters)
         if complaint:
-            report.skip("too long for the target's context", prompt.id, complaint)
+            report.skip("too long for the context", prompt.id, complaint)
         else:
             fitting.append(prompt)
     if not fitting:

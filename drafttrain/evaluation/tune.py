@@ -11,7 +11,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.journal import Journal
-from drafttrain.evaluation.measure import PLAIN, Method, measure
+from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
 from drafttrain.types import Counters, PromptResult
 
 TUNED = "tuned.json"
@@ -92,6 +92,7 @@ def tune_drafter(
             f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
+    check_settings(prompts, target, timed, template, replace(config, depths=depths))
     costs = measure_costs(
         target,
         timed,
@@ -118,13 +119,14 @@ def tune_drafter(
             seed=seed,
             journal=journal,
         )
-        journal.finish()
+        journals.append(journal)
         return results
 
+    journals: list[Journal] = []
     alone = results_at(1)
     predictions: list[Prediction] = []
     for size in sorted(settings.batch_sizes):
-        here = predict(alone, deepest, costs, depths, size)
+        here = predict(in_order(alone, prompts), deepest, costs, depths, size)
         if settings.measure:
             results = alone if size == 1 else results_at(size)
             here = [
@@ -132,7 +134,21 @@ def tune_drafter(
                 for p in here
             ]
         predictions += here
+    for journal in journals:  # not before: a tune that stops goes on from all that it measured
+        journal.finish()
     return predictions, costs
+
+
+def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list[PromptResult]:
+    """Return each turn once by every method, in the order of the prompts: batches are dealt by it.
+
+    Measurements come by timing block, and a prompt may be in several.
+    """
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    once: dict[tuple[str, str, int], PromptResult] = {}
+    for result in results:
+        once.setdefault((result.method, result.prompt_id, result.turn), result)
+    return sorted(once.values(), key=lambda result: places[result.prompt_id])
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:

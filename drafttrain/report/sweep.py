@@ -1,6 +1,6 @@
 """Depth, temperature and batch: one row per point that was measured, and what follows from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafttrain.report.rows import method_row
@@ -89,12 +89,18 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
             if choice["all"]["speedup"]["ci95"] and choice["all"]["speedup"]["ci95"][0] > 1
         ]
         not_any_more = [size for size in (c["batch_size"] for c in here) if size not in pays]
+        small = [size for size in not_any_more if pays and size < max(pays)]
         at = f"At temperature {temperature:g}, over batches of {sizes}"
         if not not_any_more:
             sentences.append(f"{at}, speculation pays at every size.")
         elif not pays:
             sentences.append(
                 f"{at}, speculation pays at none (lower bound of the speedup above 1)."
+            )
+        elif small:  # no single size from which on it pays no more
+            sentences.append(
+                f"{at}, speculation pays at {', '.join(map(str, pays))} only: elsewhere the "
+                "speedup of the best depth is not above 1 with 95 % confidence."
             )
         else:
             sentences.append(
@@ -104,8 +110,8 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
     return sentences
 
 
-def sweep_table(points: Sequence[Point]) -> Table:
-    """Return the sweep as a table of the report."""
+def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
+    """Return the sweep as a table of the report; rules: by temperature, how drafts are accepted."""
     columns = ["temperature", "batch", "depth", "acceptance length, 95 %", "tokens/s plain"]
     columns += ["tokens/s drafted", "speedup, 95 %", "predicted speedup", "speedup of ngram"]
     rows = [
@@ -129,6 +135,8 @@ def sweep_table(points: Sequence[Point]) -> Table:
         + "."
         for choice in best_depths(points)
     ]
+    if len(set(rules.values())) > 1:
+        notes += [f"Rule at temperature {where:g}: {rule}." for where, rule in rules.items()]
     return Table(
         "Depth, temperature and batch",
         "Rows of a batch are decoded together and leave as they end; tokens per second are of the "

@@ -215,10 +215,10 @@ def headline(report: Mapping[str, Any]) -> str:
     if verdict["decision"] == UNKNOWN:
         return f"No speedup could be computed for {drafter} on {report['target']}."
     times = f"{report['target']} decodes {number(value)} times as fast with {drafter} as alone"
-    if ci95 is None:
-        return f"{call(verdict)}: {times}, from a single prompt and so without an interval."
-    sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
     law = "" if report["lossless"]["lossless"] else ", by a rule that changes what it says"
+    if ci95 is None:
+        return f"{call(verdict)}: {times}, from a single prompt and so without an interval{law}."
+    sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
     return f"{call(verdict)}: {times} (95 % interval {between(ci95)}){sure}{law}."
 
 
