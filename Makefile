@@ -49,6 +49,7 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 		set -x; $(BIN)/python -m drafttrain train run.name=$(RUN); \
 	fi
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
+	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
 
 test: install ## the default tests: CPU, offline, under 4 minutes on two cores
 	$(BIN)/python -m pytest -n auto

@@ -182,7 +182,7 @@ def evaluate(config: EvaluateConfig) -> None:
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
     place = setup.folder / "evaluations" / settings.name
-    report, results = evaluate_drafter(
+    report, results, journals = evaluate_drafter(
         parts,
         setup.prompts,
         setup.template,
@@ -203,9 +203,12 @@ def evaluate(config: EvaluateConfig) -> None:
         },
         seed=config.run.seed,
     )
-    if served is not None:
-        report = witnessed(report, results, config, setup, served, place / "vllm")
     write_report(report, place)
+    if served is not None:  # what we measured is on the disk, whatever becomes of vLLM
+        report = witnessed(report, results, config, setup, served, place / "vllm")
+        write_report(report, place)
+    for journal in journals:
+        journal.finish()
     console.print(summary_table(report))
     if report["vllm"] is not None:
         console.print(rich_table(witness_table(report["vllm"])))

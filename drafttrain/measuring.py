@@ -34,6 +34,8 @@ from drafttrain.report import TimingInfo
 from drafttrain.target.target import Target, load_target
 from drafttrain.terminal import console
 
+SMALL_TARGET = 100_000_000  # parameters below which products are the lesser part of a pass
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -63,6 +65,11 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     device = torch.device(choose_device(config.hardware))
     source = settings.source
     prompts, skipped = load_prompts(source)
+    if source.path is not None and skipped.counts:
+        raise ValueError(
+            f"eval.prompts={source.path} must be usable in every line, got "
+            f"{'; '.join(line.strip() for line in skipped.lines())}; correct or remove them"
+        )
     # The record is of the embedded target's training text; of another's, nothing is known.
     file = BUILTIN_PROMPTS if source.embedded else source.path
     ours = model.embedded and not model.path
@@ -84,6 +91,12 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     template = config.data.template
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
+    size = sum(parameter.numel() for parameter in target.model.parameters())
+    if size < SMALL_TARGET:
+        lines.append(
+            f"a pass of a target of {size / 1e6:,.0f}M parameters is mostly dispatch: its speedups "
+            "say little of a large one's; model.inflate=200M times the cost of a larger one"
+        )
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
     for each in everyone:

@@ -141,7 +141,7 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
 
     monkeypatch.setattr(tune, "measure", stops)
     assert main(arguments) == 130
-    assert (run / "tune" / "batch1.measurements.partial.jsonl").is_file()
+    assert list((run / "tune").glob("batch1.*.measurements.partial.jsonl"))
     monkeypatch.setattr(tune, "measure", real)
     known = []
     monkeypatch.setattr(tune, "Journal", lambda *given: known.append(Journal(*given)) or known[-1])
@@ -155,8 +155,8 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
 ) -> None:
     monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
-    arguments += ["tune.depths=[1,240]", "tune.contexts=[8]"]
-    assert main([*arguments, "eval.max_new_tokens=150"]) == 1
+    arguments += ["tune.depths=[1,60]", "tune.contexts=[8]"]
+    assert main([*arguments, "eval.max_new_tokens=220"]) == 1
     assert "eval.prompts: talk may need" in capsys.readouterr().err
 
 
@@ -241,13 +241,21 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
         (["eval.stop_strings=['']"], "eval.stop_strings must be texts that are not empty"),
         (["eval.certify=true", "eval.lossless_prompts=0"], "eval.lossless_prompts must be at"),
         (["eval.max_new_tokens=600"], "eval.prompts: sum may need"),
+        (["eval.prompts=broken.jsonl"], "eval.prompts=broken.jsonl must be usable in every line"),
         (["eval.prompts=/nowhere.jsonl"], "eval.prompts must name a file of prompts"),
         (["eval.two_model=/nowhere"], "/nowhere"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line_and_nothing_is_written(
-    arguments: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "broken.jsonl").write_text(json.dumps(PROMPTS[0]) + '\n{"id": "b", "task": \n')
+    monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime for path in run.rglob("*")}
     ours = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=refused"]
     assert main([*ours, *arguments]) in (1, 2)

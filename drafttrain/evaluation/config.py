@@ -92,9 +92,10 @@ class EvalConfig:
         sizes = self.vllm_batch_sizes
         _require("vllm_batch_sizes", bool(sizes) and min(sizes) >= 1, "numbers from 1 on", sizes)
         _require("resamples", self.resamples >= 100, "at least 100", self.resamples)
-        for key in ("typical_epsilon", "typical_delta", "lenience"):
+        for key in ("typical_epsilon", "typical_delta"):
             value = getattr(self, key)
-            _require(key, 0 < value <= 1, "in (0, 1]", value)
+            _require(key, 0 < value < 1, "between 0 and 1", value)
+        _require("lenience", 0 < self.lenience <= 1, "in (0, 1]", self.lenience)
         _require("stop_strings", all(self.stop_strings), "texts that are not empty", "''")
         _ = self.draft_sampling, self.source, self.verdict  # they check what they are made of
 

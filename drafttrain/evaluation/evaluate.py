@@ -68,8 +68,10 @@ def evaluate_drafter(
     timing: TimingInfo,
     report_settings: Mapping[str, Any],
     seed: int,
-) -> tuple[Report, list[PromptResult]]:
-    """Check, certify, measure, and return the report with the results behind its headline.
+) -> tuple[Report, list[PromptResult], list[Journal]]:
+    """Check, certify, measure; return the report, the results behind its headline, the journals.
+
+    The journals are to be finished when the report is on the disk.
 
     conditions: what a measurement depends on besides `config`; measurements that were made under
     others are not taken up again after a stop. report_settings: what goes to `build_report` as it
@@ -98,6 +100,11 @@ def evaluate_drafter(
         )
         if journal.num_known:
             console.print(f"going on: {journal.num_known} batches of prompts were measured before")
+        elif journal.others:
+            console.print(
+                f"not taken up, measured under other conditions: {journal.others[0]}; to go on "
+                "there, set hardware.dtype, hardware.threads and the rest as its first line says"
+            )
         journals.append(journal)
         results = measure(
             parts.target,
@@ -155,9 +162,7 @@ def evaluate_drafter(
         memory=extra_memory(parts.target, timed),
         **report_settings,
     )
-    for journal in journals:
-        journal.finish()
-    return report, base
+    return report, base, journals
 
 
 def losslessness(

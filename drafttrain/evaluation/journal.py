@@ -19,20 +19,27 @@ WHOLE = "measurements.jsonl"
 class Journal:
     """A file of JSON lines: first what it was measured with, then one line a batch.
 
-    Results measured with other settings, weights or prompts are not taken up: the file is begun
-    anew. A torn last line, which a killed run leaves, is cut off.
+    Results measured with other settings, weights, prompts, dtype or threads are not taken up, and
+    not lost: what they were measured with names their file. A torn last line, which a killed run
+    leaves, is cut off.
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
-        self.file = folder / f"{name}.{PARTIAL}"
-        self.whole = folder / f"{name}.{WHOLE}"
         self.mark = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
+        self.file = folder / f"{name}.{self.mark[:8]}.{PARTIAL}"
+        self.whole = folder / f"{name}.{WHOLE}"
         self.known: dict[Key, list[PromptResult]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self._load():
             self.file.write_text(
                 json.dumps({"mark": self.mark, "conditions": dict(conditions)}) + "\n"
             )
+
+    @property
+    def others(self) -> list[Path]:
+        """What was begun under other conditions and not finished."""
+        begun = self.file.parent.glob(f"{self.whole.name.removesuffix(WHOLE)}*.{PARTIAL}")
+        return sorted(file for file in begun if file != self.file)
 
     @property
     def num_known(self) -> int:

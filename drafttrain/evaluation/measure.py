@@ -220,7 +220,7 @@ def measure(
                 key = (block, place)
                 known = journal.get(key) if journal else None
                 if known is None:
-                    shift = done % len(names)
+                    shift = (done + block) % len(names)
                     order = names[shift:] + names[:shift]
                     known = _group(target, decode, order, groups[place], template, block)
                     if journal:

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafttrain.data.prompts import Prompt
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.cost import Costs, measure_costs
+from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
@@ -86,7 +86,7 @@ def tune_drafter(
     """
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.capabilities.max_depth)
-    needed = max(settings.contexts) + 2 * depths[-1] + 4
+    needed = max(settings.contexts) + (BURST + 1) * (depths[-1] + 1)
     if needed > target.spec.max_positions:
         raise ValueError(
             f"tune.contexts must leave room in the {target.spec.max_positions} positions of "

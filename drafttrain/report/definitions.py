@@ -51,7 +51,9 @@ DEFINITIONS: dict[str, str] = {
     "the timing dtype, out of how many; under sampling they may differ, their law may not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
     "them.",
-    "ci95": "95 % interval by bootstrap over prompts (BCa); none from a single prompt.",
+    "ci95": "95 % interval by bootstrap over prompts (BCa); none from a single prompt. Prompts "
+    "decoded together share their batch's time, so that intervals of speeds at batch sizes above 1 "
+    "are somewhat too narrow.",
     "lossless": "Whether the verification rule leaves the target's law unchanged, and how many "
     "greedy outputs were token for token those of the plain loop, in the dtype stated there, which "
     "is not always the dtype of the timing.",
