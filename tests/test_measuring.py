@@ -155,7 +155,7 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
 ) -> None:
     monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
-    arguments += ["tune.depths=[1,60]", "tune.contexts=[8]"]
+    arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
     assert main([*arguments, "eval.max_new_tokens=220"]) == 1
     assert "eval.prompts: talk may need" in capsys.readouterr().err
 

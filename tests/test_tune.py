@@ -36,7 +36,8 @@ COSTS = Costs(
 
 
 def result(method: str, prompt: str, tokens: int, counters: Counters | None = None) -> PromptResult:
-    stats = DecodeStats(counters or Counters(), counters or Counters(), tokens - 1)
+    passes = tokens - 1 if counters is None else counters.num_drafts
+    stats = DecodeStats(counters or Counters(), counters or Counters(), passes)
     return PromptResult(prompt, 0, "math", method, 0, 8, tuple(range(tokens)), stats)
 
 
@@ -79,12 +80,12 @@ def test_the_prediction_is_that_of_the_formula() -> None:
 
 
 def test_rows_of_a_batch_leave_as_they_end() -> None:
-    counters = Counters(4, 4, 4, [4])  # everything accepted at depth 1: length 2
+    short, long = Counters(2, 2, 2, [2]), Counters(4, 4, 4, [4])  # all accepted: length 2
     results = [
         result("autoregressive", "a", 5),
         result("autoregressive", "b", 9),
-        result("eagle3@1", "a", 5, counters),
-        result("eagle3@1", "b", 9, counters),
+        result("eagle3@1", "a", 5, short),
+        result("eagle3@1", "b", 9, long),
     ]
     (one, _) = predict(results, "eagle3@1", COSTS, [1], 2)
     # Two rows for 4 steps, one for 4 more, at the mean context 8 + 3.5.

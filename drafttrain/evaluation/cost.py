@@ -16,9 +16,10 @@ from drafttrain.target.target import Target
 from drafttrain.terminal import progress
 from drafttrain.types import GREEDY, Proposal
 
-# Passes of one kind in a row, as a loop takes them; the first, which finds the machine's caches
-# filled by another kind, does not count. One at a time, a plain step seemed a quarter slower.
-BURST = 5
+# Passes of one kind in a row, as a loop takes them; the first ones, which find the machine's caches
+# filled by another kind, do not count. One at a time, a plain step seemed a quarter slower.
+BURST = 8
+SETTLING = 2
 WARM_UP = 2  # rounds before the first one that counts
 
 
@@ -134,7 +135,7 @@ class Cell:
             logits[:, -1].argmax(-1).tolist()
             seconds.append(now() - started)
         self.target.rollback(self.cache, [self.context] * self.batch)
-        return seconds[1:]
+        return seconds[SETTLING:]
 
     @torch.inference_mode()
     def cycles(self, depth: int, now: Callable[[], float]) -> list[tuple[float, float]]:
@@ -165,7 +166,7 @@ class Cell:
             self.drafter.observe(state, fed[:, :longest], counts, features.slice(0, longest))
             seconds.append(((drafted - started) + (now() - verified), verified - drafted))
         self.target.rollback(self.cache, [self.context] * self.batch)
-        return seconds[1:]
+        return seconds[SETTLING:]
 
     def _draft(self, state: DraftState, depth: int) -> Proposal:
         rows = range(self.batch)

@@ -1,8 +1,9 @@
 """`tune`: what each depth should cost and bring on this machine, beside what it does."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +176,11 @@ def predict(
     results: of the plain loop and of the drafter at the deepest depth, one prompt at a time: they
     say how long outputs are and what is accepted. predicted = t_plain / (t_draft + t_verify) per
     token, where the rows of a batch leave as they end: a plain batch costs one step for each token
-    of its longest row, a speculative one a cycle for each acceptance_length tokens.
+    of its longest row, a speculative one a cycle for each acceptance_length tokens of each row.
     """
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.method == deepest]
+    passes = {(r.prompt_id, r.turn): _cycles(r, depths) for r in drafted}
     predictions = []
     tasks = {task: None for task in (result.task for result in plain)}
     totals: dict[int, list[float]] = {depth: [0.0, 0.0] for depth in depths}
@@ -187,7 +189,7 @@ def predict(
         counters = sum((r.stats.trimmed for r in drafted if r.task == task), Counters())
         lengths = acceptance_lengths(counters, depths)
         for depth in depths:
-            ours, theirs = _seconds(rows, batch_size, lengths[depth], depth, costs)
+            ours, theirs = _seconds(rows, passes, batch_size, depth, costs)
             totals[depth][0] += ours
             totals[depth][1] += theirs
             predictions.append(
@@ -202,27 +204,42 @@ def predict(
     return predictions
 
 
+def _cycles(result: PromptResult, depths: Sequence[int]) -> dict[int, float]:
+    """Return how many cycles an output should take at each depth, from those of the deepest."""
+    lengths = acceptance_lengths(result.stats.trimmed, depths)
+    taken = result.stats.num_target_passes
+    return {depth: taken * lengths[depths[-1]] / lengths[depth] for depth in depths}
+
+
 def _seconds(
-    rows: Sequence[PromptResult], batch_size: int, length: float, depth: int, costs: Costs
+    rows: Sequence[PromptResult],
+    cycles: Mapping[tuple[str, int], Mapping[int, float]],
+    batch_size: int,
+    depth: int,
+    costs: Costs,
 ) -> tuple[float, float]:
     """Return the predicted decoding seconds, speculative and plain, of a task's turns."""
     speculative = plain = 0.0
-    turns = sorted({row.turn for row in rows})
-    for turn in turns:
+    for turn in sorted({row.turn for row in rows}):
         here = [row for row in rows if row.turn == turn]
         for start in range(0, len(here), batch_size):
             group = here[start : start + batch_size]
-            # The first token comes with the prefill.
-            left = sorted(max(len(row.tokens) - 1, 0) for row in group)
             context = sum(row.num_prompt_tokens + len(row.tokens) / 2 for row in group) / len(group)
-            done = 0
-            for place, tokens in enumerate(left):
-                active = len(left) - place
-                steps = tokens - done
-                plain += steps * costs.plain_s(active, context)
-                speculative += steps / length * costs.cycle_s(depth, active, context)
-                done = tokens
+            # The first token comes with the prefill.
+            steps = [float(max(len(row.tokens) - 1, 0)) for row in group]
+            plain += _until_all_end(steps, partial(costs.plain_s, context=context))
+            ours = [cycles[row.prompt_id, row.turn][depth] for row in group]
+            speculative += _until_all_end(ours, partial(costs.cycle_s, depth, context=context))
     return speculative, plain
+
+
+def _until_all_end(passes: Sequence[float], seconds: Callable[[int], float]) -> float:
+    """Return the seconds of a batch whose rows take so many passes each and leave as they end."""
+    total = done = 0.0
+    for place, ends in enumerate(sorted(passes)):
+        total += (ends - done) * seconds(len(passes) - place)
+        done = ends
+    return total
 
 
 def decoding_speedup(results: Sequence[PromptResult], method: str, point: Prediction) -> float:
