@@ -24,20 +24,15 @@ def depth_plot(points: Sequence[Mapping[str, Any]]) -> Markup:
             values = [row["summary"]["speedup"]["value"] for row in rows]
             measured = expected if None in values else values
             marker = MARKERS[place % len(MARKERS)]
-            axes.plot(depths, measured, marker=marker, markersize=6, linewidth=2, **look)
-            axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
             name = f"batch {size}" + (f", T {temperature:g}" if _several(series) else "")
-            axes.annotate(
-                f" {name}",
-                (depths[-1], measured[-1]),
-                fontsize=10,
-                color=STAND_IN["soft"],
-                va="center",
+            axes.plot(
+                depths, measured, marker=marker, markersize=6, linewidth=2, label=name, **look
             )
+            axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
         axes.axhline(1.0, color=STAND_IN["faint"], linestyle=":", linewidth=1)
         every = sorted({point["depth"] for point in points})
         axes.set_xticks(every)
-        axes.set_xlim(every[0] - 0.2, every[-1] + max(1.0, 0.25 * (every[-1] - every[0])))
+        axes.figure.legend(loc="outside upper left", ncols=4)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("depth: drafted tokens a cycle")
         axes.set_ylabel("speedup")
