@@ -286,7 +286,12 @@ CONTROLS = [
     ),
     Control(
         "drafts see each other both ways",
-        edits(growing.run_decoder, "ones.tril_(longest)", "ones", target),
+        edits(
+            growing.run_decoder,
+            "cache.causal(new, tokens.device)",
+            "torch.ones(1, 1, new, longest + new, dtype=torch.bool)",
+            target,
+        ),
         drafter="ngram",
         width=1,
     ),

@@ -20,7 +20,8 @@ from drafttrain.data.suites import MT_BENCH, PromptSource, in_our_spelling
 from drafttrain.evaluation.measure import check_settings, skip_long
 from drafttrain.target.target import load_target
 
-SUITES = sorted(name for name in choices("eval") if name != "default")
+# `large` has the embedded prompts too, fewer of them.
+SUITES = sorted(name for name in choices("eval") if name not in ("default", "large"))
 # One row of each public suite, in the columns it is published with (texts are ours).
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "spec_bench": [
