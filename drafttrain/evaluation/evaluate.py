@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
-    check_settings,
     first_turn,
     measure,
     methods_of,
@@ -51,7 +51,7 @@ class Parts:
     draft_dtype: torch.dtype
     references: Mapping[str, Drafter]  # drafters that stand beside it, such as prompt lookup
 
-    @property
+    @cached_property
     def timed_drafter(self) -> Drafter:
         """The drafter in the dtype that it is timed in."""
         return copy.deepcopy(self.drafter).to(self.draft_dtype)
@@ -69,15 +69,15 @@ def evaluate_drafter(
     report_settings: Mapping[str, Any],
     seed: int,
 ) -> tuple[Report, list[PromptResult], list[Journal]]:
-    """Check, certify, measure; return the report, the results behind its headline, the journals.
+    """Certify and measure what `check_settings` let pass; return report, results and journals.
 
-    The journals are to be finished when the report is on the disk.
+    The results are those behind the headline; the journals are to be finished when the report is on
+    the disk.
 
     conditions: what a measurement depends on besides `config`; measurements that were made under
     others are not taken up again after a stop. report_settings: what goes to `build_report` as it
     is.
     """
-    check_settings(prompts, parts.target, parts.drafter, template, config)
     rule = config.acceptance_rule
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed = parts.timed_drafter

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from drafttrain.report import wording
 from drafttrain.report.markdown import escaped, table
+from drafttrain.report.pages import page
 from drafttrain.report.wording import NOTHING, change, estimate, flat, number, size, speed
 from drafttrain.report.write import as_json, write_texts
 
@@ -209,18 +209,12 @@ def comparison_html(comparison: dict[str, Any]) -> str:
     """Return the page: style and figures inline, every text escaped; it loads nothing."""
     from drafttrain.report import comparison_plots as plots  # matplotlib takes a second
 
-    environment = Environment(
-        loader=PackageLoader("drafttrain.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     rows, versus = comparison["rows"], versus_baseline(comparison)
     pairs = list(versus.values())
     against = f"difference to {comparison['baseline']}, 95 % interval"
     times = "times plain decoding, 95 % interval"
-    return environment.get_template("comparison.html.j2").render(
+    return page(
+        "comparison.html.j2",
         comparison=comparison,
         rows=rows,
         versus=versus,

@@ -2,29 +2,22 @@
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from drafttrain.report import plots, sweep_plots, wording
 from drafttrain.report.markdown import methods_of, money_cells
+from drafttrain.report.pages import page
 from drafttrain.report.statistics import PLAIN
 from drafttrain.report.verdict import bill
 
 
 def html(report: dict[str, Any]) -> str:
     """Return the page: style and plots inline, every text of the report escaped."""
-    environment = Environment(
-        loader=PackageLoader("drafttrain.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     rows, drafter = methods_of(report), report["drafter"]
     summaries = {method: tasks["all"] for method, tasks in rows.items()}
     plain = report["methods"][PLAIN]["summary"]
     timed = any(row["speedup"]["value"] for row in summaries.values())
     drafted = any(row["num_drafts"] for row in summaries.values())
-    return environment.get_template("report.html.j2").render(
+    return page(
+        "report.html.j2",
         report=report,
         rows=rows,
         main=summaries[drafter],

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafttrain.report.rows import method_row
-from drafttrain.report.statistics import PLAIN, Resampling, collect
+from drafttrain.report.statistics import NGRAM, PLAIN, Resampling, collect
 from drafttrain.report.tables import Table
 from drafttrain.report.wording import estimate, number, speed
 from drafttrain.types import PromptResult
-
-NGRAM = "ngram"
 
 Point = dict[str, Any]
 

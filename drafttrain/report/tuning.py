@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from drafttrain.report.markdown import escaped, table
+from drafttrain.report.pages import page
 from drafttrain.report.tables import Table
 from drafttrain.report.wording import number
 from drafttrain.report.write import write_texts
@@ -126,13 +126,4 @@ def _page(
         if p["task"] == "all"
     ]
     plot: Markup | None = depth_plot(points) if len({p["depth"] for p in points}) > 1 else None
-    environment = Environment(
-        loader=PackageLoader("drafttrain.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("tuned.html.j2").render(
-        title=title, tables=tables, notes=notes, plot=plot
-    )
+    return page("tuned.html.j2", title=title, tables=tables, notes=notes, plot=plot)
