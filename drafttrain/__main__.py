@@ -1,5 +1,6 @@
 """python -m drafttrain COMMAND [section=choice ...] [section.key=value ...]"""
 
+import importlib
 import os
 import shlex
 import sys
@@ -56,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded: Any = typed(config, COMMANDS[request.command])
         place = loaded.compare if request.command == "compare" else loaded.run
         folder, failed = Path(place.dir), 1
-        from drafttrain import commands
-
-        getattr(commands, request.command)(loaded)
+        module = importlib.import_module(f"drafttrain.commands.{request.command}")
+        getattr(module, request.command)(loaded)
         return 0
     except KeyboardInterrupt:
         resume = folder is not None and (folder / CHECKPOINTS).is_dir()

@@ -208,8 +208,6 @@ def test_an_unreachable_hub_ends_with_the_way_out(
 @pytest.fixture
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that runs a command that raises what it is given, `train` by default."""
-    from drafttrain import commands
-
     monkeypatch.chdir(tmp_path)
 
     def run(error: BaseException, code: str = "raise error", which: str = "train") -> int:
@@ -217,7 +215,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             exec(code, {"error": error, "__name__": where})
 
         where = "drafttrain.somewhere" if isinstance(error, ValueError) else "torch.somewhere"
-        monkeypatch.setattr(commands, which, command)
+        monkeypatch.setattr(f"drafttrain.commands.{which}.{which}", command)
         drafter = ["drafter=ngram"] if which == "evaluate" else []
         return cli.main([which, f"run.dir={tmp_path}/run", *drafter])
 

@@ -1,0 +1,1 @@
+"""One function per command: typed configuration -> objects -> worker. The architecture diagram."""

@@ -1,0 +1,95 @@
+"""A drafter measured in the whole speculative loop."""
+
+import sys
+from dataclasses import asdict
+
+from drafttrain.assemble import (
+    record_evaluation,
+)
+from drafttrain.config import (
+    EvaluateConfig,
+)
+from drafttrain.evaluation.evaluate import evaluate_drafter
+from drafttrain.evaluation.measure import PLAIN
+from drafttrain.measuring import set_up
+from drafttrain.report import (
+    Report,
+    summary_table,
+    witness_table,
+    write_report,
+)
+from drafttrain.report.tuning import rich_table
+from drafttrain.run import (
+    provenance,
+)
+from drafttrain.terminal import console
+from drafttrain.tracker import open_tracker
+from drafttrain.witnessing import served_by_vllm, witnessed
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Measure a drafter in the whole speculative loop and write the report."""
+    setup = set_up(config)
+    settings, parts = setup.settings, setup.parts
+    served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
+    record_evaluation(config)
+    place = setup.folder / "evaluations" / settings.name
+    report, results, journals = evaluate_drafter(
+        parts,
+        setup.prompts,
+        setup.template,
+        settings,
+        folder=place,
+        conditions=setup.conditions,
+        timing=setup.timing,
+        report_settings={
+            "target": config.model.label,
+            "provenance": provenance(sys.argv[1:])
+            | {
+                "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
+                "drafter": setup.origin,
+                "target_fingerprint": parts.target.spec.fingerprint,
+            },
+            "prompts": setup.about_prompts,
+            "notes": setup.notes,
+        },
+        seed=config.run.seed,
+    )
+    write_report(report, place)
+    if served is not None:  # what we measured is on the disk, whatever becomes of vLLM
+        report = witnessed(report, results, config, setup, served, place / "vllm")
+        write_report(report, place)
+    for journal in journals:
+        journal.finish()
+    console.print(summary_table(report))
+    if report["vllm"] is not None:
+        console.print(rich_table(witness_table(report["vllm"])))
+    if report["certificate"] is not None:
+        console.print(f"certificate: {report['certificate']['statement']}")
+    console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
+    tracker = open_tracker(
+        config.tracker,
+        setup.folder,
+        config=asdict(config),
+        resume_step=None,
+        is_main=True,
+        append=True,
+    )
+    tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
+    tracker.finish()
+
+
+def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float | None]]]:
+    """Return the columns and rows of an evaluation for the tracker: a row per method and task."""
+    columns = ["method", "task", "acceptance_length", "acceptance_rate", "tokens_per_second"]
+    columns += ["speedup", "speedup_low", "speedup_high"]
+    rows: list[list[str | float | None]] = []
+    others = {name: part for name, part in report["methods"].items() if name != PLAIN}
+    drafting = {report["drafter"]: report, **others}
+    for method, part in drafting.items():
+        for task, row in {**part["tasks"], "all": part["summary"]}.items():
+            low, high = row["speedup"]["ci95"] or (None, None)
+            length, speed = row["acceptance_length"]["micro"], row["tokens_per_second"]
+            values = [length, row["acceptance_rate"], speed["speculative"], row["speedup"]["value"]]
+            rows.append([method, task, *values, low, high])
+    return columns, rows

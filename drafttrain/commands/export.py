@@ -1,0 +1,50 @@
+"""What serving engines load, and the Hub."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from drafttrain.assemble import (
+    load_drafter,
+    recorded_spec,
+)
+from drafttrain.config import (
+    ExportConfig,
+)
+from drafttrain.export.card import CardData, read_run, served_as
+from drafttrain.export.hub import plan_push, push
+from drafttrain.export.vllm import export_vllm
+from drafttrain.measuring import tuned_export
+from drafttrain.pretrained import load_tokenizer
+from drafttrain.terminal import console
+
+
+def export(config: ExportConfig) -> None:
+    """Write a run's drafter as serving engines load it, check it, and push it if asked."""
+    run = Path(config.run.dir)
+    settings = tuned_export(config.export, run)
+    drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
+    place = Path(settings.dir or run / "export")
+    record, reports = read_run(run)
+    name = served_as(config.model)
+    card = CardData(
+        title=f"{config.drafter.name} for {config.model.name}",
+        family=config.drafter.name,
+        target=config.model.name,
+        base_model=None if config.model.path else config.model.repo,
+        license=settings.license,
+        training={"data": asdict(config.data), "drafter": asdict(config.drafter)},
+        provenance=record,
+        reports=reports,
+    )
+    done = export_vllm(
+        drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
+    )
+    for line in done.lines():
+        console.print(line)
+    if settings.push is None:
+        return
+    if settings.dry_run:
+        for line in plan_push(place, tuple(done.sizes), settings.push, settings.private):
+            console.print(line)
+        return
+    console.print(f"pushed to {push(place, tuple(done.sizes), settings.push, settings.private)}")

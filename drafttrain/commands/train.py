@@ -1,0 +1,150 @@
+"""From data to the best checkpoint of a drafter."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from drafttrain import __version__
+from drafttrain.assemble import (
+    describe_drafter,
+    describe_target,
+    load_samples,
+)
+from drafttrain.checkpoint import Checkpoints, load_state
+from drafttrain.config import (
+    TrainConfig,
+)
+from drafttrain.data.batches import Batches, token_counts
+from drafttrain.data.chat import split_holdout
+from drafttrain.engine import build_engine
+from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
+from drafttrain.ranks import join_ranks
+from drafttrain.run import (
+    CHECKPOINTS,
+    CONFIG,
+    PROVENANCE,
+    append_log,
+    check_run_folder,
+    provenance,
+    write_config,
+)
+from drafttrain.target.target import load_target
+from drafttrain.terminal import console
+from drafttrain.tracker import open_tracker
+from drafttrain.train import METRIC
+from drafttrain.train import train as run_training
+from drafttrain.validate import Validation
+
+
+def train(config: TrainConfig) -> None:
+    """Train a drafter on what the target says, from data to the best checkpoint."""
+    check_run_folder(config)
+    if not config.drafter.trainable:
+        raise ValueError(
+            f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
+            "choose another drafter"
+        )
+    ranks = join_ranks(choose_device(config.hardware))
+    dtype = choose_train_dtype(config.hardware, ranks.device)
+    said: list[str] = []  # what train.log gets, once there is a folder for it
+
+    def say(line: str) -> None:
+        if ranks.is_main:
+            console.print(line)
+            said.append(line)
+
+    for line in intentions(config):
+        say(line)
+    torch.manual_seed(config.run.seed)
+    started = time.monotonic()
+    target = load_target(config.model, dtype, str(ranks.device))
+    say(describe_target(target, started))
+    drafter = config.drafter.build(target.spec)
+    drafter.initialise(target.model, target.tokenizer)
+    samples, skipped = load_samples(config.data, target, ranks)
+    for line in skipped.lines():
+        say(line)
+    samples, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
+    drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
+    say(describe_drafter(drafter))
+    trainer = config.trainer
+    engine = build_engine(
+        drafter,
+        config.deepspeed,
+        device=str(ranks.device),
+        dtype=dtype,
+        betas=(trainer.beta1, trainer.beta2),
+        eps=1e-8,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+    )
+    batches = Batches(
+        samples,
+        trainer.tokens_per_step,
+        config.hardware.micro_batch,
+        config.run.seed,
+        engine.rank,
+        engine.world_size,
+    )
+    num_tokens = sum(len(sample.tokens) for sample in samples)
+    say(
+        f"data: {len(samples):,} conversations of {num_tokens:,} tokens, "
+        f"{batches.steps_in_epoch:,} steps an epoch; {len(held_out)} held out"
+    )
+    validation = Validation(
+        target,
+        engine,
+        held_out,
+        num_prompts=trainer.validation_prompts,
+        depth=config.eval.depth,
+        max_new_tokens=trainer.validation_tokens,
+        draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
+    )
+    folder = Path(config.run.dir)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, trainer.keep_checkpoints)
+    latest = checkpoints.latest()
+    if engine.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / CONFIG)
+        record = provenance(sys.argv[1:]) | {
+            "target": asdict(target.spec),
+            "data": skipped.to_dict(),
+        }
+        (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
+        append_log(folder, said)
+    tracker = open_tracker(
+        config.tracker,
+        folder,
+        config=asdict(config),
+        resume_step=None if latest is None else load_state(latest).step,
+        is_main=engine.is_main,
+    )
+    try:
+        run_training(
+            engine, target, batches, checkpoints, tracker, trainer, validation, config.run.seed
+        )
+        tracker.table("validation", *validation.table())
+    finally:
+        tracker.finish()
+    best = checkpoints.best()
+    if best is not None:
+        metric = load_state(best).best_metric
+        say(f"best checkpoint: {best} ({METRIC} {metric:.3f} at depth {validation.depth})")
+    say(f"next: python -m drafttrain evaluate run.dir={folder}")
+    if engine.is_main:
+        append_log(folder, said)
+
+
+def intentions(config: TrainConfig) -> list[str]:
+    """Return what `train` is about to do, before anything is loaded."""
+    model, trainer, hardware = config.model, config.trainer, config.hardware
+    return [
+        f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
+        f"  data={config.data.name}  steps={trainer.max_steps:,} of {trainer.tokens_per_step:,} "
+        f"tokens  lr={trainer.lr:g}  hardware={hardware.name}  deepspeed={config.deepspeed.name}",
+        f"  run folder: {config.run.dir}",
+    ]
