@@ -4,10 +4,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PLACEMENTS = ("auto", "device", "device_map", "zero3", "vllm")
 VERIFIED_TOKENS = 8  # "auto" asks what verifies this many tokens fastest
 MEASURED_ROUNDS = 12
 
@@ -23,6 +25,11 @@ class HardwareConfig:
     train_dtype: str
     threads: int
     micro_batch: int
+    ranks: Any  # "auto", or a number of processes
+    target_placement: str
+    compile: bool
+    gradient_checkpointing: bool
+    accelerator: str | None
 
     def __post_init__(self) -> None:
         for key in ("dtype", "draft_dtype", "train_dtype"):
@@ -39,6 +46,15 @@ class HardwareConfig:
             )
         if self.micro_batch < 1:
             raise ValueError(f"hardware.micro_batch must be at least 1, got {self.micro_batch}")
+        if self.ranks != "auto" and (type(self.ranks) is not int or self.ranks < 1):
+            raise ValueError(
+                f"hardware.ranks must be auto or a number of at least 1, got {self.ranks}"
+            )
+        if self.target_placement not in PLACEMENTS:
+            raise ValueError(
+                f"hardware.target_placement must be one of {', '.join(PLACEMENTS)}, "
+                f"got {self.target_placement}"
+            )
 
 
 def choose_device(config: HardwareConfig) -> str:
