@@ -152,7 +152,13 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
     if start is not None:
         offered = STARTED_FROM if (start / CONFIG).is_file() else ()
         if offered:
-            offer_saved(load_config(start), [*offered], sections)
+            saved_run = load_config(start)
+            if "trainer" not in saved_run:
+                raise UsageError(
+                    f"run.init_from must be the folder of a run that was trained, got {start}, "
+                    "that of an evaluation; give the directory of the drafter it measured"
+                )
+            offer_saved(saved_run, [*offered], sections)
         parsed = with_start(parsed, start, offered)
         groups |= {group: SAVED for group in offered}
     if command != "train" and SAVED in groups.values():
