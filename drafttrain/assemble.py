@@ -91,6 +91,7 @@ class GivenDrafter:
     checkpoint: Path | None  # of a run
     origin: str  # names its very weights: results of others are not mixed with its own
     lines: tuple[str, ...]  # what to say of it
+    fingerprint: str | None = None  # of the target it was trained on, where its files say so
 
 
 def drafter_to_evaluate(
@@ -107,7 +108,13 @@ def drafter_to_evaluate(
     if isinstance(config, AdmittedConfig):
         tokenizer = pretrained.load_tokenizer(model)
         admitted = admit(config, expected_spec(model), tokenizer, choice)
-        return GivenDrafter(admitted.drafter, None, admitted.origin, tuple(admitted.lines()))
+        return GivenDrafter(
+            admitted.drafter,
+            None,
+            admitted.origin,
+            tuple(admitted.lines()),
+            admitted.target_fingerprint,
+        )
     if not config.trainable:
         return GivenDrafter(config.build(expected_spec(model)), None, config.name, ())
     if not (run / CONFIG).is_file():
@@ -140,7 +147,8 @@ def check_fingerprint(checkpoint: Path | None, spec: TargetSpec) -> None:
         raise ValueError(
             f"{checkpoint} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
             f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
-            "trained on: point model.path at those, or train a drafter for this target"
+            "trained on: point model.path at those, or adapt it to these by train run.init_from="
+            f"{checkpoint.parent.parent}; evaluating that shows acceptance before and after"
         )
 
 

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from drafttrain.overrides import ADMITTED, UsageError, did_you_mean, parse, with_drafter
+from drafttrain.choices import choices, command_groups, conf_dir, offer_saved
+from drafttrain.overrides import (
+    ADMITTED,
+    SAVED,
+    UsageError,
+    did_you_mean,
+    parse,
+    start_of,
+    with_drafter,
+    with_start,
+)
 from drafttrain.run import CONFIG, RunConfig, load_config
 
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
@@ -47,7 +56,8 @@ SECTIONS = {
 }
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
-SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
+# What training that starts from a run takes from it, where nothing else is chosen.
+STARTED_FROM = ("model", "trainer", "drafter")
 ALONE = "evaluate_without_run"  # heads an evaluation of a drafter that no run has trained
 
 
@@ -123,33 +133,6 @@ COMMANDS: dict[str, type] = {
 Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig, CompareConfig, ExportConfig)
 
 
-def conf_dir() -> Path:
-    """Return the folder of yaml: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise AssertionError(f"no conf/ in {package} or beside it: the installation is incomplete")
-
-
-def command_groups(command: str) -> dict[str, str]:
-    """Return the groups that a command composes, with the default choice of each."""
-    primary = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
-    return {
-        group: choice
-        for entry in primary["defaults"]
-        if isinstance(entry, dict)
-        for group, choice in entry.items()
-    }
-
-
-def choices(group: str, config_dir: Path | None = None) -> dict[str, Path]:
-    """Return the yaml files of a group by name, those of the user's own `config_dir` too."""
-    folders = [conf_dir(), config_dir] if config_dir else [conf_dir()]
-    files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
-    return {file.stem: file for file in reversed(files)}
-
-
 def compose(command: str, overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:
     """Return the resolved configuration of a command; nothing heavy is imported.
 
@@ -165,9 +148,22 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
         parsed = with_drafter(parsed)
         head = _head(parsed)
     groups = command_groups(head)
-    if SAVED in groups.values():
+    start = start_of(parsed) if command == "train" else None
+    if start is not None:
+        offered = STARTED_FROM if (start / CONFIG).is_file() else ()
+        if offered:
+            saved_run = load_config(start)
+            if "trainer" not in saved_run:
+                raise UsageError(
+                    f"run.init_from must be the folder of a run that was trained, got {start}, "
+                    "that of an evaluation; give the directory of the drafter it measured"
+                )
+            offer_saved(saved_run, [*offered], sections)
+        parsed = with_start(parsed, start, offered)
+        groups |= {group: SAVED for group in offered}
+    if command != "train" and SAVED in groups.values():
         saved_run = _saved_run(command, parsed)
-        _offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
+        offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
     chosen, values = [], []
     for override in parsed:
         section = _section_of(override, sections)
@@ -178,10 +174,11 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
             raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
         saved = [SAVED] if groups[section] == SAVED else []
         _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
-        if command == "train" and override.value() == ADMITTED:
+        if command == "train" and start is None and override.value() == ADMITTED:
             raise UsageError(
-                "drafter=admitted is for evaluate, it was trained elsewhere: "
-                "python -m drafttrain evaluate drafter.path=DIR"
+                "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
+                "drafter.path=DIR, or train it further, python -m drafttrain train "
+                "run.init_from=DIR"
             )
         chosen.append(str(override.input_line))
     search = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
@@ -288,22 +285,6 @@ def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]
         example = found[-1].parent if found else "outputs/demo"
         raise UsageError(f"run.dir must be given: python -m drafttrain {command} run.dir={example}")
     return load_config(Path(str(named[-1])))
-
-
-def _offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: list[str]) -> None:
-    for group in groups:
-        # An evaluation without a run has no `trainer`, which no other command reads.
-        if group not in saved and group in sections:
-            raise UsageError(f"the config.yaml of run.dir has no section {group}")
-        ConfigStore.instance().store(group=group, name=SAVED, node=_complete(group, saved))
-
-
-def _complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a saved section with the keys that its choice has gained since the run was made."""
-    section = saved.get(group, {})
-    file = choices(group).get(str(section.get("name")))
-    now = yaml.safe_load(file.read_text()) if file else {}
-    return {**{key: value for key, value in now.items() if key != "defaults"}, **section}
 
 
 def _head(parsed: list[Override]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.adapting import changed_target, drafter_before
 from drafttrain.assemble import (
     check_fingerprint,
     drafter_to_evaluate,
@@ -31,6 +32,7 @@ from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
 from drafttrain.report import TimingInfo
+from drafttrain.report.adaptation import BEFORE
 from drafttrain.target.target import Target, load_target
 from drafttrain.terminal import console
 
@@ -84,13 +86,18 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     references = reference_drafters(settings, drafter, target, draft_dtype)
+    if settings.before and given.checkpoint is not None and isinstance(config, EvaluateConfig):
+        started = drafter_before(folder, config.drafter, drafter.spec)
+        if started is not None:
+            references[BEFORE] = started.to(device, draft_dtype)
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(how)
     template = config.data.template
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
-    lines = [widened] if widened else []
+    changed = changed_target(given.origin, given.fingerprint, target.spec)
+    lines = [line for line in (widened, changed) if line]
     size = sum(parameter.numel() for parameter in target.model.parameters())
     if size < SMALL_TARGET:
         lines.append(

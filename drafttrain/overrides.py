@@ -9,6 +9,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
+SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 
 
 class UsageError(ValueError):
@@ -69,3 +70,32 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
     if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
         added.append("eval.name=${drafter.name}")
     return [*parse("evaluate", added), *parsed]
+
+
+def start_of(parsed: list[Override]) -> Path | None:
+    """Return the folder that `train` is to start from, if it is given one."""
+    given = [o.value() for o in parsed if o.key_or_group == "run.init_from"]
+    if not given or given[-1] is None:
+        return None
+    folder = Path(str(given[-1])).expanduser()
+    if not folder.is_dir():
+        problem = "which is a file" if folder.exists() else "which does not exist"
+        raise UsageError(
+            "run.init_from must be the folder of a run, or a directory with config.json and "
+            f"weights that a serving engine loads, got {folder}, {problem}"
+        )
+    return folder
+
+
+def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) -> list[Override]:
+    """Let what stands in `folder` be what is trained, unless another choice is given.
+
+    sections: those that the folder of a run offers as `saved`; empty for a serving directory.
+    """
+    given = {override.key_or_group for override in parsed}
+    added = [f"{section}={SAVED}" for section in sections if section not in given]
+    if "drafter" not in given and "drafter=saved" not in added:
+        added += [f"drafter={ADMITTED}", f"drafter.path={quoted(str(folder))}"]
+    if "run.name" not in given:
+        added.append(f"run.name={quoted(folder.resolve().name + '-adapted')}")
+    return [*parse("train", added), *parsed]

@@ -41,6 +41,7 @@ class RunConfig:
     name: str
     dir: str
     resume: bool
+    init_from: str | None
     seed: int
 
     def __post_init__(self) -> None:

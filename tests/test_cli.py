@@ -97,7 +97,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
         (
             "train drafter=admitted",
-            "drafter=admitted is for evaluate, it was trained elsewhere: python -m drafttrain eva",
+            "drafter=admitted was trained elsewhere: measure it, python -m drafttrain eva",
         ),
         ("train drafter.path=x", "drafter=eagle3 has no key path; keys: name, "),
         ("evaluate drafter=admitted", "drafter.path must be given, as in drafter.path=VALUE"),

@@ -24,7 +24,9 @@ FLOORS = {
         "compare", "evaluation", "export", "regenerate", "train", "validate", "witness",
     ],
     "4, what was typed": ["overrides"],
+    "4, what can be chosen": ["choices"],
     "4, configuration": ["assemble", "config"],
+    "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring"],
     "4, beside vLLM": ["witnessing"],
     "5, assembly": ["commands", "help"],
@@ -34,7 +36,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"__main__", "config", "overrides"},
+    "hydra": {"__main__", "choices", "config", "overrides"},
     "omegaconf": {"__main__", "config"},
     "deepspeed": {"engine"},
     "wandb": {"tracker"},

@@ -50,8 +50,8 @@ class AdmittedConfig(DrafterConfig):
     def build(self, spec: TargetSpec) -> Drafter:
         """Refuse: what it is stands in its files; see `admit`."""
         raise ValueError(
-            f"drafter={self.name} was trained elsewhere and is for evaluate: "
-            f"python -m drafttrain evaluate drafter.path={self.path}"
+            f"drafter={self.name} was trained elsewhere: measure it, python -m drafttrain evaluate "
+            f"drafter.path={self.path}, or train it further, run.init_from={self.path}"
         )
 
 
@@ -63,6 +63,12 @@ class Admitted:
     recognised: Recognised
     notes: tuple[str, ...]
     origin: str  # where it lies, and the fingerprint of its files
+    target_fingerprint: str | None = None  # of the target it was trained on, if it is recorded
+
+    @property
+    def family(self) -> str:
+        """The entry of conf/drafter that it is one of."""
+        return FAMILIES[self.recognised.kind]
 
     def lines(self) -> list[str]:
         """Return what to tell the user."""
@@ -113,7 +119,9 @@ def admit(
     drafter.to_empty(device="cpu")
     drafter.load_weights(tensors)
     notes = [*reading.notes, *notes, *_origin(folder.config)]
-    return Admitted(drafter.eval(), recognised, tuple(notes), origin)
+    target = folder.config.get("target_fingerprint")
+    known = target if isinstance(target, str) else None
+    return Admitted(drafter.eval(), recognised, tuple(notes), origin, known)
 
 
 def _read(

@@ -14,6 +14,7 @@ from drafttrain.evaluation.measure import PLAIN
 from drafttrain.measuring import set_up
 from drafttrain.report import (
     Report,
+    adaptation_table,
     summary_table,
     witness_table,
     write_report,
@@ -62,6 +63,9 @@ def evaluate(config: EvaluateConfig) -> None:
     for journal in journals:
         journal.finish()
     console.print(summary_table(report))
+    if report["adaptation"] is not None:
+        console.print(rich_table(adaptation_table(report["adaptation"])))
+        console.print(report["adaptation"]["statement"])
     if report["vllm"] is not None:
         console.print(rich_table(witness_table(report["vllm"])))
     if report["certificate"] is not None:

@@ -3,12 +3,13 @@
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from drafttrain import __version__
+from drafttrain.adapting import coverage, keep_start, starting_point, what_is_started_from
 from drafttrain.assemble import (
     describe_drafter,
     describe_target,
@@ -42,6 +43,9 @@ from drafttrain.validate import Validation
 
 def train(config: TrainConfig) -> None:
     """Train a drafter on what the target says, from data to the best checkpoint."""
+    start = starting_point(config)
+    if start is not None:
+        config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
     if not config.drafter.trainable:
         raise ValueError(
@@ -63,14 +67,21 @@ def train(config: TrainConfig) -> None:
     started = time.monotonic()
     target = load_target(config.model, dtype, str(ranks.device))
     say(describe_target(target, started))
-    drafter = config.drafter.build(target.spec)
-    drafter.initialise(target.model, target.tokenizer)
+    if start is None:
+        drafter = config.drafter.build(target.spec)
+        drafter.initialise(target.model, target.tokenizer)
+    else:
+        drafter = start.drafter
+        for line in what_is_started_from(start, target.spec):
+            say(line)
     samples, skipped = load_samples(config.data, target, ranks)
     for line in skipped.lines():
         say(line)
     samples, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
-    drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
-    say(describe_drafter(drafter))
+    counts = token_counts(samples, target.spec.vocab_size)
+    if start is None:
+        drafter.prepare(counts, target.readout)
+    say(describe_drafter(drafter) + ("" if start is None else coverage(drafter, counts)))
     trainer = config.trainer
     engine = build_engine(
         drafter,
@@ -114,6 +125,9 @@ def train(config: TrainConfig) -> None:
             "target": asdict(target.spec),
             "data": skipped.to_dict(),
         }
+        if start is not None:
+            record["start"] = {"origin": start.origin, "target_fingerprint": start.fingerprint}
+            keep_start(folder, start)
         (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
         append_log(folder, said)
     tracker = open_tracker(

@@ -47,6 +47,7 @@ class EvalConfig:
     lossless_prompts: int
     certify: bool
     resamples: int
+    before: bool
     two_model: str | None
     tuned: bool
     engine: str

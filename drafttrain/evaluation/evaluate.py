@@ -34,7 +34,9 @@ from drafttrain.report import (
     certificate_rows,
     sweep_point,
     sweep_table,
+    with_adaptation,
 )
+from drafttrain.report.statistics import Resampling
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
 from drafttrain.types import PromptResult, Sampling
@@ -162,6 +164,7 @@ def evaluate_drafter(
         memory=extra_memory(parts.target, timed),
         **report_settings,
     )
+    report = with_adaptation(report, Resampling(config.resamples, seed))
     return report, base, journals
 
 

@@ -94,6 +94,8 @@ def export_vllm(
     dtype = drafter.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
     settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    # Engines pass over it; whoever loads it here again is told when the target has changed.
+    settings["target_fingerprint"] = drafter.spec.fingerprint
     layout.check(settings, tensors, drafter.spec, drafter.captures)
     model = config.push or str(folder)
     commands = serve_commands(method, target, model, config.num_speculative_tokens)

@@ -1,5 +1,6 @@
 """The report: statistics with definitions and intervals, as JSON, Markdown, HTML and a table."""
 
+from drafttrain.report.adaptation import adaptation_table, with_adaptation
 from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_report
 from drafttrain.report.certificate import Check, certificate, certificate_rows
 from drafttrain.report.sweep import sweep_point, sweep_table
@@ -16,12 +17,14 @@ __all__ = [
     "Table",
     "TimingInfo",
     "VerdictSettings",
+    "adaptation_table",
     "build_report",
     "certificate",
     "certificate_rows",
     "summary_table",
     "sweep_point",
     "sweep_table",
+    "with_adaptation",
     "with_witness",
     "witness_table",
     "write_report",
