@@ -11,10 +11,12 @@ import torch
 
 from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
+from drafttrain.capture.asked import refuse_without_store
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
+from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
@@ -23,6 +25,7 @@ from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
 from drafttrain.target.describe import describe
+from drafttrain.target.store import FeaturesConfig, StoredFeaturesConfig, StoredTarget
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Sample, TargetSpec
 
@@ -41,6 +44,54 @@ def load_samples(
     conversations, unread = read(config)
     samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
     return samples, unread + unfit
+
+
+def open_features(
+    features: FeaturesConfig,
+    model: ModelConfig,
+    drafter: DrafterConfig,
+    fresh: bool,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> tuple[StoredTarget | None, Target | None]:
+    """Return the store of features, if they are stored, and the target, if it is to be loaded.
+
+    Online features come from the target; with features.validate=false only the store is there.
+    ValueError where a store is of another target, or cannot train the drafter: before the target
+    is loaded, which takes its time. fresh: whether the drafter has no weights yet.
+    """
+    if not isinstance(features, StoredFeaturesConfig):
+        return None, load_target(model, dtype, str(ranks.device))
+    assert features.dir is not None
+    store = StoredTarget(Path(features.dir), dtype, ranks.device, features.checksums)
+    if store.spec.name != model.label:
+        raise ValueError(
+            f"model must be {store.spec.name}, of which features.dir={features.dir} is, got "
+            f"{model.label}; give that, or capture features of this one"
+        )
+    shape = shape_of(drafter, store.spec)
+    refuse_without_store(shape)
+    store.require(drafter.name, shape.captures, shape.reach)
+    if not features.validate:
+        if fresh and shape.begins_from_target:
+            raise ValueError(
+                f"features.validate must be true for drafter={drafter.name} with drafter.path or "
+                "drafter.layers, got false: its first weights need the target, which is not loaded"
+            )
+        return store, None
+    target = load_target(model, dtype, str(ranks.device))
+    template = template_fingerprint(target.tokenizer)
+    store.check_target(target.spec.fingerprint, template, model.origin)
+    return store, target
+
+
+def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
+    """Return a drafter to ask what it reads, as far as possible without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return config.build(spec)
+    except RuntimeError:  # a language model tries itself out when it is built, and needs numbers
+        return config.build(spec)
 
 
 def recorded_spec(run: Path) -> TargetSpec:

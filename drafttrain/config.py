@@ -27,6 +27,7 @@ from drafttrain.overrides import (
 from drafttrain.run import CONFIG, RunConfig, load_config
 
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
+    from drafttrain.capture.asked import StoreConfig
     from drafttrain.compare import CompareConfig as ComparisonConfig
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.export import ExportConfig as FormatConfig
     from drafttrain.hardware import HardwareConfig
     from drafttrain.pretrained import ModelConfig
+    from drafttrain.target.store import FeaturesConfig
     from drafttrain.tracker import TrackerConfig
     from drafttrain.train import TrainerConfig
 
@@ -44,6 +46,8 @@ SECTIONS = {
     "run": "drafttrain.run.RunConfig",
     "model": "drafttrain.pretrained.ModelConfig",
     "data": "drafttrain.data.conversations.DataConfig",
+    "features": "drafttrain.target.store.FeaturesConfig",
+    "store": "drafttrain.capture.asked.StoreConfig",
     "drafter": "drafttrain.drafters.base.DrafterConfig",
     "trainer": "drafttrain.train.TrainerConfig",
     "hardware": "drafttrain.hardware.HardwareConfig",
@@ -68,6 +72,7 @@ class TrainConfig:
     run: RunConfig
     model: "ModelConfig"
     data: "DataConfig"
+    features: "FeaturesConfig"
     drafter: "DrafterConfig"
     trainer: "TrainerConfig"
     hardware: "HardwareConfig"
@@ -123,14 +128,34 @@ class CompareConfig:
     tracker: "TrackerConfig"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """Everything `capture` is told: whose features, of which text, for which drafters."""
+
+    store: "StoreConfig"
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+
+
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "tune": TuneConfig,
     "compare": CompareConfig,
     "export": ExportConfig,
+    "capture": CaptureConfig,
 }
-Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig, CompareConfig, ExportConfig)
+Config = TypeVar(
+    "Config",
+    TrainConfig,
+    EvaluateConfig,
+    TuneConfig,
+    CompareConfig,
+    ExportConfig,
+    CaptureConfig,
+)
 
 
 def compose(command: str, overrides: Sequence[str], config_dir: Path | None = None) -> DictConfig:

@@ -37,6 +37,16 @@ MOST_USED = {
     ),
     "tune": ("run.dir", "tune.depths", "tune.batch_sizes", "tune.measure", "eval.prompts_per_task"),
     "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
+    "capture": (
+        "store.dir",
+        "store.drafters",
+        "store.layers",
+        "store.dtype",
+        "store.shard_mb",
+        "store.assistant_only",
+        "store.verify",
+        "hardware.micro_batch",
+    ),
 }
 EXAMPLES = {
     "train": (
@@ -44,6 +54,7 @@ EXAMPLES = {
         "train model=llama8b drafter=eagle model.path=/models/Llama-3.1-8B-Instruct",
         "train data=jsonl data.path=conversations.jsonl trainer.max_steps=2000",
         "train deepspeed=zero2 tracker=wandb",
+        "train features=stored features.dir=outputs/store drafter=medusa",
     ),
     "evaluate": (
         "evaluate run.dir=outputs/demo",
@@ -61,6 +72,11 @@ EXAMPLES = {
     "export": (
         "export run.dir=outputs/demo export=vllm export.dir=outputs/demo/vllm",
         "export run.dir=outputs/demo export.push=ada/tiny-eagle3 export.dry_run=true",
+    ),
+    "capture": (
+        "capture store.dir=outputs/store 'store.drafters=[eagle3,medusa]'",
+        "capture store.dir=outputs/store store.dtype=float8 data=jsonl data.path=talk.jsonl",
+        "capture store.dir=outputs/store store.verify=true",
     ),
 }
 CALL = "python -m drafttrain"

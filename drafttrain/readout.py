@@ -52,3 +52,19 @@ class Readout:
             self.logit_scale,
             self.soft_cap,
         )
+
+    def on(self, device: torch.device) -> "Readout":
+        """Return the readout with its tensors on `device`; tied tensors stay tied."""
+        if self.embedding.device == device:
+            return self
+        embedding = self.embedding.to(device)
+        tied = self.head is self.embedding
+        return Readout(
+            embedding,
+            embedding if tied else self.head.to(device),
+            None if self.norm is None else self.norm.to(device),
+            None if self.head_bias is None else self.head_bias.to(device),
+            self.embedding_scale,
+            self.logit_scale,
+            self.soft_cap,
+        )

@@ -11,13 +11,13 @@ from torch import Tensor
 from drafttrain.chance import Chance, SeededChance
 from drafttrain.checkpoint import Checkpoints, TrainState
 from drafttrain.data.batches import Batches, StepGroup
+from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine
 from drafttrain.optim import SCHEDULES, lr_at
-from drafttrain.target.target import Target
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
-from drafttrain.types import weighted_sum
+from drafttrain.types import FeatureSource, weighted_sum
 
 METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
 
@@ -107,25 +107,34 @@ class StepChance(TrainingChance):
 
 def train(
     engine: Engine,
-    target: Target,
-    batches: Batches,
+    target: FeatureSource,
+    batches: Batches | Prefetcher,
     checkpoints: Checkpoints,
     tracker: Tracker,
     config: TrainerConfig,
     validate: Callable[[], dict[str, float]],
     seed: int,
+    metric: str = METRIC,
 ) -> TrainState:
     """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
 
     Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
     batches, divided once by their number: the loss curve depends on neither. `validate` returns
-    metrics, METRIC among them, and runs on every rank. Raises NonFiniteError, with the step not
+    metrics, `metric` among them (the best checkpoint has the highest), and runs on every rank.
+    Raises NonFiniteError, with the step not
     taken, where the loss or the gradient is not finite.
     """
     state = checkpoints.resume(engine)
     if state is None:
-        state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, {})
+        about = {"metric": metric}
+        state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, about)
     else:
+        if (earlier := state.extra.get("metric", METRIC)) != metric:
+            raise ValueError(
+                f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
+                f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
+                "run.name=ANOTHER_NAME"
+            )
         if state.fingerprint != target.spec.fingerprint:
             raise ValueError(
                 f"a resumed run must have the target of its checkpoint, with fingerprint "
@@ -142,15 +151,17 @@ def train(
             if last or (state.step and state.step % config.validate_every == 0):
                 metrics = validate()
                 tracker.log(state.step, metrics)
-                improved = state.best_metric is None or metrics[METRIC] > state.best_metric
-                state = state.after_validation(metrics[METRIC])
+                improved = state.best_metric is None or metrics[metric] > state.best_metric
+                state = state.after_validation(metrics[metric])
                 meter.forget_time()
             if last or improved or (state.step and state.step % config.save_every == 0):
                 checkpoints.save(engine, state, best=improved)
                 meter.forget_time()
             if last:
                 return state
+            asked = time.monotonic()
             group = batches.next_group()
+            meter.waited(time.monotonic() - asked)
             lr = config.lr_at(state.step)
             grad_norm = optimizer_step(
                 engine, target, group, StepChance(seed, state.step), lr, meter
@@ -172,7 +183,7 @@ def train(
 
 def optimizer_step(
     engine: Engine,
-    target: Target,
+    target: FeatureSource,
     group: StepGroup,
     chance: TrainingChance,
     lr: float,
@@ -189,7 +200,10 @@ def optimizer_step(
         loss_tokens = int(engine.sum_over_ranks(own))
     denominator = max(loss_tokens, 1)
     for index, batch in enumerate(batches):
-        features = target.features(batch, drafter.captures)
+        if group.features:  # read ahead
+            features = group.features[index].to(engine.device)
+        else:
+            features = target.features(batch, drafter.captures)
         losses = engine.losses(batch, features, chance)
         engine.backward(weighted_sum(losses) / denominator, last=index == len(batches) - 1)
         for name, term in losses.items():
@@ -212,11 +226,15 @@ class Meter:
         self.judged: set[str] = set()  # terms that count correct choices
         self.loss_tokens = self.tokens = 0
         self.forget_time()
-        self.busy_s = 0.0
+        self.busy_s = self.wait_s = 0.0
 
     def forget_time(self) -> None:
         """Leave out of tokens/s what happened since the last step (validation, saving)."""
         self.since = time.monotonic()
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which the step's data was not there yet."""
+        self.wait_s += seconds
 
     def add(
         self,
@@ -260,5 +278,6 @@ class Meter:
         if uncovered:
             metrics["train/uncovered"] = uncovered / max(counted, 1)
         metrics["perf/tokens_per_s"] = self.tokens / max(self.busy_s, 1e-9)
+        metrics["perf/data_wait_share"] = self.wait_s / max(self.busy_s, 1e-9)
         self._reset()
         return metrics

@@ -17,6 +17,8 @@ from drafttrain.types import GREEDY, Counters, Sample
 class Validation:
     """Decodes the first prompt of held-out conversations greedily; every rank takes its share."""
 
+    metric = "val/acceptance_length"
+
     def __init__(
         self,
         target: Target,

@@ -38,6 +38,7 @@ MUST_GIVE = {
     "data=hub": "data.repo=owner/name",
     "eval=spec_bench": "eval.prompts=question.jsonl",
     "drafter=admitted": "drafter.path=eagle3",
+    "features=stored": "features.dir=store",
 }
 
 
@@ -223,7 +224,7 @@ def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path
 def test_each_command_asks_for_sections_it_knows() -> None:
     for command, schema in COMMANDS.items():
         # `trainer` stands in every primary file, because an entry of conf/model may choose it.
-        own = "compare" if command == "compare" else "run"
+        own = {"compare": "compare", "capture": "store"}.get(command, "run")
         unread = set() if command == "compare" else {"trainer"}
         assert {field.name for field in fields(schema)} | unread == set(command_groups(command)) | {
             own
@@ -241,6 +242,7 @@ def test_most_used_keys_and_examples_exist(tmp_path: Path, monkeypatch: pytest.M
     write_config(saved, tmp_path / "outputs" / "demo" / "config.yaml")
     for command, keys in MOST_USED.items():
         base = ["run.dir=outputs/demo"] if "run" in command_groups(command) else []
+        base += ["store.dir=outputs/store"] if command == "capture" else []
         config = compose(command, base)
         for key in keys:
             assert OmegaConf.select(config, key, default="absent") != "absent", key

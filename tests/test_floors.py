@@ -21,7 +21,8 @@ FLOORS = {
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [
-        "compare", "evaluation", "export", "regenerate", "train", "validate", "witness",
+        "capture", "compare", "evaluation", "export", "regenerate", "teacher_forced", "train",
+        "validate", "witness",
     ],
     "4, what was typed": ["overrides"],
     "4, what can be chosen": ["choices"],

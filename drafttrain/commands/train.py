@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from drafttrain.assemble import (
     describe_drafter,
     describe_target,
     load_samples,
+    open_features,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.config import (
@@ -21,6 +23,8 @@ from drafttrain.config import (
 )
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
+from drafttrain.data.prefetch import Prefetcher
+from drafttrain.data.skips import SkipReport
 from drafttrain.engine import build_engine
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
 from drafttrain.ranks import join_ranks
@@ -33,10 +37,9 @@ from drafttrain.run import (
     provenance,
     write_config,
 )
-from drafttrain.target.target import load_target
+from drafttrain.teacher_forced import TeacherForced
 from drafttrain.terminal import console
 from drafttrain.tracker import open_tracker
-from drafttrain.train import METRIC
 from drafttrain.train import train as run_training
 from drafttrain.validate import Validation
 
@@ -65,22 +68,33 @@ def train(config: TrainConfig) -> None:
         say(line)
     torch.manual_seed(config.run.seed)
     started = time.monotonic()
-    target = load_target(config.model, dtype, str(ranks.device))
-    say(describe_target(target, started))
-    if start is None:
-        drafter = config.drafter.build(target.spec)
-        drafter.initialise(target.model, target.tokenizer)
-    else:
+    store, target = open_features(
+        config.features, config.model, config.drafter, start is None, dtype, ranks
+    )
+    source = store or target  # of features; training does not know which
+    assert source is not None
+    if target is not None:
+        say(describe_target(target, started))
+    if start is not None:
         drafter = start.drafter
-        for line in what_is_started_from(start, target.spec):
+        for line in what_is_started_from(start, source.spec):
             say(line)
-    samples, skipped = load_samples(config.data, target, ranks)
+    else:
+        drafter = config.drafter.build(source.spec)
+        if target is not None:
+            drafter.initialise(target.model, target.tokenizer)
+    if store is not None:
+        say(f"{store.manifest.summary()}; no other data is read")
+        samples, skipped = store.samples, SkipReport(len(store.samples))
+    else:
+        assert target is not None
+        samples, skipped = load_samples(config.data, target, ranks)
     for line in skipped.lines():
         say(line)
     samples, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
-    counts = token_counts(samples, target.spec.vocab_size)
+    counts = token_counts(samples, source.spec.vocab_size)
     if start is None:
-        drafter.prepare(counts, target.readout)
+        drafter.prepare(counts, source.readout)
     say(describe_drafter(drafter) + ("" if start is None else coverage(drafter, counts)))
     trainer = config.trainer
     engine = build_engine(
@@ -106,15 +120,26 @@ def train(config: TrainConfig) -> None:
         f"data: {len(samples):,} conversations of {num_tokens:,} tokens, "
         f"{batches.steps_in_epoch:,} steps an epoch; {len(held_out)} held out"
     )
-    validation = Validation(
-        target,
-        engine,
-        held_out,
-        num_prompts=trainer.validation_prompts,
-        depth=config.eval.depth,
-        max_new_tokens=trainer.validation_tokens,
-        draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
-    )
+    validation: Validation | TeacherForced
+    if target is None:
+        assert store is not None
+        validation = TeacherForced(
+            store,
+            engine,
+            held_out,
+            num_conversations=trainer.validation_prompts,
+            micro_batch=config.hardware.micro_batch,
+        )
+    else:
+        validation = Validation(
+            target,
+            engine,
+            held_out,
+            num_prompts=trainer.validation_prompts,
+            depth=config.eval.depth,
+            max_new_tokens=trainer.validation_tokens,
+            draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
+        )
     folder = Path(config.run.dir)
     checkpoints = Checkpoints(folder / CHECKPOINTS, trainer.keep_checkpoints)
     latest = checkpoints.latest()
@@ -122,8 +147,9 @@ def train(config: TrainConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
         record = provenance(sys.argv[1:]) | {
-            "target": asdict(target.spec),
+            "target": asdict(source.spec),
             "data": skipped.to_dict(),
+            "features": store.manifest.settings if store else {},
         }
         if start is not None:
             record["start"] = {"origin": start.origin, "target_fingerprint": start.fingerprint}
@@ -137,17 +163,27 @@ def train(config: TrainConfig) -> None:
         resume_step=None if latest is None else load_state(latest).step,
         is_main=engine.is_main,
     )
+    read_ahead = partial(store.read, captures=drafter.captures) if store else None
     try:
-        run_training(
-            engine, target, batches, checkpoints, tracker, trainer, validation, config.run.seed
-        )
+        with Prefetcher(batches, config.features.prefetch, read_ahead) as steps:
+            run_training(
+                engine,
+                source,
+                steps,
+                checkpoints,
+                tracker,
+                trainer,
+                validation,
+                config.run.seed,
+                validation.metric,
+            )
         tracker.table("validation", *validation.table())
     finally:
         tracker.finish()
     best = checkpoints.best()
     if best is not None:
-        metric = load_state(best).best_metric
-        say(f"best checkpoint: {best} ({METRIC} {metric:.3f} at depth {validation.depth})")
+        metric = f"{validation.metric} {load_state(best).best_metric:.3f}"
+        say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
     say(f"next: python -m drafttrain evaluate run.dir={folder}")
     if engine.is_main:
         append_log(folder, said)
@@ -158,7 +194,8 @@ def intentions(config: TrainConfig) -> list[str]:
     model, trainer, hardware = config.model, config.trainer, config.hardware
     return [
         f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
-        f"  data={config.data.name}  steps={trainer.max_steps:,} of {trainer.tokens_per_step:,} "
-        f"tokens  lr={trainer.lr:g}  hardware={hardware.name}  deepspeed={config.deepspeed.name}",
+        f"  data={config.data.name}  features={config.features.name}  "
+        f"steps={trainer.max_steps:,} of {trainer.tokens_per_step:,} tokens  lr={trainer.lr:g}  "
+        f"hardware={hardware.name}  deepspeed={config.deepspeed.name}",
         f"  run folder: {config.run.dir}",
     ]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from drafttrain.types import PAD_DOCUMENT, Batch, Sample
+from drafttrain.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class StepGroup:
     batches: list[Batch]
     loss_tokens: int  # loss-mask positions of the whole step: the denominator of its loss
     tokens: int
+    features: tuple[TargetFeatures, ...] = ()  # of each micro batch, where they were read ahead
 
 
 class Batches:

@@ -1,5 +1,6 @@
 """Where the assistant's words stand in a rendered chat template: offsets, whatever the template."""
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -47,6 +48,11 @@ def require_template(tokenizer: Any) -> None:
             f" {tokenizer.name_or_path or 'this one'} has none; set data.template=none to train on"
             ' plain text ({"text": ...} records)'
         )
+
+
+def template_fingerprint(tokenizer: Any) -> str:
+    """Return a hash of the chat template: what stored conversations are bound to."""
+    return hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()[:32]
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:

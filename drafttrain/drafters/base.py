@@ -100,6 +100,19 @@ class Drafter(nn.Module, ABC):
         """How long a text it can draft for; None: as long as the target's context."""
         return None
 
+    @property
+    def reach(self) -> int | None:
+        """How many positions before a trained token its loss reads features; None: all before it.
+
+        A store may then leave out the others (store.assistant_only).
+        """
+        return None
+
+    @property
+    def begins_from_target(self) -> bool:
+        """Whether `initialise` needs the target's own model and tokenizer."""
+        return False
+
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Take weights from elsewhere, once, before `prepare`: the target's own model is at hand.
 

@@ -124,6 +124,11 @@ class Medusa(Drafter):
         heads = self.config.num_heads
         return Capabilities(trainable=True, branches=False, max_depth=heads, unroll=heads)
 
+    @property
+    def reach(self) -> int:
+        """Head k reads k + 2 positions before its token; no position reads another."""
+        return self.config.num_heads + 1
+
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Start every head as the target's own: with zero blocks, head k predicts token t + 1."""
         for head in self.lm_heads:

@@ -127,6 +127,16 @@ class SmallLM(CausalDrafter):
             self._adopt(_from_settings(self._fresh_settings()))
 
     @property
+    def reach(self) -> int:
+        """Of the target it reads the law of each trained token, which stands one before it."""
+        return 1
+
+    @property
+    def begins_from_target(self) -> bool:
+        """Whether its first weights, or its tokens, are checked against the target's."""
+        return self.config.path is not None or self.config.layers is not None
+
+    @property
     def rewrites(self) -> bool:
         """Whether some of the text that it trains on is its own."""
         return self.config.on_policy > 0

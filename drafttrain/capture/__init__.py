@@ -1,0 +1,1 @@
+"""The capture worker: conversations x target -> a store of features."""

@@ -1,0 +1,92 @@
+"""What a store is asked to hold: what the drafters read that it is for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drafttrain.drafters.base import Drafter
+from drafttrain.target.shards import STORED
+
+SMALLEST_SHARD_MB = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """What a store holds, and in what form."""
+
+    dir: str
+    drafters: list[str] | None
+    layers: list[int] | None
+    final_hidden: bool
+    dtype: str
+    shard_mb: float
+    assistant_only: bool
+    verify: bool
+
+    def __post_init__(self) -> None:
+        if not self.dir:
+            raise ValueError("store.dir must name a folder, got nothing")
+        if self.dtype not in STORED:
+            raise ValueError(f"store.dtype must be one of {', '.join(STORED)}, got {self.dtype}")
+        if not SMALLEST_SHARD_MB <= self.shard_mb <= 1e6:
+            raise ValueError(
+                f"store.shard_mb must be in [{SMALLEST_SHARD_MB}, 1e6], got {self.shard_mb}"
+            )
+        if self.drafters is not None and not self.drafters:
+            raise ValueError(
+                "store.drafters must name drafters, as in [eagle3,medusa], got none; null takes "
+                "the one of drafter=..."
+            )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of the target is kept: layers, and how far before a trained token (None: all)."""
+
+    layers: tuple[int, ...]
+    reach: int | None
+
+
+def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> Asked:
+    """Return what drafters read; ValueError for those that no store can serve, by name."""
+    for drafter in drafters:
+        refuse_without_store(drafter)
+    layers = sorted({layer for drafter in drafters for layer in drafter.captures})
+    if config.layers is not None:
+        spec = drafters[0].spec
+        layers = sorted(set(config.layers))
+        wrong = [layer for layer in layers if not 0 <= layer <= spec.num_layers]
+        if wrong:
+            raise ValueError(
+                f"store.layers must be in 0..{spec.num_layers} for model={spec.name}, got {wrong}"
+            )
+    if not layers and not config.final_hidden:
+        raise ValueError(
+            "store.final_hidden must be true where no layer is captured, got false: nothing would "
+            "be stored"
+        )
+    if not config.assistant_only:
+        return Asked(tuple(layers), None)
+    reach = 1
+    for drafter in drafters:
+        if drafter.reach is None:
+            raise ValueError(
+                f"store.assistant_only must be false for drafter={drafter.config.name}, which "
+                "attends to the whole conversation, got true; it suits drafters that read single "
+                "positions: medusa, small_lm"
+            )
+        reach = max(reach, drafter.reach)
+    return Asked(tuple(layers), reach)
+
+
+def refuse_without_store(drafter: Drafter) -> None:
+    """Raise ValueError for a drafter that no stored features can train."""
+    if not drafter.capabilities.trainable:
+        raise ValueError(
+            f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
+            "another drafter"
+        )
+    if drafter.rewrites:
+        raise ValueError(
+            f"drafter={drafter.config.name} trains on words of its own, which no store has "
+            "features of; use features=online, or drafter.on_policy=0"
+        )

@@ -1,0 +1,58 @@
+"""Features on the disk, for many runs and several drafters."""
+
+import sys
+import time
+from pathlib import Path
+
+from drafttrain import __version__
+from drafttrain.assemble import describe_target, load_samples, shape_of
+from drafttrain.capture.asked import asked_by
+from drafttrain.capture.capture import capture as write_store
+from drafttrain.config import CaptureConfig, load_choice
+from drafttrain.data.template import template_fingerprint
+from drafttrain.hardware import choose_device, choose_train_dtype
+from drafttrain.ranks import join_ranks
+from drafttrain.run import provenance
+from drafttrain.target.target import load_target
+from drafttrain.terminal import console
+
+
+def capture(config: CaptureConfig) -> None:
+    """Write what drafters read of the target to store.dir, once; go on where a capture stopped."""
+    ranks = join_ranks(choose_device(config.hardware))
+    dtype = choose_train_dtype(config.hardware, ranks.device)
+
+    def say(line: str) -> None:
+        if ranks.is_main:
+            console.print(line)
+
+    folder, names = Path(config.store.dir), config.store.drafters
+    drafters = [load_choice("drafter", name) for name in names] if names else [config.drafter]
+    say(
+        f"drafttrain {__version__}: capture for {', '.join(d.name for d in drafters)} from "
+        f"{config.model.name} ({config.model.origin})"
+    )
+    say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
+    started = time.monotonic()
+    target = load_target(config.model, dtype, str(ranks.device))
+    say(describe_target(target, started))
+    asked = asked_by([shape_of(drafter, target.spec) for drafter in drafters], config.store)
+    samples, skipped = load_samples(config.data, target, ranks)
+    for line in skipped.lines():
+        say(line)
+    manifest = write_store(
+        target,
+        samples,
+        asked,
+        config.store,
+        template=template_fingerprint(target.tokenizer),
+        record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
+        micro_batch=config.hardware.micro_batch,
+        ranks=ranks,
+        say=say,
+    )
+    say(manifest.summary())
+    say(
+        f"next: python -m drafttrain train features=stored features.dir={folder} "
+        f"drafter={drafters[0].name}"
+    )
