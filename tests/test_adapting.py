@@ -1,4 +1,4 @@
-"""Training that starts from a drafter that is there: from a run, from an export, on another target."""
+"""Training that starts from a run or an export, also on another target."""
 
 import json
 import shutil
