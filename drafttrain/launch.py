@@ -28,9 +28,11 @@ from drafttrain.run import CHECKPOINTS
 from drafttrain.terminal import console
 
 # Ranks that were asked to end (SIGTERM) have so long to save; torch's own variable overrides it.
-GRACE_S = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
-INTERRUPTED_S = 10  # after Ctrl-C: to put the terminal right, not to save
-LOST_S = 3  # when a rank has died: a collective over NCCL does not notice, and would wait for long
+GRACE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
+INTERRUPTED_S = 10.0  # after Ctrl-C: to put the terminal right, not to save
+LOST_S = (
+    3.0  # when a rank has died: a collective over NCCL does not notice, and would wait for long
+)
 ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; not a failure
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 QUOTED = 300  # characters of a dead rank's last line
@@ -84,13 +86,18 @@ def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = hardware.threads or max(1, (cores or 1) // count)
     console.print(f"{count} ranks on this machine, {threads} CPU threads each")
+    return start(["-m", "drafttrain", *arguments], count, threads, folder)
+
+
+def start(arguments: Sequence[str], count: int, threads: int, folder: Path) -> int:
+    """Run this Python interpreter as `count` ranks of one machine until all end; see `launch`."""
     settings = {
         LAUNCHER: str(os.getpid()),
         # On purpose, and before any library reads it: else each rank would take every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
     with tempfile.TemporaryDirectory(prefix="drafttrain_ranks_") as logs, _as_launcher(settings):
-        agent = _Agent(["-m", "drafttrain", *arguments], count, logs)
+        agent = _Agent(list(arguments), count, logs)
         try:
             agent.run()
         except SignalException as stop:
@@ -99,7 +106,7 @@ def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> 
                 raise KeyboardInterrupt from stop
             return _tell_stopped(agent, stop.sigval, count, folder)
         finally:
-            agent.rendezvous.shutdown()
+            agent.release()
         if not agent.ended:
             return 0
         _show_cursor()
@@ -164,6 +171,14 @@ class _Agent(LocalElasticAgent):
         """Return the file with a rank's stderr, if it has one and there is something in it."""
         file = self._processes.stderrs.get(rank)
         return Path(file) if file and os.path.getsize(file) else None
+
+    def release(self) -> None:
+        """Give back the port and the files; torch leaves these to the garbage collector."""
+        self.rendezvous.shutdown()
+        if self._pcontext is not None:
+            for handler in self._processes.subprocess_handlers.values():
+                for file in filter(None, (handler._stdout, handler._stderr)):
+                    file.close()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._notice()
@@ -242,7 +257,7 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
     codes = agent.exit_codes()
     if agent.killed:
         _say(
-            f"error: {len(agent.killed)} of {count} ranks did not end within {GRACE_S} s of "
+            f"error: {len(agent.killed)} of {count} ranks did not end within {GRACE_S:g} s of "
             f"{stop.name} and were killed{_how_to_go_on(folder)}; "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
         )
@@ -278,18 +293,15 @@ def _as_launcher(settings: Mapping[str, str]) -> Iterator[None]:
     """Give the ranks their environment, keep torch's launcher quiet, and undo both at the end."""
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    log = logging.getLogger("torch.distributed")
-    silence, propagates = logging.NullHandler(), log.propagate
+    disabled = logging.root.manager.disable
     os.environ.update(settings)
-    log.addHandler(silence)
-    log.propagate = False
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        log.propagate = propagates
-        log.removeHandler(silence)
+        logging.disable(disabled)
         os.environ.clear()
         os.environ.update(before)
 
