@@ -2,7 +2,10 @@
 
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import drafttrain.__main__ as cli
 from drafttrain.config import load_choice
 from drafttrain.hardware import HardwareConfig
 from drafttrain.launch import ranks_to_start, start
@@ -63,6 +67,21 @@ def test_what_cannot_be_started_is_said() -> None:
         ranks_to_start(hardware(ranks=2, device="cpu"), STARTED, 0)
     assert ranks_to_start(hardware(ranks=4, device="cpu"), STARTED, 0) == 1
     assert ranks_to_start(hardware(ranks=8), {"RANK": "0", "WORLD_SIZE": "8"}, 8) == 1
+
+
+def test_a_launcher_that_hardware_ranks_contradicts_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for key, value in (STARTED | {"RANK": "0"}).items():
+        monkeypatch.setenv(key, value)
+    for expected in (1, 0):  # the second rank to find it says nothing
+        assert cli.main(["train", "hardware=cpu", "hardware.ranks=2"]) == 1
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert said.err.count("error: hardware.ranks must be auto, or 4 as the") == expected
+        assert said.err.count("\n") == expected
 
 
 def test_every_launcher_looks_like_torchrun() -> None:
@@ -266,3 +285,62 @@ def test_ctrl_c_ends_all_once(ranks: Any, capfd: pytest.CaptureFixture[str]) -> 
     threading.Thread(target=send, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         ranks("sys.excepthook = lambda *_: 0\n" + DIES)
+
+
+@pytest.fixture
+def script(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that prints a batch script and has bash read it."""
+
+    def write(*arguments: str) -> str:
+        assert cli.main(["train", "data=jsonl", *arguments]) == 0
+        text = capsys.readouterr().out
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        if shutil.which("shellcheck"):
+            subprocess.run(["shellcheck", "-"], input=text, text=True, check=True)
+        return text
+
+    return write
+
+
+def test_slurms_script_holds_the_call_and_what_sbatch_is_told(script: Any) -> None:
+    text = script(
+        "hardware=h100x8", "data.path=it's here/x y", "--slurm=nodes=2,exclusive,time=1:0:0"
+    )
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    told = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")]
+    assert {"nodes=2", "time=1:0:0", "exclusive", "gpus-per-node=8", "requeue"} <= set(told)
+    assert "job-name=eagle3-tiny" in told
+    assert sum(option.startswith(("nodes", "time")) for option in told) == 2
+    assert "--nproc-per-node 8" in text
+    call = text[text.index("-m drafttrain") : text.index(" &\n")].replace("\\\n", " ")
+    assert shlex.split(call) == [
+        *("-m", "drafttrain", "train", "data=jsonl", "hardware=h100x8", "data.path=it's here/x y"),
+        "run.resume=true",
+    ]
+
+
+def test_slurms_script_starts_a_rank_for_every_gpu_of_a_node(script: Any) -> None:
+    path = "data.path=x"
+    assert "--nproc-per-node 8" in script(path, "--slurm")
+    assert "--nproc-per-node 4" in script(path, "--slurm=gpus-per-node=h100:4")
+    text = script(path, "hardware=cpu", "hardware.ranks=2", "run.resume=false", "--slurm")
+    assert "--nproc-per-node 2" in text
+    assert "gpus" not in text
+    assert "run.resume=true" not in text.split("-m drafttrain")[1]
+
+
+def test_slurm_is_for_what_ranks_do_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "drafter=ngram", "--slurm"]) == 2
+    assert capsys.readouterr().err == "error: --slurm is for train, got evaluate\n"
+    for wrong in ("2 nodes", "nodes=2 time=3", "$(reboot)"):
+        assert cli.main(["train", f"--slurm={wrong}"]) == 2
+        assert capsys.readouterr().err.startswith("error: --slurm must be options of sbatch such")
+
+
+def test_help_explains_ranks_and_the_batch_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "--slurm[=KEY=VALUE,...]" in capsys.readouterr().out
+    assert cli.main(["train", "--help", "hardware"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "auto (one per GPU, one on a CPU), or a number. Plain python starts them;" in said
