@@ -137,6 +137,7 @@ import os, pathlib, signal, sys, time
 from drafttrain.launched import is_ours, leave_word
 rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 assert is_ours()
+signal.alarm(90)
 pathlib.Path(f"up{rank}").touch()
 while not all(pathlib.Path(f"up{i}").exists() for i in range(count)): time.sleep(0.01)
 """
@@ -170,7 +171,7 @@ def test_ranks_that_all_end_well_are_silent(ranks: Any, monkeypatch: pytest.Monk
     assert ranks(code)[:2] == (0, "")
 
 
-STAYS = "\nelse: time.sleep(60)"
+STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
 
 @pytest.mark.parametrize(

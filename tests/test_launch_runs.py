@@ -150,7 +150,8 @@ def test_a_rank_that_is_killed_ends_all_within_seconds(place: Path) -> None:
 
 def test_ranks_do_not_outlive_their_launcher(place: Path) -> None:
     command = [*PYTHON, *arguments("run", "hardware.ranks=2", *LONG)]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+    # Not into a pipe: whoever writes to one that nobody reads dies of that.
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         until(lambda: steps("run") > 1, process)
         ranks = ranks_of(process)
         process.kill()
