@@ -15,12 +15,21 @@ from omegaconf import OmegaConf
 
 from drafttrain import __version__
 from drafttrain.config import COMMANDS, UsageError, command_groups, compose, did_you_mean, typed
+from drafttrain.launched import (
+    TOGETHER,
+    end,
+    is_consequence,
+    is_ours,
+    leave_word,
+    rank,
+    settle,
+    speaks_first,
+)
 from drafttrain.run import CHECKPOINTS
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
-RANK = os.environ.get("RANK", "0")  # torchrun sets it
 PLACES = {"compare": "compare", "capture": "store"}  # the section with the folder, if not `run`
-OPTIONS = ("--help", "--config", "--config-dir", "--version")
+OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
 @dataclass
@@ -32,6 +41,7 @@ class Request:
     help: bool = False
     show_config: bool = False
     version: bool = False
+    slurm: str | None = None  # options of sbatch, KEY=VALUE,...
     config_dir: Path | None = None
 
 
@@ -46,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = command = None
     failed = 2
     try:
+        settle()
         request = read(arguments)
         if request.version or request.help or request.command is None:
             print(__version__ if request.version else _help(request))
@@ -57,7 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         loaded: Any = typed(config, COMMANDS[request.command])
         place = getattr(loaded, PLACES.get(request.command, "run"))
+        if request.slurm is not None:
+            print(_slurm_script(request, loaded), end="")
+            return 0
         folder, failed = Path(place.dir), 1
+        if command in TOGETHER:
+            from drafttrain.launch import launch
+
+            code = launch(loaded.hardware, arguments, folder)
+            if code is not None:
+                return code
         module = importlib.import_module(f"drafttrain.commands.{request.command}")
         getattr(module, request.command)(loaded)
         return 0
@@ -70,16 +90,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             how = "; the same command goes on from what it measured"
         elif command == "capture":
             how = "; the same command goes on where it stopped"
-        _say(f"interrupted{how}")
+        if rank() == 0 and not is_ours():  # else the launching process says so
+            _say(f"interrupted{how}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        if os.environ.get(DEBUG) == "1":
+        debug = os.environ.get(DEBUG) == "1"
+        if debug and not is_ours():
             raise
-        if failed == 1 or RANK == "0":  # every rank finds the same mistake in what was typed
-            _say(f"error: {_explain(error, folder, arguments)}")
+        text = traceback.format_exc() if debug else _explain(error, folder, arguments)
+        if is_ours():
+            leave_word(text, failed, foreseen=_foreseen(error), consequence=is_consequence(error))
+        # Every rank finds the same mistake in what was typed.
+        elif rank() == 0 if failed == 2 else speaks_first():
+            _say(f"error: {text}")
         return failed
 
 
@@ -102,6 +128,8 @@ def read(arguments: Sequence[str]) -> Request:
             request.config_dir = Path(value if equals else next(rest, ""))
             if not request.config_dir.is_dir():
                 raise UsageError(f"--config-dir must name a folder, got {request.config_dir}")
+        elif name == "--slurm":
+            request.slurm = value
         elif text.startswith("-"):
             raise UsageError(
                 f"no option is called {name}{did_you_mean(name, OPTIONS)} "
@@ -149,7 +177,7 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
         return text
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
-    name = "error.log" if RANK == "0" else f"error_rank{RANK}.log"
+    name = f"error_rank{rank()}.log" if rank() else "error.log"
     log = folder / name if folder and folder.is_dir() else Path(f"drafttrain_{name}")
     with log.open("a") as file:
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -172,5 +200,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _slurm_script(request: Request, config: Any) -> str:
+    from drafttrain.slurm import batch_script
+
+    if request.command not in TOGETHER:
+        raise UsageError(f"--slurm is for {', '.join(TOGETHER)}, got {request.command}")
+    folder = [f"--config-dir={request.config_dir}"] if request.config_dir else []
+    call = [str(request.command), *folder, *request.overrides]
+    return batch_script(call, request.slurm or "", config.hardware, config.run.name)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -17,6 +17,7 @@ MOST_USED = {
         "trainer.tokens_per_step",
         "trainer.lr",
         "hardware.device",
+        "hardware.ranks",
         "hardware.micro_batch",
     ),
     "evaluate": (
@@ -108,7 +109,11 @@ options:
   COMMAND --help SECTION    every key of a section
   COMMAND --config          print the composed configuration instead of running
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
+  --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
   --version
+
+`train` starts a process for every GPU of this machine (hardware.ranks). On several machines
+torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of the run folder.
 
 A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
 

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "ground": ["cache", "growing", "readout", "run", "terminal"],
+    "ground": ["cache", "growing", "launched", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
@@ -29,6 +29,7 @@ FLOORS = {
     "4, configuration": ["assemble", "config"],
     "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring"],
+    "4, ranks": ["launch", "slurm"],
     "4, beside vLLM": ["witnessing"],
     "5, assembly": ["commands", "help"],
     "5, the door": ["__main__"],

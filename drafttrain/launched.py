@@ -1,0 +1,153 @@
+"""What a process that a launcher started owes its fellows: a common name, one voice, one end."""
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+TOGETHER = ("train", "capture")  # the commands that several ranks carry out; any other is one process
+LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a rank's last words
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
+
+
+class LauncherError(ValueError):
+    """The variables that a launcher set do not say which rank this process is."""
+
+
+def adopt(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to the environment, so that every launcher looks like torchrun.
+
+    torchrun's names are kept; DeepSpeed's launcher has another one for the ranks of this machine;
+    in a step of SLURM's srun of several tasks, each task is a rank. Raises LauncherError where
+    SLURM does not say where rank 0 listens.
+    """
+    if "RANK" in environ:
+        if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:
+            return {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
+        return {}
+    # Of the step, not of the job: a batch script runs in a job of many tasks and is none of them.
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks == "1" or "SLURM_PROCID" not in environ:
+        return {}
+    names = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(_tasks_here(environ)),
+    }
+    if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():
+        names["LOCAL_RANK"] = "0"  # --gpus-per-task=1: each task sees the one GPU that is its own
+    if "MASTER_ADDR" not in environ:
+        if environ.get("SLURM_STEP_NUM_NODES") != "1":
+            raise LauncherError(
+                "MASTER_ADDR must name the machine of rank 0 under srun on several, got nothing; "
+                "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) before srun, or let "
+                "--slurm write the script"
+            )
+        names["MASTER_ADDR"] = "127.0.0.1"
+    if "MASTER_PORT" not in environ:
+        names["MASTER_PORT"] = str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    return names
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks of this step on this machine; SLURM writes 2(x3),1 for 2, 2, 2 and 1."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]).split(
+        ","
+    ):
+        tasks, _, times = part.partition("(x")
+        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    return counts[int(environ.get("SLURM_NODEID", "0"))]
+
+
+def rank() -> int:
+    """Return which rank this process is; 0 when it is alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def is_ours() -> bool:
+    """Whether `launch` started this process as one of its ranks (its own children do not count)."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+def settle() -> None:
+    """Take a launcher's names, let rank 0 alone speak, and end when our launcher does."""
+    os.environ.update(adopt(os.environ))
+    if rank() > 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries and their C++ talk past sys.stdout
+        if not is_ours():  # else stderr goes to a file, which is read if this rank dies
+            os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+    if is_ours() and sys.platform == "linux":
+        # A launcher that was killed with -9 cannot end its ranks. They are told, and may save.
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if not is_ours():  # it died before we asked
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone: then that rank's error is the cause."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"LostRankError", "DistNetworkError", "DistBackendError"}:
+        return True
+    marks = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "NCCL")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def leave_word(text: str, code: int, foreseen: bool, consequence: bool) -> None:
+    """Write down for the launching process why this rank fails; it tells the user, once."""
+    place = Path(os.environ[ERROR_FILE])
+    word = {
+        "message": text,  # torch's own reader asks for these two
+        "timestamp": int(time.time()),
+        "time": time.time(),
+        "code": code,
+        "foreseen": foreseen,
+        "consequence": consequence,
+    }
+    beside = place.with_suffix(".tmp")
+    beside.write_text(json.dumps(word))
+    os.replace(beside, place)  # torch's reader does not bear half a file
+
+
+def speaks_first() -> bool:
+    """Whether this rank is the first on its machine to fail, and so the one that tells the user.
+
+    For ranks that another launcher started. All have the same parent, which names a file that only
+    the first can make.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
+    parent = os.getppid()
+    name = f"drafttrain_failed_{os.getuid()}_{parent}"
+    with contextlib.suppress(OSError, IndexError):  # no /proc: the parent's number has to do
+        # The 22nd field is when it started: numbers of processes come again.
+        name += "_" + Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    try:
+        os.close(os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def end(code: int) -> None:
+    """End this process; a rank that failed does not wait for the others in its clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,108 @@
+"""The batch script that `--slurm` prints: torchrun on every node, save and queue again in time."""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from drafttrain.hardware import HardwareConfig
+
+GPUS = 8  # where hardware.ranks leaves it open
+CPUS_PER_RANK = 8
+WARNING_S = 300  # SLURM's signal before the end of the time: what a save may take
+SAVING_S = 240  # of it, what torchrun grants its ranks before it kills them
+OPTION = re.compile(r"[a-z][a-z0-9-]*")
+SCRIPT = """\
+#!/bin/bash
+# `sbatch FILE` submits it; options given to sbatch win over these lines: sbatch --nodes=4 FILE
+{options}
+
+set -u
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+threads=$((${{SLURM_CPUS_PER_TASK:-{cpus}}} / {ranks}))
+export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-{cpus}}}"
+# How long torchrun waits for ranks that save before it kills them.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}
+
+# run.resume=true starts anew where there is no checkpoint, and goes on where there is one.
+srun --kill-on-bad-exit=1 \\
+    {python} -m torch.distributed.run \\
+    --nnodes "$SLURM_NNODES" --nproc-per-node {per_node} \\
+    --rdzv-backend c10d --rdzv-endpoint "$head:$port" \\
+    --rdzv-id "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
+    -m drafttrain \\
+    {call} &
+step=$!
+
+out_of_time=
+trap 'out_of_time=yes; kill -TERM "$step"' USR1 # SLURM's, {warning} s before the end
+trap 'kill -TERM "$step"' TERM # scancel, or preemption, after which SLURM itself queues again
+wait "$step"
+code=$?
+while [ "$code" -gt 128 ] && kill -0 "$step" 2>/dev/null; do # a signal ended the wait, not the step
+    wait "$step"
+    code=$?
+done
+if [ -n "$out_of_time" ] && [ "$code" -ne 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, run_name: str) -> str:
+    """Return a script for sbatch that runs `python -m drafttrain CALL...` on every node it gets.
+
+    options: KEY=VALUE,... of sbatch, such as "nodes=2,time=4:00:00,account=me", beside or in place
+    of the script's own. The run folder must lie on a file system that all nodes share. Raises
+    ValueError for what cannot be an option of sbatch.
+    """
+    on_cpu = hardware.device == "cpu"
+    ranks = hardware.ranks if hardware.ranks != "auto" else 1 if on_cpu else GPUS
+    lines = {
+        "job-name": run_name,
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(ranks * CPUS_PER_RANK),
+        "time": "24:00:00",
+        "signal": f"B:USR1@{WARNING_S}",
+        "open-mode": "append",
+        "output": "%x-%j.log",
+    }
+    if not on_cpu:
+        lines["gpus-per-node"] = str(ranks)
+    lines |= _options(options)
+    if "gpus-per-node" in lines and hardware.ranks == "auto":
+        gpus = lines["gpus-per-node"].rpartition(":")[2]  # h100:4
+        ranks = int(gpus) if gpus.isdecimal() else ranks
+    call = list(call)
+    if not any(text.startswith("run.resume=") for text in call):
+        call.append("run.resume=true")
+    written = [
+        f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in lines.items()
+    ]
+    return SCRIPT.format(
+        options="\n".join([*written, "#SBATCH --requeue"]),
+        cpus=lines["cpus-per-task"],
+        ranks=ranks,
+        per_node=ranks,
+        python=shlex.quote(sys.executable),
+        call=" \\\n    ".join(shlex.quote(text) for text in call),
+        saving=SAVING_S,
+        warning=WARNING_S,
+    )
+
+
+def _options(text: str) -> dict[str, str]:
+    """Read KEY=VALUE,... or KEY,...; a value may hold commas of its own: nodelist=n1,n2 has two."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if not OPTION.fullmatch(key) or any(c.isspace() for c in value):
+            raise ValueError(
+                f"--slurm must be options of sbatch such as nodes=2,time=4:00:00, got {part!r}"
+            )
+        found[key] = value
+    return found
