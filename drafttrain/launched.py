@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-TOGETHER = ("train", "capture")  # the commands that several ranks carry out; any other is one process
+TOGETHER = ("train", "capture")  # what several ranks carry out; any other is one process
 LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a rank's last words
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)

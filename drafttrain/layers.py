@@ -1,6 +1,7 @@
 """The few layers that drafters are made of, named as Llama checkpoints name them."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.cache import KeyValues
+from drafttrain.flash import unrolled_attention
 
 
 class RMSNorm(nn.Module):
@@ -46,9 +48,37 @@ def rotate(
     heads: Float[Tensor, "batch head seq head_dim"], turn: Rotation
 ) -> Float[Tensor, "batch head seq head_dim"]:
     """Apply a rotation to queries or keys."""
-    first, second = heads.chunk(2, dim=-1)
-    swapped = torch.cat([-second, first], dim=-1)
-    return heads * turn.cos.unsqueeze(-3) + swapped * turn.sin.unsqueeze(-3)
+    cos, sin = turn.cos.unsqueeze(-3), turn.sin.unsqueeze(-3)
+    if heads.requires_grad and torch.is_grad_enabled():
+        return _Rotated.apply(heads, cos, sin)
+    return _rotated(heads, cos, sin)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + half): its angle stands twice in the tables."""
+    half = heads.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second = heads.split(half, dim=-1)
+    turned = torch.empty_like(heads)
+    one, other = turned.split(half, dim=-1)
+    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=other).addcmul_(first, sin)
+    return turned
+
+
+class _Rotated(torch.autograd.Function):
+    """A rotation, and back by the opposite one: a third of the passes of its plain form."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(heads, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
 
 
 def document_mask(
@@ -99,17 +129,32 @@ class Attention(nn.Module):
         Float[Tensor, "batch kv_head seq head_dim"],
     ]:
         """Return rotated queries and keys, and values, by head."""
-        batch, seq, _ = values.shape
-        split = lambda flat, heads: flat.view(batch, seq, heads, self.head_dim).transpose(1, 2)  # noqa: E731
-        queries = split(self.q_proj(values), self.num_heads)
-        keys = split(self.k_proj(values), self.num_kv_heads)
+        flat = (self.q_proj(values), self.k_proj(values), self.v_proj(values))
+        return self._by_head(flat, turn)
+
+    def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, own = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in flat
+        )
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return (
-            rotate(queries, turn),
-            rotate(keys, turn),
-            split(self.v_proj(values), self.num_kv_heads),
-        )
+        return rotate(queries, turn), rotate(keys, turn), own
+
+    def joined(
+        self, values: Float[Tensor, "batch seq width"]
+    ) -> tuple[Float[Tensor, "batch seq heads"], Float[Tensor, "heads rest"]]:
+        """Return the projections of what stands first in the input, and the matrix for the rest.
+
+        Queries, keys and values in one, side by side; the bias is in what is returned first.
+        """
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+
+        def project(values: Tensor) -> tuple[Tensor, Tensor]:
+            bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+            weight, width = torch.cat([part.weight for part in parts]), values.shape[-1]
+            return functional.linear(values, weight[:, :width], bias), weight[:, width:]
+
+        return within_calls(parts, values, project)
 
     def merge(
         self, mixed: Float[Tensor, "batch head seq head_dim"]
@@ -150,39 +195,52 @@ class Attention(nn.Module):
 
     def unrolled(
         self,
-        values: Float[Tensor, "batch seq input"],
+        projected: Float[Tensor, "batch seq heads"],
         turn: Rotation,
         mask: Bool[Tensor, "batch 1 seq seq"] | None,
         past: list[tuple[Tensor, Tensor]],
     ) -> Float[Tensor, "batch seq width"]:
         """Attend as a drafter does at a later depth (EAGLE-3's training-time test).
 
-        `past` holds keys and values of the depths before, this one's are appended. A query at index
+        `projected` is what `joined` makes of the input. `past` holds keys and values of the depths
+        before, this one's are appended. A query at index
         t sees all of depth 0 up to t, and of each later depth only its own index t: the branch that
         it drafted itself. One causal attention and a diagonal per depth.
         """
-        queries, keys, own = self.project(values, turn)
+        widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
+        queries, keys, own = self._by_head(flat, turn)
+        own = own.clone()  # a view would keep what queries and keys were turned from
         past.append((keys, own))
-        if len(past) == 1:
-            mixed = functional.scaled_dot_product_attention(
-                queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
-            return self.merge(mixed)
-        group = self.num_heads // self.num_kv_heads
-        spread = lambda heads: heads.repeat_interleave(group, dim=1)  # noqa: E731
-        queries = queries * self.head_dim**-0.5
-        first = queries @ spread(past[0][0]).transpose(-1, -2)
-        if mask is None:
-            seq = values.shape[1]
-            mask = torch.ones(seq, seq, dtype=torch.bool, device=values.device).tril()
-        first = first.masked_fill(~mask, -torch.inf)
-        diagonals = [(queries * spread(k)).sum(-1, keepdim=True) for k, _ in past[1:]]
-        weights = torch.cat([first, *diagonals], dim=-1).float().softmax(-1).to(own.dtype)
-        seq = first.shape[-1]
-        mixed = weights[..., :seq] @ spread(past[0][1])
-        for depth, (_, v) in enumerate(past[1:]):
-            mixed = mixed + weights[..., seq + depth, None] * spread(v)
+        if len(past) > 1:
+            return self.merge(unrolled_attention(queries, past, mask))
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         return self.merge(mixed)
+
+
+def within_calls(
+    modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], tuple[Tensor, ...]]
+) -> Any:
+    """Return what `use` makes of `inputs`, while every one of `modules` is being called.
+
+    For weights that are used otherwise than their module would: where parameters are sharded over
+    ranks, a module's are whole only within its call, whose hooks see to it. Inputs and results are
+    tensors or collections of them, which the hooks follow to the backward pass.
+    """
+    if not modules:
+        return use(inputs)
+    first, *others = modules
+    before = first.__dict__.get("forward")
+    first.forward = lambda inner: within_calls(others, inner, use)
+    try:
+        return first(inputs)
+    finally:
+        if before is None:
+            del first.forward
+        else:
+            first.forward = before
 
 
 class MLP(nn.Module):
@@ -196,4 +254,23 @@ class MLP(nn.Module):
 
     def forward(self, values: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape width"]:
         """Return down(silu(gate) * up)."""
-        return self.down_proj(functional.silu(self.gate_proj(values)) * self.up_proj(values))
+        gate, up = self.gate_proj(values), self.up_proj(values)
+        if gate.requires_grad and torch.is_grad_enabled():
+            return self.down_proj(_Gated.apply(gate, up))
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up that keeps no silu(gate): it is as large as both, and cheap."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return d_gate, functional.silu(gate).mul_(grad)

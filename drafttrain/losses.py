@@ -92,6 +92,43 @@ class TokenLossConfig:
             total = total + part
         return total
 
+    def token_loss_and_gradient(
+        self,
+        logits: Float[Tensor, "position vocab"],
+        target_probs: Float[Tensor, "position vocab"] | None,
+        labels: Int[Tensor, " position"],
+    ) -> tuple[Float[Tensor, " position"], Float[Tensor, "position 1"] | float]:
+        """Return `token_loss`, and put its gradient where the logits are; both detached.
+
+        The gradient is what stands there times the second result, of each position or of all. The
+        commonest losses have it in closed form, in a third of autograd's passes over the logits;
+        the others by autograd. logits: in float32 at least.
+        """
+        ((name, weight), *others) = [item for item in self.losses.items() if item[1]]
+        if not others and name == "soft_cross_entropy":
+            assert target_probs is not None, f"{name} compares with the target's law"
+            log_probs = logits.log_softmax(-1)
+            loss = -(target_probs * log_probs).sum(-1)
+            odd = ~loss.isfinite()
+            if bool(odd.any()):  # 0 * -inf, which is zero here, or what is infinite indeed
+                loss[odd] = soft_cross_entropy(logits[odd], target_probs[odd])
+            torch._log_softmax_backward_data(target_probs, log_probs, -1, logits.dtype, out=logits)
+            return weight * loss, -weight
+        if not others and name == "hard_cross_entropy":
+            known = (labels != NOT_A_LABEL)[:, None]
+            log_probs = logits.log_softmax(-1)
+            index = labels.clamp(min=0)[:, None]
+            loss = torch.where(known, -log_probs.gather(-1, index), 0)[:, 0]
+            torch.exp(log_probs, out=logits)
+            logits.scatter_add_(-1, index, logits.new_full(index.shape, -1.0))
+            return weight * loss, weight * known.to(logits.dtype)
+        own = logits.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            loss = self.token_loss(own, target_probs, labels)
+            (gradient,) = torch.autograd.grad(loss.sum(), own)
+        logits.copy_(gradient)
+        return loss.detach(), 1.0
+
     def _term(
         self, name: str, logits: Tensor, target_probs: Tensor | None, labels: Tensor
     ) -> Float[Tensor, " position"]:

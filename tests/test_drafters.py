@@ -268,6 +268,39 @@ def test_packed_conversations_have_the_loss_of_unpacked_ones(name: str, target: 
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
+def test_packed_conversations_have_the_gradient_of_unpacked_ones(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target).train()
+    unpacked = as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49)))
+    real = unpacked.document >= 0
+    packed = Batch(*(tensor[real][None] for tensor in vars(unpacked).values()))
+    found = []
+    for batch in (unpacked, packed):
+        drafter.zero_grad()
+        weighted_sum(losses_of(drafter, target, batch)).backward()
+        found.append({name: p.grad.clone() for name, p in drafter.named_parameters()})
+    for name, gradient in found[0].items():
+        near = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=near)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputed_layers_give_the_same_gradient(name: str, packed: bool, target: Target) -> None:
+    batch = as_batch([1, 20, 33, 41, 20, 52], list(range(30, 49)))
+    if packed:
+        real = batch.document >= 0
+        batch = Batch(*(tensor[real][None] for tensor in vars(batch).values()))
+    found = []
+    for recompute in (False, True):
+        drafter = random_drafter(name, target).train()
+        if recompute:
+            drafter.recompute_layers()
+        weighted_sum(losses_of(drafter, target, batch)).backward()
+        found.append({name: p.grad for name, p in drafter.named_parameters()})
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_training_reaches_every_weight_and_never_the_target(name: str, target: Target) -> None:
     drafter = random_drafter(name, target).train()
     weighted_sum(losses_of(drafter, target, as_batch(list(range(20, 40))))).backward()

@@ -12,12 +12,13 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "ground": ["cache", "growing", "launched", "readout", "run", "terminal"],
+    "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
         "sampling", "vocab",
     ],
+    "ground, losses": ["chunked"],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [

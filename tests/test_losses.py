@@ -389,9 +389,15 @@ def test_training_compares_what_decoding_drafts_with_what_the_target_says(
 
 
 def captured_logits(drafter: Any, target: Target, batch: Any) -> torch.Tensor:
-    """The logits that a drafter's head gives in its training forward."""
+    """The logits that a drafter's training forward compares, of one chunk."""
     seen: list[torch.Tensor] = []
-    hook = drafter.lm_head.register_forward_hook(lambda *call: seen.append(call[-1]))
-    losses_of(drafter, target, batch)
-    hook.remove()
+    plain = TokenLossConfig.token_loss
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watch(self: Any, logits: torch.Tensor, probs: Any, labels: Any) -> torch.Tensor:
+            seen.append(logits)
+            return plain(self, logits, probs, labels)
+
+        patch.setattr(TokenLossConfig, "token_loss", watch)
+        losses_of(drafter, target, batch)
     return seen[0]

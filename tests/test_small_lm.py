@@ -377,12 +377,12 @@ def test_the_denominator_of_own_words_is_their_number(
     import test_drafters
     from test_train import constant, recorded, start, trainer
 
-    def one(self: Any, logits: torch.Tensor, probs: Any, labels: Any) -> torch.Tensor:
-        return 1 + 0 * logits.sum(-1)
+    def one(self: Any, logits: torch.Tensor, probs: Any, labels: Any) -> tuple[Any, float]:
+        return 1 + 0 * logits.sum(-1), 0.0
 
     own = {**test_drafters.TINY["small_lm"], "on_policy": 1.0}
     monkeypatch.setitem(test_drafters.TINY, "small_lm", own)
-    monkeypatch.setattr(SmallLMConfig, "token_loss", one)
+    monkeypatch.setattr(SmallLMConfig, "token_loss_and_gradient", one)
     ending = replace(target.spec, eos_token_ids=tuple(range(6, 30)))
     monkeypatch.setattr(target, "spec", ending)
     start("small_lm", target, tmp_path, trainer(max_steps=2), constant)

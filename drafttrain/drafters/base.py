@@ -16,13 +16,14 @@ read yet. So the first drafted token always stands two positions after the newes
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafttrain.chance import Chance, SeededChance
 from drafttrain.readout import Readout
@@ -89,6 +90,7 @@ class Drafter(nn.Module, ABC):
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
+    recompute = False
 
     @property
     @abstractmethod
@@ -144,6 +146,16 @@ class Drafter(nn.Module, ABC):
         conversations are batched or spread over ranks.
         """
         return batch
+
+    def recompute_layers(self) -> None:
+        """Keep no activations of the layers from now on: the backward pass computes them again."""
+        self.recompute = True
+
+    def layer(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+        """Call what is a layer to `recompute_layers`: a function of its inputs and of weights."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *inputs, use_reentrant=False, **more)
+        return function(*inputs, **more)
 
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:

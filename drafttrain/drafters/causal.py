@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from drafttrain.chunked import OutputHead
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
@@ -193,6 +194,16 @@ class CausalDrafter(Drafter):
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def output_head(self) -> OutputHead:
+        """Return the head as it drafts: only what can be drafted, scaled and capped."""
+        weight, bias = self._head[0].weight, self._head[0].bias
+        if self.columns is not None:
+            weight, bias = weight[self.columns], None if bias is None else bias[self.columns]
+        elif self.num_ids > self.spec.vocab_size:
+            size = self.spec.vocab_size
+            weight, bias = weight[:size], None if bias is None else bias[:size]
+        return OutputHead(weight, bias, self._scale, self._cap)
 
     def shared_logits(
         self, logits: Float[Tensor, "*shape own"]

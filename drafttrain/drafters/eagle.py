@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from drafttrain import losses
 from drafttrain.cache import KeyValues
+from drafttrain.chunked import OutputHead, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
     DraftState,
     Expansion,
     TrainingChance,
-    count_correct,
     last_of,
     load_exactly,
     positions_to_predict,
@@ -155,25 +155,28 @@ class Eagle(Drafter):
             inputs = inputs + (uniform - 0.5) * self.config.feature_noise
         pairs = self._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
         turn = self.shape.rotation(batch.positions[:, :-1], pairs.dtype)
-        predicted = self.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
+        predicted = self.layer(self.layers[0], pairs, turn, document_mask(batch.document[:, :-1]))
         rows, ahead = positions_to_predict(batch, 2)
         predicted = predicted[rows, ahead - 2]
         truth = features.final_hidden[rows, ahead - 1]
-        with torch.no_grad():
-            target_probs = features.readout.logits(truth).float().softmax(-1)
-        logits = self._logits(features.readout, predicted)
-        token_loss = self.config.token_loss(logits, target_probs, batch.tokens[rows, ahead])
-        count = torch.tensor(len(rows), device=predicted.device)
+        place = torch.arange(len(rows), device=rows.device)
+        law = TargetLaw(features.readout, truth, place, None)
+        (token,) = loss_terms(
+            [1.0],
+            chunked_losses(
+                self.config,
+                [1.0],
+                [OutputHead.of(features.readout)],
+                [predicted],
+                place[None],
+                batch.tokens[rows, ahead],
+                law,
+            ),
+        )
+        regression = losses.feature_regression(predicted, truth).sum()
         return {
-            "feature": LossTerm(
-                self.config.feature_weight, losses.feature_regression(predicted, truth).sum(), count
-            ),
-            "depth_1": LossTerm(
-                self.config.token_weight,
-                token_loss.sum(),
-                count,
-                count_correct(logits.detach(), target_probs.argmax(-1)),
-            ),
+            "feature": LossTerm(self.config.feature_weight, regression, token.count),
+            "depth_1": LossTerm(self.config.token_weight, token.sum, token.count, token.correct),
         }
 
     def _logits(self, readout: Readout, predicted: Tensor) -> Tensor:

@@ -9,22 +9,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
     Expansion,
     TrainingChance,
-    count_correct,
     last_of,
     load_exactly,
     positions_to_predict,
 )
 from drafttrain.drafters.eagle import EagleState
 from drafttrain.drafters.shape import LayerConfig, LayerShape, embed, own_embedding, serving_keys
-from drafttrain.layers import MLP, RMSNorm, document_mask
+from drafttrain.layers import MLP, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
 
 
@@ -112,6 +112,31 @@ class Eagle3Layer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return inputs, normed if self.norm_before_residual else hidden
 
+    def unroll(
+        self, embedded: Float[Tensor, "batch longer hidden"]
+    ) -> tuple[Float[Tensor, "batch longer heads"], Float[Tensor, "heads hidden"]]:
+        """Return what attention projects of each embedding, and the matrix for hidden states.
+
+        The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
+        embeddings, one place further: their part is computed once.
+        """
+        return self.self_attn.joined(self.input_layernorm(embedded))
+
+    def step(
+        self,
+        projected: Float[Tensor, "batch seq heads"],
+        weight: Float[Tensor, "heads hidden"],
+        hidden: Float[Tensor, "batch seq hidden"],
+        turn: Rotation,
+        mask: Tensor | None,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Run one depth of the unroll on what `unroll` gave, from this depth's own tokens on."""
+        normed = self.hidden_norm(hidden)
+        projected = functional.linear(normed, weight) + projected
+        mixed = self.self_attn.unrolled(projected, turn, mask, past)
+        return self.finish(normed if self.norm_before_residual else hidden, mixed)
+
     def finish(
         self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
@@ -198,45 +223,56 @@ class Eagle3(Drafter):
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
         embedded = embed(self.embed_tokens, features.readout, tokens, self.dtype)
         mask = document_mask(batch.document[:, :-1])
+        projected, weight = self.midlayer.unroll(embedded)
+        past: list[tuple[Tensor, Tensor]] = []
+        states = []
+        for depth in range(steps):
+            turn = self.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
+            own = projected[:, depth : depth + length]
+            hidden, newest = self.layer(self._step, own, weight, hidden, turn, mask, past)
+            past = [*past, newest]
+            states.append(self._before_head(hidden).flatten(0, 1))
+        return self._compare(states, batch, features)
+
+    def _step(
+        self,
+        projected: Float[Tensor, "batch seq heads"],
+        weight: Float[Tensor, "heads hidden"],
+        hidden: Float[Tensor, "batch seq hidden"],
+        turn: Rotation,
+        mask: Tensor | None,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Float[Tensor, "batch seq hidden"], tuple[Tensor, Tensor]]:
+        """Return the state that the next depth reads, and the keys and values of this one."""
+        past = list(past)
+        hidden = self.midlayer.step(projected, weight, hidden, turn, mask, past)
+        return self._leave(hidden), past[-1]
+
+    def _compare(
+        self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
+    ) -> Losses:
         rows, ahead = positions_to_predict(batch, 2)
-        depth_allowed = batch.positions[rows, ahead] - 2  # deeper, the root lies before the text
-        target_probs, choices, covered = self._target_law(features, rows, ahead - 1)
+        depths = torch.arange(len(states), device=rows.device)[:, None]
+        places = rows * (batch.tokens.shape[1] - 1) + ahead - 2 - depths
+        # Deeper than this, the root would lie before the text.
+        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
             labels = self.vocab.draft_ids[labels]
-        past: list[tuple[Tensor, Tensor]] = []
-        terms: Losses = {}
-        for depth in range(steps):
-            turn = self.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
-            inputs, residual = self.midlayer.inputs(embedded[:, depth : depth + length], hidden)
-            mixed = self.midlayer.self_attn.unrolled(inputs, turn, mask, past)
-            hidden = self._leave(self.midlayer.finish(residual, mixed))
-            known = depth_allowed >= depth
-            used = known & covered
-            logits = self._logits(hidden[rows[used], ahead[used] - 2 - depth])
-            loss = self.config.token_loss(logits, target_probs[used], labels[used])
-            terms[f"depth_{depth + 1}"] = LossTerm(
-                self.config.depth_decay**depth,
-                loss.sum(),
-                known.sum(),
-                count_correct(logits.detach(), choices[used]),
-                (known & ~covered).sum(),
-            )
-        return terms
+        law = TargetLaw(
+            features.readout,
+            features.final_hidden.flatten(0, 1),
+            rows * batch.tokens.shape[1] + ahead - 1,
+            self.vocab,
+        )
+        weights = [self.config.depth_decay**depth for depth in range(len(states))]
 
-    @torch.no_grad()
-    def _target_law(
-        self, features: TargetFeatures, rows: Tensor, positions: Tensor
-    ) -> tuple[Float[Tensor, "position draft_vocab"], Tensor, Tensor]:
-        """Return the law over draft ids, its first choice, and whether that is the target's own."""
-        logits = features.readout.logits(features.final_hidden[rows, positions]).float()
-        choices = logits.argmax(-1)
-        if self.vocab is None:
-            return logits.softmax(-1), choices, torch.ones_like(rows, dtype=torch.bool)
-        choices = self.vocab.draft_ids[choices]
-        # A NaN must reach the loss, where it is caught, and not pass for a token left out.
-        covered = (choices >= 0) | logits.isnan().any(-1)
-        return logits[:, self.vocab.target_ids].softmax(-1), choices.clamp(min=0), covered
+        def compare(states: list[Tensor]) -> Sums:
+            head = OutputHead(self.lm_head.weight)
+            return chunked_losses(self.config, weights, [head], states, places, labels, law)
+
+        terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
+        return {f"depth_{depth + 1}": term for depth, term in enumerate(terms)}
 
     def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         captured = [features.captured[layer].to(self.dtype) for layer in self.captures]
@@ -250,7 +286,10 @@ class Eagle3(Drafter):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return self.lm_head(self._before_head(hidden))
+
+    def _before_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int

@@ -1,7 +1,7 @@
 """Medusa-1: heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
@@ -16,14 +17,14 @@ from drafttrain.drafters.base import (
     DraftState,
     Expansion,
     TrainingChance,
-    count_correct,
     last_of,
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.layers import within_calls
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
 
 
@@ -142,28 +143,33 @@ class Medusa(Drafter):
         Laws are compared at the position before the token: head k at t meets the target's at t+1+k.
         """
         assert self.vocab is None, "heads are trained over the whole vocabulary"
+        config = self.config
+        rows, ahead = positions_to_predict(batch, 2)
+        kinds = torch.arange(config.num_heads, device=rows.device)[:, None]
+        known = batch.positions[rows, ahead] >= 2 + kinds
         hidden = features.final_hidden.to(self.dtype)
-        all_rows, all_ahead = positions_to_predict(batch, 2)
-        target_probs = None
-        if self.config.needs_target_probs:
-            with torch.no_grad():
-                truth = features.final_hidden[all_rows, all_ahead - 1]
-                target_probs = features.readout.logits(truth).float().softmax(-1)
-        terms: Losses = {}
-        for k in range(self.config.num_heads):
-            known = batch.positions[all_rows, all_ahead] >= 2 + k
-            rows, ahead = all_rows[known], all_ahead[known]
-            labels = batch.tokens[rows, ahead]
-            logits = self._say(k, hidden[rows, ahead - 2 - k])
-            law = None if target_probs is None else target_probs[known]
-            loss = self.config.token_loss(logits, law, labels)
-            terms[f"head_{k + 1}"] = LossTerm(
-                self.config.head_decay**k,
-                loss.sum(),
-                torch.tensor(len(rows), device=loss.device),
-                count_correct(logits.detach(), labels),
+        reads = (ahead - 2 - kinds).clamp(min=0)
+        states = [
+            self.layer(block, hidden[rows, at])
+            for block, at in zip(self.blocks, reads, strict=True)
+        ]
+        places = torch.arange(len(rows), device=rows.device).where(known, -1)
+        law = None
+        if config.needs_target_probs:
+            flat = rows * batch.tokens.shape[1] + ahead - 1
+            law = TargetLaw(features.readout, features.final_hidden.flatten(0, 1), flat, None)
+        weights = [config.head_decay**k for k in range(config.num_heads)]
+        labels = batch.tokens[rows, ahead]
+
+        def compare(states: list[Tensor]) -> Sums:
+            matrices = [head.get_parameter("weight") for head in self.lm_heads]
+            heads = [OutputHead(matrix, scale=config.logit_scale) for matrix in matrices]
+            return chunked_losses(
+                config, weights, heads, states, places, labels, law, against_text=True
             )
-        return terms
+
+        terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))
+        return {f"head_{k + 1}": replace(term, uncovered=None) for k, term in enumerate(terms)}
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int

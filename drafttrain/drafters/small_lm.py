@@ -2,19 +2,20 @@
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafttrain import pretrained
+from drafttrain.chunked import Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
     DrafterConfig,
     TrainingChance,
-    count_correct,
     load_exactly,
     positions_to_predict,
 )
@@ -24,10 +25,10 @@ from drafttrain.drafters.on_policy import in_own_words
 from drafttrain.drafters.sources import draft_source, load_draft_model
 from drafttrain.drafters.vocabularies import check_same
 from drafttrain.growing import additive
-from drafttrain.layers import document_mask
+from drafttrain.layers import document_mask, within_calls
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
+from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
 
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
 # What two writings of one configuration may differ in.
@@ -209,18 +210,31 @@ class SmallLM(CausalDrafter):
             self, batch, config.on_policy, config.on_policy_temperature, chance.decoding()
         )
 
+    def recompute_layers(self) -> None:
+        """Do so with what Transformers calls layers, whatever their architecture."""
+        super().recompute_layers()
+        stacks = [m for m in self._decoder[0].children() if isinstance(m, nn.ModuleList)]
+        if not stacks:
+            raise ValueError(
+                "hardware.gradient_checkpointing must be false for a drafter without a list of "
+                f"layers, got a {self.model.config.model_type}"
+            )
+        for layer in stacks[0]:
+            layer.forward = partial(self.layer, layer.forward)
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of the next token at every trained position against the target's law."""
         rows, ahead = positions_to_predict(batch, 1)
-        hidden = self._hidden(batch)[rows, ahead - 1]
-        logits = self.shared_logits(self.head(hidden))
-        with torch.no_grad():
-            truth = features.final_hidden[rows, ahead - 1]
-            target_probs = features.readout.logits(truth).float().softmax(-1)
-        loss = self.config.token_loss(logits, target_probs, batch.tokens[rows, ahead])
-        correct = count_correct(logits.detach(), target_probs.argmax(-1))
-        count = torch.tensor(len(rows), device=logits.device)
-        return {"depth_1": LossTerm(1.0, loss.sum(), count, correct)}
+        places = rows * batch.tokens.shape[1] + ahead - 1
+        law = TargetLaw(features.readout, features.final_hidden.flatten(0, 1), places, None)
+
+        def compare(states: list[Tensor]) -> Sums:
+            labels, heads = batch.tokens[rows, ahead], [self.output_head()]
+            return chunked_losses(self.config, [1.0], heads, states, places[None], labels, law)
+
+        states = [self._hidden(batch).flatten(0, 1)]
+        (term,) = loss_terms([1.0], within_calls([self._head[0]], states, compare))
+        return {"depth_1": replace(term, uncovered=None)}
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "batch seq width"]:
         mask = document_mask(batch.document)

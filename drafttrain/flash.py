@@ -1,0 +1,167 @@
+"""Attention over a text and over branches drafted from it, without a matrix of scores.
+
+torch's flash kernels return each query's log-sum-exp beside the mixture, so mixtures over several
+sets of keys can be merged exactly; given the merged result and log-sum-exp, their backward is that
+of the merged attention (as ring attention has it: Liu et al., 2023, arXiv:2310.01889).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+class _Mixture(NamedTuple):
+    """A kernel's answer, and what its backward wants to see again."""
+
+    mixed: Tensor  # batch head seq head_dim
+    logsumexp: Tensor  # batch head seq, in float32 at least
+    kernel: str
+    extra: tuple[Any, ...] = ()
+
+
+def unrolled_attention(
+    queries: Float[Tensor, "batch head seq head_dim"],
+    past: list[tuple[Float[Tensor, "..."], Float[Tensor, "..."]]],
+    mask: Bool[Tensor, "batch 1 seq seq"] | None,
+) -> Float[Tensor, "batch head seq head_dim"]:
+    """Attend causally to the first keys of `past`, and of each later ones to the own index only.
+
+    past: keys and values by depth, "batch kv_head seq head_dim"; heads share them in groups. mask:
+    which first keys a query sees (None: causal). Exact: one causal attention and a diagonal per
+    depth, merged by their log-sum-exps.
+    """
+    flat = [tensor for pair in past for tensor in pair]
+    return _Unrolled.apply(mask, queries, *flat)
+
+
+class _Unrolled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor, *later: Tensor
+    ) -> Tensor:
+        bias = None if mask is None else _additive(mask, queries.dtype)
+        first = _attend(queries, keys, values, bias)
+        scale = queries.shape[-1] ** -0.5
+        grouped = _grouped(queries, keys)
+        scores = [(grouped * k[:, :, None]).sum(-1, dtype=_wide(queries)) for k in later[0::2]]
+        lse = first.logsumexp.reshape(grouped.shape[:-1])
+        stacked = torch.stack([lse, *(score * scale for score in scores)], dim=-1)
+        total = stacked.logsumexp(-1)
+        weights = (stacked - total[..., None]).exp().to(queries.dtype).unbind(-1)
+        mixed = first.mixed.reshape(grouped.shape) * weights[0][..., None]
+        for weight, v in zip(weights[1:], later[1::2], strict=True):
+            mixed.addcmul_(weight[..., None], v[:, :, None])
+        # As the flash kernels lay it out: heads beside each other, ready for the projection.
+        mixed = mixed.reshape(queries.shape)
+        total = total.reshape(first.logsumexp.shape)
+        # The mask stands for its additive form, which is made again: as large as a layer's scores.
+        ctx.save_for_backward(mask, queries, keys, values, mixed, total, *later)
+        ctx.kernel, ctx.extra = first.kernel, first.extra
+        return mixed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, queries, keys, values, mixed, total, *later = ctx.saved_tensors
+        bias = None if mask is None else _additive(mask, queries.dtype)
+        merged = _Mixture(mixed, total, ctx.kernel, ctx.extra)
+        d_queries, d_keys, d_values = _attend_backward(grad, queries, keys, values, bias, merged)
+        grouped, grads = _grouped(queries, keys), _grouped(grad, keys)
+        d_grouped = d_queries.reshape(grouped.shape)
+        wide, scale = _wide(queries), queries.shape[-1] ** -0.5
+        logs = total.reshape(grouped.shape[:-1])
+        own = (grads * _grouped(mixed, keys)).sum(-1, dtype=wide)
+        d_later = []
+        for k, v in zip(later[0::2], later[1::2], strict=True):
+            k, v = k[:, :, None], v[:, :, None]
+            weight = ((grouped * k).sum(-1, dtype=wide) * scale - logs).exp_()
+            d_score = (grads * v).sum(-1, dtype=wide).sub_(own).mul_(weight).mul_(scale)
+            weight, d_score = weight.to(grad.dtype)[..., None], d_score.to(grad.dtype)[..., None]
+            d_grouped.addcmul_(d_score, k)
+            d_later += [_over_group(d_score, grouped), _over_group(weight, grads)]
+        return None, d_grouped.reshape(queries.shape), d_keys, d_values, *d_later
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _grouped(heads: Tensor, keys: Tensor) -> Tensor:
+    """Return "batch kv_head group seq head_dim"."""
+    batch, _, seq, width = heads.shape
+    return heads.reshape(batch, keys.shape[1], -1, seq, width)
+
+
+def _over_group(weight: Tensor, heads: Tensor) -> Tensor:
+    if heads.shape[2] == 1:
+        return (weight * heads).squeeze(2)
+    return (weight * heads).sum(2)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> _Mixture:
+    if queries.device.type == "cpu":
+        mixed, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, bias is None, attn_mask=bias
+        )
+        return _Mixture(mixed, logsumexp, "cpu")
+    keys, values = (_spread(heads, queries) for heads in (keys, values))
+    if bias is None and queries.dtype in (torch.bfloat16, torch.float16):
+        answer = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True)
+        return _Mixture(answer[0], answer[1], "flash", tuple(answer[2:8]))
+    seq = queries.shape[2]
+    answer = _aten._scaled_dot_product_efficient_attention(
+        queries, keys, values, _aligned(bias, queries), True, 0.0, bias is None
+    )
+    # Its log-sum-exps are padded to a multiple of 32 queries.
+    return _Mixture(answer[0], answer[1][..., :seq], "efficient", tuple(answer[2:4]))
+
+
+def _attend_backward(
+    grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, of: _Mixture
+) -> tuple[Tensor, Tensor, Tensor]:
+    if of.kernel == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, queries, keys, values, of.mixed, of.logsumexp, 0.0, bias is None, attn_mask=bias
+        )
+    wide_keys, wide_values = (_spread(heads, queries) for heads in (keys, values))
+    if of.kernel == "flash":
+        starts_q, starts_k, longest_q, longest_k, state, unused = of.extra
+        answer = _aten._scaled_dot_product_flash_attention_backward(
+            *(grad, queries, wide_keys, wide_values, of.mixed, of.logsumexp.contiguous()),
+            *(starts_q, starts_k, longest_q, longest_k, 0.0, True, state, unused),
+        )
+    else:
+        seed, offset = of.extra
+        room = -of.logsumexp.shape[-1] % 32
+        padded = torch.nn.functional.pad(of.logsumexp, (0, room), value=torch.inf)
+        answer = _aten._scaled_dot_product_efficient_attention_backward(
+            *(grad, queries, wide_keys, wide_values, _aligned(bias, queries), of.mixed, padded),
+            *(seed, offset, 0.0, [True, True, True, False], bias is None),
+        )
+    d_queries, d_keys, d_values = answer[:3]
+    return d_queries, _gathered(d_keys, keys), _gathered(d_values, keys)
+
+
+def _spread(heads: Tensor, queries: Tensor) -> Tensor:
+    return heads.repeat_interleave(queries.shape[1] // heads.shape[1], dim=1)
+
+
+def _gathered(d_heads: Tensor, heads: Tensor) -> Tensor:
+    return d_heads.unflatten(1, (heads.shape[1], -1)).sum(2)
+
+
+def _aligned(bias: Tensor | None, queries: Tensor) -> Tensor | None:
+    """Return the bias for every head, its rows at multiples of 16 bytes, as the kernel asks."""
+    if bias is None:
+        return None
+    width = bias.shape[-1]
+    room = torch.nn.functional.pad(bias, (0, -width % 16))
+    return room[..., :width].expand(-1, queries.shape[1], -1, -1)

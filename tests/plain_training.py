@@ -1,0 +1,165 @@
+"""The training forwards and the unrolled attention as they are defined: whole logits, whole scores.
+
+What drafttrain computes in chunks and by kernels is compared with these, in tests and benchmarks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from drafttrain import losses
+from drafttrain.drafters.base import Drafter, positions_to_predict
+from drafttrain.drafters.shape import embed
+from drafttrain.layers import document_mask
+from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures
+
+
+def count_correct(logits: Tensor, choices: Tensor) -> Tensor:
+    """Count positions whose most likely token is the given one (ties count)."""
+    return (logits.gather(-1, choices[:, None]).squeeze(-1) >= logits.amax(-1)).sum()
+
+
+def wide(values: Tensor) -> Tensor:
+    """Float32, or float64 where it is that."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def attention(queries: Tensor, past: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> Tensor:
+    """Scores against all first keys and one of each later depth, one softmax over them."""
+    group = queries.shape[1] // past[0][0].shape[1]
+    spread = lambda heads: heads.repeat_interleave(group, dim=1)  # noqa: E731
+    queries = queries * queries.shape[-1] ** -0.5
+    first = queries @ spread(past[0][0]).transpose(-1, -2)
+    seq = queries.shape[2]
+    if mask is None:
+        mask = torch.ones(seq, seq, dtype=torch.bool, device=queries.device).tril()
+    first = first.masked_fill(~mask, -torch.inf)
+    diagonals = [(queries * spread(k)).sum(-1, keepdim=True) for k, _ in past[1:]]
+    weights = wide(torch.cat([first, *diagonals], dim=-1)).softmax(-1).to(queries.dtype)
+    mixed = weights[..., :seq] @ spread(past[0][1])
+    for depth, (_, v) in enumerate(past[1:]):
+        mixed = mixed + weights[..., seq + depth, None] * spread(v)
+    return mixed
+
+
+def unrolled(layer: Any, values: Tensor, turn: Any, mask: Any, past: list[Any]) -> Tensor:
+    """`Attention.unrolled`; depth 0 is any causal attention."""
+    queries, keys, own = layer.project(values, turn)
+    past.append((keys, own))
+    if len(past) > 1:
+        return layer.merge(attention(queries, past, mask))
+    mixed = functional.scaled_dot_product_attention(
+        queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return layer.merge(mixed)
+
+
+def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
+    """EAGLE-3: depth after depth, each with its own logits; the law made once."""
+    config, vocab = drafter.config, drafter.vocab
+    steps, length = config.unroll, batch.tokens.shape[1] - 1
+    hidden = drafter._fuse(features)[:, :-1]
+    tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
+    embedded = embed(drafter.embed_tokens, features.readout, tokens, drafter.dtype)
+    mask = document_mask(batch.document[:, :-1])
+    rows, ahead = positions_to_predict(batch, 2)
+    allowed = batch.positions[rows, ahead] - 2
+    with torch.no_grad():
+        law = wide(features.readout.logits(features.final_hidden[rows, ahead - 1]))
+        choices, covered = law.argmax(-1), torch.ones_like(rows, dtype=torch.bool)
+        if vocab is not None:
+            choices = vocab.draft_ids[choices]
+            covered = (choices >= 0) | law.isnan().any(-1)
+            law, choices = law[:, vocab.target_ids], choices.clamp(min=0)
+        law = law.softmax(-1)
+    labels = batch.tokens[rows, ahead]
+    if vocab is not None:
+        labels = vocab.draft_ids[labels]
+    past: list[tuple[Tensor, Tensor]] = []
+    terms: Losses = {}
+    for depth in range(steps):
+        turn = drafter.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
+        inputs, residual = drafter.midlayer.inputs(embedded[:, depth : depth + length], hidden)
+        mixed = unrolled(drafter.midlayer.self_attn, inputs, turn, mask, past)
+        hidden = drafter._leave(drafter.midlayer.finish(residual, mixed))
+        known = allowed >= depth
+        used = known & covered
+        logits = drafter._logits(hidden[rows[used], ahead[used] - 2 - depth])
+        loss = config.token_loss(logits, law[used], labels[used])
+        terms[f"depth_{depth + 1}"] = LossTerm(
+            config.depth_decay**depth,
+            loss.sum(),
+            known.sum(),
+            count_correct(logits.detach(), choices[used]),
+            (known & ~covered).sum(),
+        )
+    return terms
+
+
+def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
+    """EAGLE-1 without its feature noise."""
+    config = drafter.config
+    inputs = features.final_hidden.to(drafter.dtype)
+    pairs = drafter._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
+    turn = drafter.shape.rotation(batch.positions[:, :-1], pairs.dtype)
+    predicted = drafter.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
+    rows, ahead = positions_to_predict(batch, 2)
+    predicted, truth = predicted[rows, ahead - 2], features.final_hidden[rows, ahead - 1]
+    with torch.no_grad():
+        law = wide(features.readout.logits(truth)).softmax(-1)
+    logits = drafter._logits(features.readout, predicted)
+    token = config.token_loss(logits, law, batch.tokens[rows, ahead]).sum()
+    count, regression = torch.tensor(len(rows)), losses.feature_regression(predicted, truth).sum()
+    return {
+        "feature": LossTerm(config.feature_weight, regression, count),
+        "depth_1": LossTerm(
+            config.token_weight, token, count, count_correct(logits.detach(), law.argmax(-1))
+        ),
+    }
+
+
+def medusa(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
+    """Medusa: each head's logits whole."""
+    config = drafter.config
+    hidden = features.final_hidden.to(drafter.dtype)
+    all_rows, all_ahead = positions_to_predict(batch, 2)
+    law = None
+    if config.needs_target_probs:
+        with torch.no_grad():
+            truth = features.final_hidden[all_rows, all_ahead - 1]
+            law = wide(features.readout.logits(truth)).softmax(-1)
+    terms: Losses = {}
+    for k in range(config.num_heads):
+        known = batch.positions[all_rows, all_ahead] >= 2 + k
+        rows, ahead = all_rows[known], all_ahead[known]
+        labels = batch.tokens[rows, ahead]
+        logits = drafter._say(k, hidden[rows, ahead - 2 - k])
+        loss = config.token_loss(logits, None if law is None else law[known], labels)
+        terms[f"head_{k + 1}"] = LossTerm(
+            config.head_decay**k,
+            loss.sum(),
+            torch.tensor(len(rows)),
+            count_correct(logits.detach(), labels),
+        )
+    return terms
+
+
+def small_lm(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
+    """A small language model, its logits whole."""
+    rows, ahead = positions_to_predict(batch, 1)
+    logits = drafter.shared_logits(drafter.head(drafter._hidden(batch)[rows, ahead - 1]))
+    with torch.no_grad():
+        law = wide(features.readout.logits(features.final_hidden[rows, ahead - 1])).softmax(-1)
+    loss = drafter.config.token_loss(logits, law, batch.tokens[rows, ahead])
+    correct = count_correct(logits.detach(), law.argmax(-1))
+    return {"depth_1": LossTerm(1.0, loss.sum(), torch.tensor(len(rows)), correct)}
+
+
+PLAIN = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "small_lm": small_lm}
+
+
+def plain_losses(drafter: Drafter, batch: Batch, features: TargetFeatures) -> Losses:
+    """Return the losses of a drafter's training forward, by its definition."""
+    return PLAIN[drafter.config.name](drafter, batch, features)
