@@ -19,6 +19,7 @@ from drafttrain.run import CHECKPOINTS
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 RANK = os.environ.get("RANK", "0")  # torchrun sets it
+OWN = {"compare": "compare", "regenerate": "regenerate"}  # the section that names the folder
 OPTIONS = ("--help", "--config", "--config-dir", "--version")
 
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OmegaConf.to_yaml(config), end="")
             return 0
         loaded: Any = typed(config, COMMANDS[request.command])
-        place = loaded.compare if request.command == "compare" else loaded.run
+        place = getattr(loaded, OWN.get(request.command, "run"))
         folder, failed = Path(place.dir), 1
         module = importlib.import_module(f"drafttrain.commands.{request.command}")
         getattr(module, request.command)(loaded)
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             how = "; go on with run.resume=true"
         elif command in ("evaluate", "tune"):
             how = "; the same command goes on from what it measured"
+        elif command == "regenerate":
+            how = "; the same command goes on from what is answered"
         _say(f"interrupted{how}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`

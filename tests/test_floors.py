@@ -18,6 +18,7 @@ FLOORS = {
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
         "sampling", "vocab",
     ],
+    "ground, another interpreter": ["serving"],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [
@@ -44,7 +45,9 @@ DOORS = {
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
-    "vllm": {"witness.worker"},  # which the interpreter of vLLM's environment runs
+    "accelerate": {"pretrained.ends"},
+    "openai": {"regenerate.endpoint"},
+    "vllm": {"serving.worker", "witness.worker"},  # which the interpreter of vLLM's environment runs
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
