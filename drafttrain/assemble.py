@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.serving import VllmConfig
 from drafttrain.target.describe import describe
+from drafttrain.target.served import open_served
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Sample, TargetSpec
+from drafttrain.terminal import console
+from drafttrain.types import FeatureSource, Sample, TargetSpec
 
 
 def load_samples(
@@ -41,6 +45,45 @@ def load_samples(
     conversations, unread = read(config)
     samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
     return samples, unread + unfit
+
+
+@contextmanager
+def source_of_features(
+    target: Target,
+    hardware: HardwareConfig,
+    model: ModelConfig,
+    vllm: VllmConfig,
+    *,
+    captures: tuple[int, ...],
+    samples: Iterable[Sample],
+    ranks: Ranks,
+    folder: Path,
+) -> Iterator[FeatureSource]:
+    """Give what features are read from: the target, or an engine that holds it in its own process.
+
+    Each rank has an engine of its own. The target is here all the same, to validate in the real
+    decode loop. samples: all that will be read. folder: the run's, for the engine's log.
+    """
+    if hardware.target_placement != "vllm":
+        yield target
+        return
+    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
+        raise ValueError(
+            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
+            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
+        )
+    with open_served(
+        model,
+        vllm,
+        target.dtype,
+        str(target.device),
+        captures=captures,
+        longest=max(len(sample.tokens) for sample in samples),
+        folder=folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}"),
+    ) as served:
+        if ranks.is_main:
+            console.print(f"features: by vLLM {served.engine.version}")
+        yield served
 
 
 def recorded_spec(run: Path) -> TargetSpec:

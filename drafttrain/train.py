@@ -14,10 +14,9 @@ from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine
 from drafttrain.optim import SCHEDULES, lr_at
-from drafttrain.target.target import Target
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
-from drafttrain.types import weighted_sum
+from drafttrain.types import FeatureSource, weighted_sum
 
 METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
 
@@ -107,7 +106,7 @@ class StepChance(TrainingChance):
 
 def train(
     engine: Engine,
-    target: Target,
+    target: FeatureSource,
     batches: Batches,
     checkpoints: Checkpoints,
     tracker: Tracker,
@@ -172,7 +171,7 @@ def train(
 
 def optimizer_step(
     engine: Engine,
-    target: Target,
+    target: FeatureSource,
     group: StepGroup,
     chance: TrainingChance,
     lr: float,

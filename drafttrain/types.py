@@ -7,6 +7,7 @@ along one path.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -99,6 +100,18 @@ class TargetFeatures:
         index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
         captured = {i: hidden[index] for i, hidden in self.captured.items()}
         return TargetFeatures(captured, self.final_hidden[index], self.readout)
+
+
+@runtime_checkable
+class FeatureSource(Protocol):
+    """Whatever answers for the target while training: the target itself, or a store."""
+
+    spec: TargetSpec
+    readout: Readout
+
+    def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
+        """Return what the target says of a batch."""
+        ...
 
 
 @dataclass(frozen=True)

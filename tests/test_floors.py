@@ -47,7 +47,10 @@ DOORS = {
     "peft": {"drafters.lora"},
     "accelerate": {"pretrained.ends"},
     "openai": {"regenerate.endpoint"},
-    "vllm": {"serving.worker", "witness.worker"},  # which the interpreter of vLLM's environment runs
+    "vllm": {
+        "serving.worker",
+        "witness.worker",
+    },  # which the interpreter of vLLM's environment runs
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

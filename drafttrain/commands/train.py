@@ -14,6 +14,7 @@ from drafttrain.assemble import (
     describe_drafter,
     describe_target,
     load_samples,
+    source_of_features,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.config import (
@@ -138,9 +139,19 @@ def train(config: TrainConfig) -> None:
         is_main=engine.is_main,
     )
     try:
-        run_training(
-            engine, target, batches, checkpoints, tracker, trainer, validation, config.run.seed
-        )
+        with source_of_features(
+            target,
+            config.hardware,
+            config.model,
+            config.vllm,
+            captures=drafter.captures,
+            samples=[*samples, *held_out],
+            ranks=ranks,
+            folder=folder,
+        ) as source:
+            run_training(
+                engine, source, batches, checkpoints, tracker, trainer, validation, config.run.seed
+            )
         tracker.table("validation", *validation.table())
     finally:
         tracker.finish()

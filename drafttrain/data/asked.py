@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from drafttrain.data.conversations import (
     DataConfig,
     HubConfig,
     JsonlConfig,
+    Record,
     file_records,
     find_files,
     hub_records,
@@ -47,7 +49,7 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Asked], SkipReport]
         )
     if isinstance(config, JsonlConfig):
         files = [file for path in config.paths for file in find_files(path)]
-        records = (record for file in files for record in file_records(file))
+        records: Iterable[Record] = (record for file in files for record in file_records(file))
         limit, what = config.limit, f"data.path={config.path}"
     elif isinstance(config, HubConfig):
         records, limit, what = hub_records(config), config.limit, f"data.repo={config.repo}"

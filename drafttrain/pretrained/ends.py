@@ -77,7 +77,7 @@ def directory(config: ModelConfig) -> Path:
 
 def where_stored(weights: list[Path]) -> dict[str, Path]:
     """Return the file of every tensor."""
-    stored = {}
+    stored: dict[str, Path] = {}
     for file in weights:
         with safe_open(file, "pt") as opened:
             stored |= dict.fromkeys(opened.keys(), file)

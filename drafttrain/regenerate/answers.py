@@ -37,30 +37,32 @@ class Answers:
         for file in (self.out, self.failed):
             self.streams[file] = file.open("a", encoding="utf-8")
         try:
+            self._read()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _read(self) -> None:
+        try:
             fcntl.flock(self.streams[self.failed], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._close()
             raise ValueError(
                 f"regenerate.out={self.out} is being written by another process; wait for it, or "
                 "name another file"
             ) from None
         try:
-            for record in load(self.out):
-                row = Row(**record)
-                self.rows[row.index] = row
-            for record in load(self.failed):
-                failure = Failure(**record)
-                self.failures[failure.index] = failure
+            self.rows = {row.index: row for row in (Row(**line) for line in load(self.out))}
+            failures = (Failure(**line) for line in load(self.failed))
+            self.failures = {failure.index: failure for failure in failures}
         except TypeError as error:
-            self._close()
             raise ValueError(
                 f"regenerate.out={self.out} must hold lines as `regenerate` wrote them, got "
                 f"{error}; name another file"
             ) from None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def _close(self) -> None:
         for stream in self.streams.values():

@@ -1,6 +1,8 @@
 """A target that a vLLM engine runs: its hidden states come from there, its two ends lie here."""
 
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +138,14 @@ def open_served(
                 f"captured layers must be in 0..{spec.num_layers} for model={spec.name}, "
                 f"got {layer}"
             )
+    where = torch.device(device)
+    if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
+        vllm = replace(vllm, devices=visible_name(where.index or 0))
     engine = Engine(
         place,
         vllm,
         dtype=str(dtype).removeprefix("torch."),
-        device=torch.device(device).type,
+        device=where.type,
         longest=longest,
         folder=folder,
         captures=[*captures, spec.num_layers],
@@ -154,6 +159,12 @@ def open_served(
         served.close()
         raise
     return served
+
+
+def visible_name(index: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must say for another process to see this one's GPU."""
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return listed[index] if index < len(listed) else str(index)
 
 
 def spec_on_disk(
