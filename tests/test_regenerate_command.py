@@ -254,9 +254,9 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
     with pytest.raises(ValueError, match=r"begun with temperature=0\.0 and .* temperature=0\.5"):
         run(out, asked, local(target, warm), warm)
     others = asked_of(tmp_path, [PROMPTS[0], {"prompt": "another"}, *PROMPTS[2:]])
-    with pytest.raises(ValueError, match="answers conversation 1 of .*:2, which is another now"):
+    with pytest.raises(ValueError, match=r"answers conversation 1 of .*:2, which is another now"):
         run(out, others, local(target, config), config)
-    with pytest.raises(ValueError, match="answers conversation 2 of .*:3, which is not there now"):
+    with pytest.raises(ValueError, match=r"answers conversation 2 of .*:3, which is not there now"):
         run(out, asked[:2], local(target, config), config)
     assert run(out, asked, local(target, config), config)[:3] == before  # more prompts: more rows
     strange = tmp_path / "strange.jsonl"
@@ -446,7 +446,7 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not process.returncode == 0
+        assert process.returncode != 0
     kept = out.read_bytes().count(b"\n")
     subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
     assert [row["index"] for row in lines(out)] == list(range(60))

@@ -48,7 +48,7 @@ class Answer:
 class Documents:
     """Hidden states of documents, and the likeliest token after each, with its log-probability."""
 
-    states: list[Float[Tensor, "seq capture hidden"]]
+    states: list[Float[Tensor, "_ capture hidden"]]  # of as many tokens as each has
     firsts: list[tuple[int, float]]
 
 
