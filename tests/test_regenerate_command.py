@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.regenerate import RegenerateConfig, regenerate
 from drafttrain.regenerate.answers import Answers
-from drafttrain.regenerate.dialogue import Outcome
+from drafttrain.regenerate.dialogue import Dialogue, Outcome, Row
 from drafttrain.regenerate.endpoint import by_endpoint, served_by
-from drafttrain.regenerate.local import by_transformers
+from drafttrain.regenerate.local import by_transformers, take_tokens
 from drafttrain.target.target import Target, load_target
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -182,6 +183,20 @@ def test_sampled_answers_depend_on_seed_and_conversation_alone(
     assert files[3] != files[0]
 
 
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
+    target: Target, tmp_path: Path
+) -> None:
+    letters = target.tokenizer("abc", add_special_tokens=False)["input_ids"]
+    spec = replace(target.spec, eos_token_ids=(letters[2],))
+    for tokens, text, finished in ((letters, "ab", True), (letters[:2], "ab", False)):
+        dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
+        take_tokens(dialogue, tokens, spec, target.tokenizer)
+        assert isinstance(dialogue.outcome, Row)
+        assert dialogue.outcome.messages[1]["content"] == text
+        assert dialogue.outcome.answers[0]["finished"] is finished
+        assert dialogue.outcome.answers[0]["tokens"] == tokens
+
+
 def test_the_file_is_read_as_conversations(target: Target, tmp_path: Path) -> None:
     config, out = settings(), tmp_path / "out.jsonl"
     rows = run(out, asked_of(tmp_path), local(target, config), config)
@@ -230,6 +245,27 @@ def test_a_run_that_stops_anywhere_goes_on_to_the_same_file(
         assert out.read_bytes() == content
         left = lines(whole)[sum(stop >= end for end in ends) - 1 :]
         assert len(endpoint.asked) - num_asked == sum(len(row["answers"]) for row in left)
+
+
+def test_a_torn_line_does_not_spoil_the_one_after_it(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
+    asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
+
+    def stopping(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
+        for number, outcomes in enumerate(by_endpoint(missing, config)):
+            if number == 1:
+                raise KeyboardInterrupt
+            yield outcomes
+
+    for done in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(out, asked, stopping, config)
+        assert len(lines(out)) == done
+        with out.open("a") as stream:
+            stream.write('{"index": 4, "mess')  # what a kill leaves
+    assert [row["index"] for row in run(out, asked, remote(config), config)] == [0, 1, 2, 3, 4]
 
 
 def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None:

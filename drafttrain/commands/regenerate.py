@@ -76,7 +76,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
         "model": model.label,
         "target": pretrained.fingerprint(model, dtype, device),
         "dtype": name_of(dtype),
-        "room": config.data.max_length,
+        "data.max_length": config.data.max_length,
     }
     if settings.backend == VLLM:
         return identity, _engine(config, dtype, device)

@@ -36,7 +36,7 @@ from drafttrain.regenerate.endpoint import by_endpoint
 from drafttrain.regenerate.local import by_transformers, by_vllm
 from drafttrain.serving import Engine, VllmConfig
 from drafttrain.serving.engine import ENVIRONMENT
-from drafttrain.target.served import open_served
+from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Batch, Sample
 
@@ -265,6 +265,18 @@ def samples_of(vocab: int, lengths: Sequence[int]) -> list[Sample]:
     return [Sample(text, torch.ones(len(text)) > 0, index) for index, text in enumerate(tokens)]
 
 
+def assert_another_model_is_noticed(served: ServedTarget) -> None:
+    own = served.readout
+    head = own.head + 0.1 * own.head.std() * torch.randn(own.head.shape)
+    others = {"log-probability": replace(own, head=head)}
+    if 0 in served.engine.captures:
+        others["embeds"] = replace(own, embedding=own.embedding.flip(0))
+    for word, other in others.items():
+        alike = ServedTarget(served.engine, served.norm, other, served.spec, served.tokenizer)
+        with pytest.raises(ValueError, match=f"{word}.* they must be the same model"):
+            alike.check()
+
+
 def assert_same_features(
     target: Target, folder: Path, place: Path, batches: Sequence[Batch], captures: tuple[int, ...]
 ) -> None:
@@ -290,6 +302,7 @@ def assert_same_features(
                 gap = float(((a - b) * real).abs().max() / size)
                 print(f"{target.spec.architecture} layer {layer}: {gap:.1e} of {size:.2f}")
                 assert gap < TOLERANCE
+        assert_another_model_is_noticed(served)
         with pytest.raises(ValueError, match=r"vLLM was started to hand over layers .*, got 1;"):
             served.features(batches[0], (1,))
 
