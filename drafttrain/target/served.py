@@ -17,8 +17,8 @@ from drafttrain.serving import Engine, VllmConfig
 from drafttrain.target.describe import describe, read_out
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
-PROBE = 8  # tokens by which the ends are compared with the engine
-TOLERANCE = 0.02  # of the largest value
+PROBE = 8  # prefixes by which the ends are compared with the engine
+EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
 
 
 class ServedTarget:
@@ -83,25 +83,29 @@ class ServedTarget:
 
     def check(self) -> None:
         """Raise ValueError unless the engine embeds and reads out what our two ends do."""
+        share = EXACT if self.dtype == torch.float32 else ROUNDED
+        captures = self.engine.captures
         tokens = torch.arange(min(PROBE, self.spec.vocab_size), device=self.device)
-        read = self.engine.read([tokens.tolist()])
-        states = read.states[0].to(self.device, self.dtype)
-        token, theirs = read.firsts[0]
-        final = self.norm(states[-1:, self.engine.captures.index(self.spec.num_layers)])
-        logits = self.readout.logits(final)[0].float()
-        ours = logits.log_softmax(-1)[token].item()
-        if abs(ours - theirs) > TOLERANCE * max(1.0, logits.abs().max().item()):
-            raise self._disagreement(f"gives token {token} the log-probability {theirs:.3f}", ours)
-        if 0 in self.engine.captures:
+        prefixes = [tokens[:length].tolist() for length in range(1, len(tokens) + 1)]
+        read = self.engine.read(prefixes)
+        for states, (token, theirs) in zip(read.states, read.firsts, strict=True):
+            last = states[-1, captures.index(self.spec.num_layers)].to(self.device, self.dtype)
+            logits = self.readout.logits(self.norm(last[None]))[0].float()
+            ours = logits.log_softmax(-1)[token].item()
+            if not abs(ours - theirs) <= share * max(1.0, logits.abs().max().item()):
+                told = f"gives token {token} the log-probability {theirs:.4f}"
+                raise self._disagreement(told, ours)
+        if 0 in captures:
             embedded = self.readout.embed(tokens).float()
-            gap = (states[:, self.engine.captures.index(0)].float() - embedded).abs().max()
-            if gap > TOLERANCE * embedded.abs().max():
+            first = read.states[-1][:, captures.index(0)].to(embedded)
+            gap = (first - embedded).abs().max()
+            if not gap <= share * embedded.abs().max():
                 raise self._disagreement("embeds tokens otherwise, by up to", gap.item())
 
     def _disagreement(self, what: str, ours: float) -> ValueError:
         return ValueError(
             f"vLLM {what} where model={self.spec.name} ({self.spec.architecture}), read from the "
-            f"disk, has {ours:.3f}: they must be the same model; use another "
+            f"disk, has {ours:.4f}: they must be the same model; use another "
             "hardware.target_placement"
         )
 

@@ -268,10 +268,11 @@ def samples_of(vocab: int, lengths: Sequence[int]) -> list[Sample]:
 def assert_another_model_is_noticed(served: ServedTarget) -> None:
     own = served.readout
     head = own.head + 0.1 * own.head.std() * torch.randn(own.head.shape)
-    others = {"log-probability": replace(own, head=head)}
+    others = [("log-probability", replace(own, head=head))]
+    others += [("log-probability", replace(own, logit_scale=0.97))]
     if 0 in served.engine.captures:
-        others["embeds"] = replace(own, embedding=own.embedding.flip(0))
-    for word, other in others.items():
+        others += [("embeds", replace(own, embedding=own.embedding.flip(0)))]
+    for word, other in others:
         alike = ServedTarget(served.engine, served.norm, other, served.spec, served.tokenizer)
         with pytest.raises(ValueError, match=f"{word}.* they must be the same model"):
             alike.check()
