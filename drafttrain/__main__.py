@@ -28,7 +28,8 @@ from drafttrain.launched import (
 from drafttrain.run import CHECKPOINTS
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
-PLACES = {"compare": "compare", "capture": "store"}  # the section with the folder, if not `run`
+# The section that names the folder, where it is not `run`.
+PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate"}
 OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
@@ -90,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             how = "; the same command goes on from what it measured"
         elif command == "capture":
             how = "; the same command goes on where it stopped"
+        elif command == "regenerate":
+            how = "; the same command goes on from what is answered"
         if rank() == 0 and not is_ours():  # else the launching process says so
             _say(f"interrupted{how}")
         return 130

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.serving import VllmConfig
 from drafttrain.target.describe import describe
+from drafttrain.target.served import open_served
 from drafttrain.target.store import FeaturesConfig, StoredFeaturesConfig, StoredTarget
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Sample, TargetSpec
+from drafttrain.terminal import console
+from drafttrain.types import FeatureSource, Sample, TargetSpec
 
 
 def load_samples(
@@ -92,6 +96,46 @@ def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
             return config.build(spec)
     except RuntimeError:  # a language model tries itself out when it is built, and needs numbers
         return config.build(spec)
+
+
+@contextmanager
+def source_of_features(
+    source: FeatureSource,
+    hardware: HardwareConfig,
+    model: ModelConfig,
+    vllm: VllmConfig,
+    *,
+    captures: tuple[int, ...],
+    samples: Iterable[Sample],
+    ranks: Ranks,
+    folder: Path,
+) -> Iterator[FeatureSource]:
+    """Give what features are read from: the target, or an engine that holds it in its own process.
+
+    source: the target, or a store, which is all that is read. Each rank has an engine of its own;
+    the target is here all the same, to validate in the real decode loop. samples: all that will be
+    read. folder: the run's, for the engine's log.
+    """
+    if hardware.target_placement != "vllm" or not isinstance(source, Target):
+        yield source
+        return
+    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
+        raise ValueError(
+            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
+            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
+        )
+    with open_served(
+        model,
+        vllm,
+        source.dtype,
+        str(source.device),
+        captures=captures,
+        longest=max(len(sample.tokens) for sample in samples),
+        folder=folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}"),
+    ) as served:
+        if ranks.is_main:
+            console.print(f"features: by vLLM {served.engine.version}")
+        yield served
 
 
 def recorded_spec(run: Path) -> TargetSpec:

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 import yaml
@@ -23,6 +23,7 @@ from drafttrain.overrides import (
     start_of,
     with_drafter,
     with_start,
+    wrong_value,
 )
 from drafttrain.run import CONFIG, RunConfig, load_config
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.export import ExportConfig as FormatConfig
     from drafttrain.hardware import HardwareConfig
     from drafttrain.pretrained import ModelConfig
+    from drafttrain.regenerate import RegenerateConfig as RegenerateSettings
+    from drafttrain.serving import VllmConfig
     from drafttrain.target.store import FeaturesConfig
     from drafttrain.tracker import TrackerConfig
     from drafttrain.train import TrainerConfig
@@ -57,6 +60,8 @@ SECTIONS = {
     "export": "drafttrain.export.ExportConfig",
     "tune": "drafttrain.evaluation.tune.TuneConfig",
     "compare": "drafttrain.compare.CompareConfig",
+    "regenerate": "drafttrain.regenerate.RegenerateConfig",
+    "vllm": "drafttrain.serving.VllmConfig",
 }
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
@@ -79,6 +84,7 @@ class TrainConfig:
     deepspeed: "DeepSpeedConfig"
     tracker: "TrackerConfig"
     eval: "EvalConfig"
+    vllm: "VllmConfig"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,17 @@ class CaptureConfig:
     hardware: "HardwareConfig"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """Everything `regenerate` is told."""
+
+    regenerate: "RegenerateSettings"
+    model: "ModelConfig"
+    data: "DataConfig"
+    hardware: "HardwareConfig"
+    vllm: "VllmConfig"
+
+
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -146,6 +163,7 @@ COMMANDS: dict[str, type] = {
     "compare": CompareConfig,
     "export": ExportConfig,
     "capture": CaptureConfig,
+    "regenerate": RegenerateConfig,
 }
 Config = TypeVar(
     "Config",
@@ -155,6 +173,7 @@ Config = TypeVar(
     CompareConfig,
     ExportConfig,
     CaptureConfig,
+    RegenerateConfig,
 )
 
 
@@ -342,7 +361,7 @@ def _section(config: DictConfig, key: str) -> Any:
             f"{did_you_mean(str(error.key), names)} fields: {', '.join(names)}"
         ) from error
     except OmegaConfBaseException as error:
-        raise UsageError(_wrong_value(error, kind, value)) from error
+        raise UsageError(wrong_value(str(error.full_key), kind, value)) from error
     unset = [name for name in names if OmegaConf.is_missing(merged, name)]
     if unset:
         raise UsageError(f"{key}.{unset[0]} must be given, as in {key}.{unset[0]}=VALUE")
@@ -362,30 +381,6 @@ def _load_class(section: str, path: str) -> Any:
     if not isinstance(found, type):
         raise UsageError(f"{section}._target_ must name a class, got {path}")
     return found
-
-
-WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[int]: "a list of integers such as [1,2]",
-    list[str]: "a list of texts such as [a,b]",
-    dict[str, float]: "numbers by name such as {a: 1.0}",
-}
-
-
-def _wrong_value(error: OmegaConfBaseException, kind: type, value: dict[Any, Any]) -> str:
-    key = str(error.full_key).split("[")[0]
-    name, *inner = key.split(".")[1:]
-    hint, given = get_type_hints(kind)[name], value.get(name)
-    if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
-        hint, given = float, given.get(inner[0])
-    options = [hint, *getattr(hint, "__args__", ())]
-    words = next((WORDS[option] for option in options if option in WORDS), str(hint))
-    null = " or null" if type(None) in options else ""
-    got = "null" if given is None else given
-    return f"{key} must be {words}{null}, got {got}"
 
 
 def _one_line(error: Exception) -> str:

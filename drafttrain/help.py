@@ -37,6 +37,15 @@ MOST_USED = {
         "compare.dir",
     ),
     "tune": ("run.dir", "tune.depths", "tune.batch_sizes", "tune.measure", "eval.prompts_per_task"),
+    "regenerate": (
+        "data.path",
+        "regenerate.out",
+        "regenerate.backend",
+        "regenerate.base_url",
+        "regenerate.temperature",
+        "regenerate.max_new_tokens",
+        "regenerate.turns",
+    ),
     "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
     "capture": (
         "store.dir",
@@ -70,6 +79,12 @@ EXAMPLES = {
         "tune run.dir=outputs/demo",
         "tune run.dir=outputs/demo 'tune.batch_sizes=[1,16]' tune.measure=false",
     ),
+    "regenerate": (
+        "regenerate data.path=prompts.jsonl regenerate.out=answers.jsonl",
+        "regenerate data.path=chats.jsonl regenerate.backend=vllm regenerate.temperature=0.7",
+        "regenerate data.path=chats.jsonl regenerate.backend=openai "
+        "regenerate.base_url=http://localhost:8000/v1",
+    ),
     "export": (
         "export run.dir=outputs/demo export=vllm export.dir=outputs/demo/vllm",
         "export run.dir=outputs/demo export.push=ada/tiny-eagle3 export.dry_run=true",
@@ -87,7 +102,7 @@ COLUMN = 30  # where the explanations begin
 
 def overview() -> str:
     """Return what `python -m drafttrain --help` prints."""
-    commands = "\n".join(f"  {name:<10}{headline(primary(name))}" for name in COMMANDS)
+    commands = "\n".join(f"  {name:<12}{headline(primary(name))}" for name in COMMANDS)
     return f"""\
 drafttrain: train, measure and serve the drafters of speculative decoding.
 

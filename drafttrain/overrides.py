@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -99,3 +100,28 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
     if "run.name" not in given:
         added.append(f"run.name={quoted(folder.resolve().name + '-adapted')}")
     return [*parse("train", added), *parsed]
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of integers such as [1,2]",
+    list[str]: "a list of texts such as [a,b]",
+    dict[str, float]: "numbers by name such as {a: 1.0}",
+}
+
+
+def wrong_value(full_key: str, kind: type, value: dict[Any, Any]) -> str:
+    """Return what to say of a key whose value is of another type than its dataclass wants."""
+    key = full_key.split("[")[0]
+    name, *inner = key.split(".")[1:]
+    hint, given = get_type_hints(kind)[name], value.get(name)
+    if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
+        hint, given = float, given.get(inner[0])
+    options = [hint, *getattr(hint, "__args__", ())]
+    words = next((WORDS[option] for option in options if option in WORDS), str(hint))
+    null = " or null" if type(None) in options else ""
+    got = "null" if given is None else given
+    return f"{key} must be {words}{null}, got {got}"

@@ -19,6 +19,7 @@ FLOORS = {
         "sampling", "vocab",
     ],
     "ground, losses": ["chunked"],
+    "ground, another interpreter": ["serving"],
     "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [
@@ -47,7 +48,12 @@ DOORS = {
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
-    "vllm": {"witness.worker"},  # which the interpreter of vLLM's environment runs
+    "accelerate": {"pretrained.ends"},
+    "openai": {"regenerate.endpoint"},
+    "vllm": {
+        "serving.worker",
+        "witness.worker",
+    },  # which the interpreter of vLLM's environment runs
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -11,7 +11,7 @@ from tests_support import model_config
 from drafttrain.chance import SeededChance
 from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, read_jsonl
 from drafttrain.data.skips import NothingUsable
-from drafttrain.regenerate import ANSWER, EMIT, USER, Frame, frame_of, law, load, selfgen
+from drafttrain.regenerate.selfgen import ANSWER, EMIT, USER, Frame, frame_of, law, load, selfgen
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Sample
 

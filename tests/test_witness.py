@@ -24,6 +24,7 @@ from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
 from drafttrain.report.witness import with_witness, witness_table
+from drafttrain.serving import find_python, meaningful_line
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import GREEDY, Counters, PromptResult, Sampling
 from drafttrain.witness import (
@@ -35,13 +36,12 @@ from drafttrain.witness import (
     asked_of,
     check_witness,
     compare_with_ours,
-    find_python,
     predict,
     predicted_speedup,
     witness,
     witness_section,
 )
-from drafttrain.witness.engine import SPECULATIVE, meaningful_line, speculation
+from drafttrain.witness.engine import SPECULATIVE, speculation
 from drafttrain.witness.worker import batches_of, difference
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -16,6 +16,7 @@ from drafttrain.assemble import (
     describe_target,
     load_samples,
     open_features,
+    source_of_features,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.config import (
@@ -165,10 +166,22 @@ def train(config: TrainConfig) -> None:
     )
     read_ahead = partial(store.read, captures=drafter.captures) if store else None
     try:
-        with Prefetcher(batches, config.features.prefetch, read_ahead) as steps:
+        with (
+            source_of_features(
+                source,
+                config.hardware,
+                config.model,
+                config.vllm,
+                captures=drafter.captures,
+                samples=[*samples, *held_out],
+                ranks=ranks,
+                folder=folder,
+            ) as read_from,
+            Prefetcher(batches, config.features.prefetch, read_ahead) as steps,
+        ):
             run_training(
                 engine,
-                source,
+                read_from,
                 steps,
                 checkpoints,
                 tracker,

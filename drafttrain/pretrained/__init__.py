@@ -1,5 +1,6 @@
 """Loading Transformers models and tokenizers, safely: from a directory, the Hub, or drawn."""
 
+from drafttrain.pretrained.ends import directory, load_ends
 from drafttrain.pretrained.models import (
     EMBEDDED,
     ModelConfig,
@@ -19,8 +20,10 @@ __all__ = [
     "ModelConfig",
     "RandomModelConfig",
     "attention_of",
+    "directory",
     "fingerprint",
     "load_config",
+    "load_ends",
     "load_model",
     "load_tokenizer",
     "refuse_unless_rollable",

@@ -9,7 +9,7 @@ from drafttrain.witness.compare import (
     predict,
     predicted_speedup,
 )
-from drafttrain.witness.engine import BatchWitness, Measured, Witness, find_python, witness
+from drafttrain.witness.engine import BatchWitness, Measured, Witness, witness
 from drafttrain.witness.section import Asked, Served, asked_of, check_witness, witness_section
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "asked_of",
     "check_witness",
     "compare_with_ours",
-    "find_python",
     "predict",
     "predicted_speedup",
     "witness",

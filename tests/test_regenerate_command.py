@@ -1,0 +1,491 @@
+"""Answers to prompts: whoever gives them, whenever it was interrupted, the file is the same."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chat_server
+import pytest
+import torch
+import yaml
+from tests_support import model_config
+
+from drafttrain import __main__ as cli
+from drafttrain.chance import SeededChance
+from drafttrain.data.asked import Asked, read_asked
+from drafttrain.data.chat import encode, prompt_tokens
+from drafttrain.data.conversations import JsonlConfig, read
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.regenerate import RegenerateConfig, regenerate
+from drafttrain.regenerate.answers import Answers
+from drafttrain.regenerate.dialogue import Dialogue, Outcome, Row
+from drafttrain.regenerate.endpoint import by_endpoint, served_by
+from drafttrain.regenerate.local import by_transformers, take_tokens
+from drafttrain.target.target import Target, load_target
+
+CONF = Path(__file__).parents[1] / "conf"
+ROOM = 256
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+
+
+@pytest.fixture
+def endpoint() -> Iterator[chat_server.Endpoint]:
+    with chat_server.serve() as server:
+        yield server
+
+
+def settings(**changes: Any) -> RegenerateConfig:
+    values = yaml.safe_load((CONF / "regenerate.yaml").read_text())["regenerate"]
+    return RegenerateConfig(**values | {"max_new_tokens": 12, "max_retries": 3} | changes)
+
+
+def data(path: Path, **changes: Any) -> JsonlConfig:
+    values = yaml.safe_load((CONF / "data" / "jsonl.yaml").read_text())
+    del values["_target_"]
+    return JsonlConfig(**values | {"path": str(path)} | changes)
+
+
+def written(folder: Path, records: Sequence[Any]) -> Path:
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def talk(*texts: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]}
+
+
+PROMPTS = [
+    {"prompt": "one"},
+    talk("two and more words", "old", "three"),
+    {"turns": ["four", "five"]},
+    {"prompt": "six, a longer prompt than any other"},
+    {"prompt": "seven"},
+]
+
+
+def asked_of(folder: Path, records: Sequence[Any] = PROMPTS, turns: str = "all") -> list[Asked]:
+    return read_asked(data(written(folder, records)), turns)[0]
+
+
+def run(
+    out: Path, asked: Sequence[Asked], backend: Any, config: RegenerateConfig
+) -> list[dict[str, Any]]:
+    with Answers(out, config.identity()) as answers:
+        regenerate(asked, answers, backend, show=False)
+    return lines(out)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def local(target: Target, config: RegenerateConfig) -> Any:
+    return partial(by_transformers, target, config=config, room=ROOM)
+
+
+def remote(config: RegenerateConfig) -> Any:
+    return partial(by_endpoint, config=config)
+
+
+# Reading prompts
+
+
+def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_path: Path) -> None:
+    bad = [
+        {"nothing": 1},
+        {"messages": [{"role": "assistant", "content": "first"}]},
+        {"prompt": "  "},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+    ]
+    file = written(tmp_path, [*PROMPTS, *bad])
+    asked, report = read_asked(data(file), "all")
+    assert [[turn.content for turn in one.messages] for one in asked] == [
+        ["one"],
+        ["two and more words", "three"],
+        ["four", "five"],
+        ["six, a longer prompt than any other"],
+        ["seven"],
+    ]
+    assert report.num_read == 9
+    assert report.examples["an answer without a question"] == [f"{file}:7 (turn 1)"]
+    assert report.num_skipped == 4
+    kept, report = read_asked(data(file), "last")
+    assert [turn.content for turn in kept[1].messages] == ["two and more words", "old", "three"]
+    assert report.counts["an earlier turn without the answer that is to be kept"] == 1
+    with pytest.raises(ValueError, match=r"data\.template must be chat to regenerate, got none"):
+        read_asked(data(file, template="none"), "all")
+
+
+# Transformers
+
+
+def test_each_turn_is_the_targets_own_answer_to_the_new_turns_before_it(
+    target: Target, tmp_path: Path
+) -> None:
+    config = settings()
+    rows = run(tmp_path / "out.jsonl", asked_of(tmp_path), local(target, config), config)
+    assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows:
+        assert row["cut"] is None
+        turns = row["messages"]
+        for place, answer in enumerate(row["answers"]):
+            prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, "chat")
+            alone = autoregressive_decode(
+                target,
+                prompt,
+                sampling=config.sampling,
+                max_new_tokens=12,
+                chance=SeededChance(0),
+            )
+            assert tuple(answer["tokens"]) == alone.tokens
+            said = alone.tokens[:-1] if answer["finished"] else alone.tokens
+            text = target.tokenizer.decode(list(said), skip_special_tokens=True)
+            assert turns[2 * place + 1] == {"role": "assistant", "content": text}
+    assert sum(len(row["answers"]) for row in rows) == 7
+
+
+def test_the_last_answer_alone_leaves_the_others_as_they_are(
+    target: Target, tmp_path: Path
+) -> None:
+    config = settings(turns="last")
+    asked = asked_of(tmp_path, PROMPTS[:2], "last")
+    rows = run(tmp_path / "out.jsonl", asked, local(target, config), config)
+    assert rows[1]["messages"][1]["content"] == "old"
+    assert len(rows[1]["messages"]) == 4
+    assert len(rows[1]["answers"]) == 1
+
+
+def test_sampled_answers_depend_on_seed_and_conversation_alone(
+    target: Target, tmp_path: Path
+) -> None:
+    asked = asked_of(tmp_path)
+    files = []
+    for name, batch_size, seed in (("a", 1, 3), ("b", 3, 3), ("c", 8, 3), ("d", 8, 4)):
+        config = settings(temperature=1.0, batch_size=batch_size, seed=seed)
+        out = tmp_path / f"{name}.jsonl"
+        run(out, asked, local(target, config), config)
+        files.append(out.read_bytes())
+    assert files[0] == files[1] == files[2]
+    assert files[3] != files[0]
+
+
+def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
+    target: Target, tmp_path: Path
+) -> None:
+    letters = target.tokenizer("abc", add_special_tokens=False)["input_ids"]
+    spec = replace(target.spec, eos_token_ids=(letters[2],))
+    for tokens, text, finished in ((letters, "ab", True), (letters[:2], "ab", False)):
+        dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
+        take_tokens(dialogue, tokens, spec, target.tokenizer)
+        assert isinstance(dialogue.outcome, Row)
+        assert dialogue.outcome.messages[1]["content"] == text
+        assert dialogue.outcome.answers[0]["finished"] is finished
+        assert dialogue.outcome.answers[0]["tokens"] == tokens
+
+
+def test_the_file_is_read_as_conversations(target: Target, tmp_path: Path) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    rows = run(out, asked_of(tmp_path), local(target, config), config)
+    conversations, report = read(data(out))
+    assert report.num_skipped == 0
+    assert len(conversations) == len(rows)
+    samples, _ = encode(conversations, target.tokenizer, data(out))
+    assert len(samples) == len(rows)
+
+
+def test_what_does_not_fit_is_left_out_or_cut_and_said(target: Target, tmp_path: Path) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    records = [{"prompt": "x" * 300}, {"turns": ["short", "y" * 300]}, {"prompt": "fits"}]
+    asked = asked_of(tmp_path, records)
+    rows = run(out, asked, local(target, config), config)
+    assert [row["index"] for row in rows] == [1, 2]
+    assert len(rows[0]["messages"]) == 2
+    assert rows[0]["cut"].startswith("prompt and answer do not fit 256 tokens (")
+    with Answers(out, config.identity()) as answers:
+        assert answers.missing(asked) == []  # asking again would give the same
+        said = answers.report(3).lines()
+    assert said[0] == "skipped 1 of 3 conversations:"
+    assert "1 x prompt and answer do not fit 256 tokens" in said[1]
+    assert f"{tmp_path}/prompts.jsonl:1" in said[1]
+
+
+# Resuming
+
+
+def test_a_run_that_stops_anywhere_goes_on_to_the_same_file(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    asked = asked_of(tmp_path)
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run(whole, asked, remote(config), config)
+    content = whole.read_bytes()
+    ends = [0, *(place + 1 for place, byte in enumerate(content) if byte == ord("\n"))]
+    for stop in (*ends, ends[1] + 1, ends[2] - 1, ends[4] + 30):
+        out.write_bytes(content[:stop])
+        out.with_suffix(".settings.json").write_bytes(
+            whole.with_suffix(".settings.json").read_bytes()
+        )
+        num_asked = len(endpoint.asked)
+        assert run(out, asked, remote(config), config) == lines(whole)
+        assert out.read_bytes() == content
+        left = lines(whole)[sum(stop >= end for end in ends) - 1 :]
+        assert len(endpoint.asked) - num_asked == sum(len(row["answers"]) for row in left)
+
+
+def test_a_torn_line_does_not_spoil_the_one_after_it(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
+    asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
+
+    def stopping(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
+        for number, outcomes in enumerate(by_endpoint(missing, config)):
+            if number == 1:
+                raise KeyboardInterrupt
+            yield outcomes
+
+    for done in (1, 2, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(out, asked, stopping, config)
+        assert len(lines(out)) == done
+        with out.open("a") as stream:
+            stream.write('{"index": 4, "mess')  # what a kill leaves
+    assert [row["index"] for row in run(out, asked, remote(config), config)] == [0, 1, 2, 3, 4]
+
+
+def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None:
+    asked, config = asked_of(tmp_path), settings()
+    run(tmp_path / "a.jsonl", asked, local(target, config), config)
+
+    def backwards(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
+        for one in reversed(missing):
+            yield from local(target, config)([one])
+
+    run(tmp_path / "b.jsonl", asked, backwards, config)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_other_settings_or_other_prompts_are_refused_by_name(
+    target: Target, tmp_path: Path
+) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    asked = asked_of(tmp_path)
+    before = run(out, asked[:3], local(target, config), config)
+    warm = settings(temperature=0.5)
+    with pytest.raises(ValueError, match=r"begun with temperature=0\.0 and .* temperature=0\.5"):
+        run(out, asked, local(target, warm), warm)
+    others = asked_of(tmp_path, [PROMPTS[0], {"prompt": "another"}, *PROMPTS[2:]])
+    with pytest.raises(ValueError, match=r"answers conversation 1 of .*:2, which is another now"):
+        run(out, others, local(target, config), config)
+    with pytest.raises(ValueError, match=r"answers conversation 2 of .*:3, which is not there now"):
+        run(out, asked[:2], local(target, config), config)
+    assert run(out, asked, local(target, config), config)[:3] == before  # more prompts: more rows
+    strange = tmp_path / "strange.jsonl"
+    strange.write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match="must not name a file of other origin"):
+        run(strange, asked, local(target, config), config)
+    with (out).open("a") as stream:
+        stream.write("nonsense\n")
+    with pytest.raises(ValueError, match=r"out\.jsonl:6 must be a line as `regenerate` wrote it"):
+        run(out, asked, local(target, config), config)
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    with (
+        Answers(out, config.identity()),
+        pytest.raises(ValueError, match="is being written by another process"),
+        Answers(out, config.identity()),
+    ):
+        pass
+
+
+# An endpoint
+
+
+def test_an_endpoint_that_fails_for_a_while_is_asked_again(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    endpoint.failures = {"one": [429, 500], "four": [503], "seven": [429, 429, 429]}
+    endpoint.seconds = 0.05
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=2)
+    started = time.monotonic()
+    rows = run(tmp_path / "out.jsonl", asked_of(tmp_path), remote(config), config)
+    assert len(rows) == 5
+    assert len(endpoint.asked) == 7 + 6
+    assert endpoint.busiest == 2
+    # The endpoint's own pause of 10 ms was kept: the client's would have been seconds.
+    assert time.monotonic() - started < 3
+    assert rows[1]["messages"][1]["content"].startswith("two and more words? ")
+    assert rows[1]["messages"][3]["content"].startswith("three? ")
+    later = [body for body in endpoint.asked if body["messages"][-1]["content"] == "three"]
+    assert later[0]["messages"][1] == rows[1]["messages"][1]
+
+
+def test_a_seed_of_its_own_goes_with_every_request(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    config = settings(base_url=endpoint.url, backend="openai", temperature=0.7, top_p=0.9)
+    asked = asked_of(tmp_path)
+    run(tmp_path / "a.jsonl", asked, remote(config), config)
+    seeds = {body["seed"] for body in endpoint.asked}
+    assert len(seeds) == 7
+    assert {body["top_p"] for body in endpoint.asked} == {0.9}
+    assert "top_k" not in endpoint.asked[0]
+    few = settings(
+        base_url=endpoint.url, backend="openai", temperature=0.7, top_p=0.9, concurrency=1
+    )
+    run(tmp_path / "b.jsonl", asked, remote(few), few)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_what_fails_is_recorded_and_asked_again_next_time_unless_it_is_refused(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    endpoint.failures = {"one": [400], "seven": [500] * 4}
+    config, out = settings(base_url=endpoint.url, backend="openai"), tmp_path / "out.jsonl"
+    asked = asked_of(tmp_path)
+    rows = run(out, asked, remote(config), config)
+    assert [row["index"] for row in rows] == [1, 2, 3]
+    failed = lines(out.with_suffix(".failed.jsonl"))
+    assert [(row["index"], row["reason"], row["final"]) for row in failed] == [
+        (0, "refused by the endpoint", True),
+        (4, "the endpoint failed", False),
+    ]
+    assert failed[1]["detail"] == "500: not now: 500"
+    rows = run(out, asked, remote(config), config)
+    assert [row["index"] for row in rows] == [1, 2, 3, 4]
+    assert len(lines(out.with_suffix(".failed.jsonl"))) == 1
+
+
+def test_an_endpoint_that_only_fails_ends_the_run_and_keeps_what_is_answered(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    records = [{"prompt": f"p{number}"} for number in range(20)]
+    endpoint.failures = {f"p{number}": [500] * 9 for number in range(3, 20)}
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1, max_retries=0)
+    asked, out = asked_of(tmp_path, records), tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match=r"failed 8 conversations in a row.* 500: not now: 500"):
+        run(out, asked, remote(config), config)
+    assert [row["index"] for row in lines(out)] == [0, 1, 2]
+    endpoint.failures = {}
+    assert len(run(out, asked, remote(config), config)) == 20
+
+
+def test_an_endpoint_says_what_is_wrong_before_anything_is_asked(
+    endpoint: chat_server.Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(base_url=endpoint.url, backend="openai", max_retries=0)
+    assert served_by(config).model == chat_server.MODEL
+    endpoint.models = ["a", "b"]
+    with pytest.raises(ValueError, match=r"served_model must name one of the models .*: a, b$"):
+        served_by(config)
+    wrong = settings(base_url=endpoint.url, backend="openai", served_model="c")
+    with pytest.raises(ValueError, match=r"served_model must be a model of .* \(a, b\), got c"):
+        served_by(wrong)
+    endpoint.key = "secret"
+    with pytest.raises(ValueError, match=r"must accept the key in MY_KEY .* is not set: 401"):
+        served_by(settings(base_url=endpoint.url, backend="openai", api_key_variable="MY_KEY"))
+    monkeypatch.setenv("MY_KEY", "secret")
+    served_by(
+        settings(
+            base_url=endpoint.url, backend="openai", api_key_variable="MY_KEY", served_model="a"
+        )
+    )
+    nowhere = settings(base_url="http://127.0.0.1:9/v1", backend="openai", max_retries=0)
+    with pytest.raises(ValueError, match=r"base_url=http://127\.0\.0\.1:9/v1 .* cannot be reached"):
+        served_by(nowhere)
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match=r"pip install 'drafttrain\[openai\]'"):
+        served_by(settings(base_url="http://localhost/v1", backend="openai"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "sglang"}, "regenerate.backend must be one of transformers, vllm, openai"),
+        ({"backend": "openai"}, "regenerate.base_url must name the endpoint"),
+        ({"turns": "first"}, "regenerate.turns must be all or last, got first"),
+        ({"out": "answers.txt"}, "regenerate.out must name a file in .jsonl, got answers.txt"),
+        ({"temperature": -1.0}, "regenerate.temperature must be in"),
+        ({"concurrency": 0}, "regenerate.concurrency must be at least 1, got 0"),
+    ],
+)
+def test_settings_are_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**change)
+
+
+# The command
+
+
+def test_the_command_answers_goes_on_and_says_what_it_did(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "answers" / "a.jsonl"
+    call = [
+        "regenerate",
+        f"model.path={tiny_target_dir}",
+        f"data.path={written(tmp_path, [*PROMPTS, {'prompt': ''}])}",
+        f"regenerate.out={out}",
+        "regenerate.max_new_tokens=8",
+        "hardware=cpu",
+        "hardware.threads=1",
+    ]
+    assert cli.main(call) == 0
+    said = capsys.readouterr().out
+    assert "1 x an empty turn" in said
+    assert "5 conversations, 0 answered before" in said
+    assert "tokens/s)" in said
+    content = out.read_bytes()
+    assert json.loads(out.with_suffix(".settings.json").read_text())["dtype"] == "float32"
+    assert cli.main(call) == 0
+    assert "5 conversations, 5 answered before" in capsys.readouterr().out
+    assert out.read_bytes() == content
+    assert cli.main([*call, "regenerate.seed=1"]) == 1
+    assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing_and_doubles_nothing(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    endpoint.seconds = 0.05
+    file = written(tmp_path, [{"prompt": f"p{number}"} for number in range(60)])
+    out = tmp_path / "out.jsonl"
+    call = [sys.executable, "-m", "drafttrain", "regenerate", f"data.path={file}"]
+    call += [f"regenerate.out={out}", "regenerate.backend=openai", "regenerate.concurrency=2"]
+    call += [f"regenerate.base_url={endpoint.url}"]
+    for wanted in (5, 25):
+        process = subprocess.Popen(call, stdout=subprocess.DEVNULL, env={**os.environ})
+        deadline = time.monotonic() + 60
+        while not out.is_file() or out.read_bytes().count(b"\n") < wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.returncode != 0
+    kept = out.read_bytes().count(b"\n")
+    subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
+    assert [row["index"] for row in lines(out)] == list(range(60))
+    # Of each killed run at most what was under way was asked twice.
+    assert len(endpoint.asked) <= 60 + 2 * 2
+    assert kept >= 25

@@ -1,0 +1,180 @@
+"""What stands beside a served target: its two ends, its documents, the process that serves it."""
+
+import json
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import character_tokenizer
+from safetensors.torch import load_file, save_file
+from tests_support import model_config
+
+from drafttrain import pretrained
+from drafttrain.data.batches import collate, pack
+from drafttrain.pretrained import RandomModelConfig
+from drafttrain.serving import Engine, VllmConfig
+from drafttrain.target.describe import read_out
+from drafttrain.target.served import documents_of, spec_on_disk, visible_name
+from drafttrain.target.target import load_target
+from drafttrain.types import GREEDY, Sample
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("embedded", [True, False], ids=["tied", "with a head of its own"])
+def test_two_ends_are_those_of_the_whole_model(
+    embedded: bool, dtype: torch.dtype, tiny_target_dir: Path
+) -> None:
+    config = model_config(pretrained.EMBEDDED if embedded else tiny_target_dir)
+    target = load_target(config, dtype, "cpu")
+    settings = pretrained.load_config(config)
+    model = pretrained.load_ends(config, settings, dtype, "cpu")
+    assert all(parameter.is_meta for parameter in model.get_decoder().layers.parameters())
+    ends = read_out(model)
+    for name in ("embedding", "head", "norm"):
+        ours, whole = getattr(ends, name), getattr(target.readout, name)
+        assert ours.dtype == dtype
+        assert torch.equal(ours, whole)
+    assert (ends.head is ends.embedding) == embedded
+    hidden = torch.randn(2, 3, target.spec.hidden_size).to(dtype)
+    assert torch.equal(model.get_decoder().norm(hidden), target.final_norm(hidden))
+    tokenizer = pretrained.load_tokenizer(config)
+    assert spec_on_disk(config, settings, tokenizer, target.spec.fingerprint) == target.spec
+
+
+def test_a_scale_that_no_file_holds_is_read_out(tmp_path: Path) -> None:
+    """Gemma multiplies embeddings by a buffer, and stores its norm less 1."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    torch.manual_seed(0)
+    whole = Gemma2ForCausalLM(Gemma2Config(**shape, **heads))
+    torch.nn.init.normal_(whole.model.norm.weight)
+    whole.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    config = model_config(tmp_path)
+    ends = pretrained.load_ends(config, pretrained.load_config(config), torch.float32, "cpu")
+    expected, found = read_out(whole), read_out(ends)
+    assert found.embedding_scale == expected.embedding_scale != 1
+    assert found.soft_cap == expected.soft_cap is not None
+    assert found.norm is not None
+    assert expected.norm is not None
+    torch.testing.assert_close(found.norm, expected.norm)
+
+
+def test_ends_are_found_under_another_prefix_and_checked(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, place)
+    file = place / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {f"language_model.{name}": value for name, value in tensors.items()}
+    save_file(renamed, file)
+    config = model_config(place)
+    settings = pretrained.load_config(config)
+    ends = pretrained.load_ends(config, settings, torch.float32, "cpu")
+    assert torch.equal(ends.get_input_embeddings().weight, tensors["model.embed_tokens.weight"])
+    short = tensors | {"lm_head.weight": tensors["lm_head.weight"][:5]}
+    save_file(short, file)
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight must be of shape \(97, 32\) .* \(5, 32\)"
+    ):
+        pretrained.load_ends(config, settings, torch.float32, "cpu")
+    del short["model.norm.weight"]
+    save_file(short, file)
+    with pytest.raises(ValueError, match=r"must hold model\.norm\.weight, got none"):
+        pretrained.load_ends(config, settings, torch.float32, "cpu")
+
+
+def test_what_runs_must_be_what_lies_on_the_disk(tiny_target_dir: Path) -> None:
+    import dataclasses
+
+    with pytest.raises(ValueError, match=r"model\.inflate must be null where vLLM runs .*got 1M"):
+        pretrained.directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
+    values = yaml.safe_load((CONF / "model" / "random.yaml").read_text())
+    del values["_target_"]
+    with pytest.raises(ValueError, match="model=random draws its weights, and vLLM loads those"):
+        pretrained.directory(RandomModelConfig(**values))
+
+
+def test_documents_are_found_in_padded_and_in_packed_rows() -> None:
+    samples = [
+        Sample(torch.arange(length), torch.ones(length) > 0, index)
+        for index, length in enumerate((3, 5, 2))
+    ]
+    assert documents_of(collate(samples)) == [(0, 0, 3), (1, 0, 5), (2, 0, 2)]
+    packed = pack(samples, 8)
+    found = [
+        (int(packed.document[row, start]), stop - start)
+        for row, start, stop in documents_of(packed)
+    ]
+    assert sorted(found) == [(0, 3), (1, 5), (2, 2)]
+
+
+def test_another_process_sees_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_name(1) == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-abc")
+    assert [visible_name(0), visible_name(1)] == ["4", "GPU-abc"]
+
+
+# The process
+
+
+def engine_of(folder: Path, body: str, **changes: Any) -> Engine:
+    """An engine whose worker is this Python script: it sees the request as sys.argv[-1]."""
+    python = folder / "python"
+    script = folder / "script.py"
+    script.write_text(f"import json, sys, time\n{body}\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    values = yaml.safe_load((CONF / "vllm" / "default.yaml").read_text())
+    config = VllmConfig(**values | {"python": str(python), "patience": 20.0} | changes)
+    return Engine(folder, config, dtype="float32", device="cpu", longest=9, folder=folder / "log")
+
+
+READY = "print(json.dumps({'event': 'ready', 'version': '1'}), flush=True)\n"
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ended with code 3: RuntimeError: no room; the log is"):
+        engine_of(tmp_path, "print('RuntimeError: no room', file=sys.stderr); sys.exit(3)")
+    error = "{'event': 'error', 'text': \"ModuleNotFoundError: No module named 'vllm'\"}"
+    with pytest.raises(ValueError, match=r"vllm\.python must name .* vllm cannot be imported"):
+        engine_of(tmp_path, f"print(json.dumps({error})); sys.exit(1)")
+    with pytest.raises(ValueError, match=r"said nothing for 0\.5 s and was ended"):
+        engine_of(tmp_path, "time.sleep(60)", patience=0.5)
+    request = json.loads((tmp_path / "log" / "vllm_request.json").read_text())
+    assert request["max_model_len"] == 10
+
+
+def test_an_engine_that_dies_at_work_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with engine_of(tmp_path, READY + "sys.stdin.readline(); sys.exit(9)") as engine:
+        assert engine.exchange.is_dir()
+        engine.submit(0, [1], sampling=GREEDY, max_new_tokens=1, seed=0, stop_tokens=[])
+        with pytest.raises(ValueError, match="vLLM ended with code 9: nothing"):
+            engine.next_answer()
+    assert not engine.exchange.exists()
+    assert engine.process.process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 1.5}, r"vllm\.memory must be a share in \(0, 1\], got 1\.5"),
+        ({"max_num_seqs": 0}, r"vllm\.max_num_seqs must be at least 1, got 0"),
+        ({"patience": 0.0}, r"vllm\.patience must be above 0 seconds"),
+    ],
+)
+def test_settings_of_vllm_are_checked(change: dict[str, Any], message: str) -> None:
+    values = yaml.safe_load((CONF / "vllm" / "default.yaml").read_text())
+    with pytest.raises(ValueError, match=message):
+        VllmConfig(**values | change)
