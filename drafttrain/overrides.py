@@ -1,8 +1,10 @@
 """What was typed behind a command: section=choice and section.key=value, read or refused."""
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -99,3 +101,42 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
     if "run.name" not in given:
         added.append(f"run.name={quoted(folder.resolve().name + '-adapted')}")
     return [*parse("train", added), *parsed]
+
+
+def load_class(section: str, path: str) -> Any:
+    """Return the class that a yaml's `_target_` names; UsageError where there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
+        ) from error
+    if not isinstance(found, type):
+        raise UsageError(f"{section}._target_ must name a class, got {path}")
+    return found
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of integers such as [1,2]",
+    list[str]: "a list of texts such as [a,b]",
+    dict[str, float]: "numbers by name such as {a: 1.0}",
+}
+
+
+def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
+    """Say in our words what OmegaConf's error means: the key, what must hold, what was got."""
+    key = str(error.full_key).split("[")[0]
+    name, *inner = key.split(".")[1:]
+    hint, given = get_type_hints(kind)[name], value.get(name)
+    if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
+        hint, given = float, given.get(inner[0])
+    options = [hint, *getattr(hint, "__args__", ())]
+    words = next((WORDS[option] for option in options if option in WORDS), str(hint))
+    null = " or null" if type(None) in options else ""
+    got = "null" if given is None else given
+    return f"{key} must be {words}{null}, got {got}"

@@ -224,7 +224,7 @@ def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path
 def test_each_command_asks_for_sections_it_knows() -> None:
     for command, schema in COMMANDS.items():
         # `trainer` stands in every primary file, because an entry of conf/model may choose it.
-        own = {"compare": "compare", "capture": "store"}.get(command, "run")
+        own = {"compare": "compare", "capture": "store", "plan": "plan"}.get(command, "run")
         unread = set() if command == "compare" else {"trainer"}
         assert {field.name for field in fields(schema)} | unread == set(command_groups(command)) | {
             own
