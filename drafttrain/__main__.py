@@ -29,7 +29,7 @@ from drafttrain.run import CHECKPOINTS
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
-PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate"}
+PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
 OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
@@ -72,10 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.slurm is not None:
             print(_slurm_script(request, loaded), end="")
             return 0
-        folder, failed = Path(place.dir), 1
+        folder, failed = Path(place.dir) if place.dir else None, 1
         if command in TOGETHER:
             from drafttrain.launch import launch
 
+            assert folder is not None, "what ranks do together has a folder"
             code = launch(loaded.hardware, arguments, folder)
             if code is not None:
                 return code

@@ -42,10 +42,10 @@ def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: l
         # An evaluation without a run has no `trainer`, which no other command reads.
         if group not in saved and group in sections:
             raise UsageError(f"the config.yaml of run.dir has no section {group}")
-        ConfigStore.instance().store(group=group, name=SAVED, node=_complete(group, saved))
+        ConfigStore.instance().store(group=group, name=SAVED, node=complete(group, saved))
 
 
-def _complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return a saved section with the keys that its choice has gained since the run was made."""
     section = saved.get(group, {})
     if group == "run":  # a section without choices

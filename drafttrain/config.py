@@ -1,6 +1,5 @@
 """What a command is told: Hydra composes yaml, frozen dataclasses check it."""
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,12 +12,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from drafttrain.choices import choices, command_groups, conf_dir, offer_saved
+from drafttrain.choices import choices, command_groups, complete, conf_dir, offer_saved
 from drafttrain.overrides import (
     ADMITTED,
     SAVED,
     UsageError,
     did_you_mean,
+    load_class,
     parse,
     start_of,
     with_drafter,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.evaluation.tune import TuneConfig as TuneSettings
     from drafttrain.export import ExportConfig as FormatConfig
     from drafttrain.hardware import HardwareConfig
+    from drafttrain.plan import PlanConfig as PlanSettings
     from drafttrain.pretrained import ModelConfig
     from drafttrain.regenerate import RegenerateConfig as RegenerateSettings
     from drafttrain.serving import VllmConfig
@@ -62,6 +63,8 @@ SECTIONS = {
     "compare": "drafttrain.compare.CompareConfig",
     "regenerate": "drafttrain.regenerate.RegenerateConfig",
     "vllm": "drafttrain.serving.VllmConfig",
+    "plan": "drafttrain.plan.PlanConfig",
+    "accelerator": "drafttrain.plan.accelerator.AcceleratorConfig",
 }
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
@@ -156,6 +159,19 @@ class RegenerateConfig:
     vllm: "VllmConfig"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Everything `plan` is told: what `train` would be, and what to count with."""
+
+    plan: "PlanSettings"
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    trainer: "TrainerConfig"
+    hardware: "HardwareConfig"
+    deepspeed: "DeepSpeedConfig"
+
+
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
@@ -164,6 +180,7 @@ COMMANDS: dict[str, type] = {
     "export": ExportConfig,
     "capture": CaptureConfig,
     "regenerate": RegenerateConfig,
+    "plan": PlanConfig,
 }
 Config = TypeVar(
     "Config",
@@ -174,6 +191,7 @@ Config = TypeVar(
     ExportConfig,
     CaptureConfig,
     RegenerateConfig,
+    PlanConfig,
 )
 
 
@@ -265,6 +283,13 @@ def load_choice(section: str, name: str) -> Any:
     return _section(OmegaConf.create({section: content}), section)
 
 
+def recorded(folder: Path, schema: type[Config]) -> Config:
+    """Return what a run was told, with the keys that its choices have gained since."""
+    saved = load_config(folder)
+    sections = {field.name: complete(field.name, saved) for field in fields(schema)}
+    return typed(OmegaConf.create(sections), schema)
+
+
 def _in_full(command: str, text: str) -> str:
     key, equals, value = text.partition("=")
     return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
@@ -340,11 +365,11 @@ def _head(parsed: list[Override]) -> str:
 
 
 def _section(config: DictConfig, key: str) -> Any:
-    base = _load_class(key, SECTIONS[key])
+    base = load_class(key, SECTIONS[key])
     value = OmegaConf.to_container(config[key], resolve=True)
     assert isinstance(value, dict)
     target = value.pop("_target_", None)
-    kind = base if target is None else _load_class(key, target)
+    kind = base if target is None else load_class(key, target)
     if not issubclass(kind, base):
         raise UsageError(
             f"{key}._target_ must name a subclass of {base.__name__}, got {kind.__name__}"
@@ -361,26 +386,13 @@ def _section(config: DictConfig, key: str) -> Any:
             f"{did_you_mean(str(error.key), names)} fields: {', '.join(names)}"
         ) from error
     except OmegaConfBaseException as error:
-        raise UsageError(wrong_value(str(error.full_key), kind, value)) from error
+        raise UsageError(wrong_value(error, kind, value)) from error
     unset = [name for name in names if OmegaConf.is_missing(merged, name)]
     if unset:
         raise UsageError(f"{key}.{unset[0]} must be given, as in {key}.{unset[0]}=VALUE")
     plain = OmegaConf.to_container(merged)
     assert isinstance(plain, dict)
     return kind(**{name: plain[name] for name in names})
-
-
-def _load_class(section: str, path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
-        ) from error
-    if not isinstance(found, type):
-        raise UsageError(f"{section}._target_ must name a class, got {path}")
-    return found
 
 
 def _one_line(error: Exception) -> str:

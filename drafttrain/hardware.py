@@ -30,6 +30,7 @@ class HardwareConfig:
     compile: bool
     gradient_checkpointing: bool
     accelerator: str | None
+    check_fit: bool
 
     def __post_init__(self) -> None:
         for key in ("dtype", "draft_dtype", "train_dtype"):

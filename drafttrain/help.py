@@ -57,6 +57,16 @@ MOST_USED = {
         "store.verify",
         "hardware.micro_batch",
     ),
+    "plan": (
+        "plan.dir",
+        "plan.measured",
+        "plan.acceptance_length",
+        "plan.price_per_hour",
+        "plan.batch_sizes",
+        "hardware.micro_batch",
+        "hardware.accelerator",
+        "trainer.max_steps",
+    ),
 }
 EXAMPLES = {
     "train": (
@@ -93,6 +103,10 @@ EXAMPLES = {
         "capture store.dir=outputs/store 'store.drafters=[eagle3,medusa]'",
         "capture store.dir=outputs/store store.dtype=float8 data=jsonl data.path=talk.jsonl",
         "capture store.dir=outputs/store store.verify=true",
+    ),
+    "plan": (
+        "plan model=llama70b drafter=eagle3 hardware=h100x8",
+        "plan model=llama8b hardware=h100x1 deepspeed=zero2 plan.price_per_hour=2.2",
     ),
 }
 CALL = "python -m drafttrain"

@@ -1,6 +1,7 @@
 """What was typed behind a command: section=choice and section.key=value, read or refused."""
 
 import difflib
+import importlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -102,6 +103,20 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
     return [*parse("train", added), *parsed]
 
 
+def load_class(section: str, path: str) -> Any:
+    """Return the class that a yaml's `_target_` names; UsageError where there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
+        ) from error
+    if not isinstance(found, type):
+        raise UsageError(f"{section}._target_ must name a class, got {path}")
+    return found
+
+
 WORDS = {
     int: "an integer",
     float: "a number",
@@ -113,9 +128,9 @@ WORDS = {
 }
 
 
-def wrong_value(full_key: str, kind: type, value: dict[Any, Any]) -> str:
-    """Return what to say of a key whose value is of another type than its dataclass wants."""
-    key = full_key.split("[")[0]
+def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
+    """Say in our words what OmegaConf's error means: the key, what must hold, what was got."""
+    key = str(error.full_key).split("[")[0]
     name, *inner = key.split(".")[1:]
     hint, given = get_type_hints(kind)[name], value.get(name)
     if inner and isinstance(given, dict):  # one entry of a dict: {name: number}

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from drafttrain.__main__ import PLACES
 from drafttrain.assemble import record_evaluation
 from drafttrain.config import (
     COMMANDS,
@@ -224,9 +225,7 @@ def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path
 def test_each_command_asks_for_sections_it_knows() -> None:
     for command, schema in COMMANDS.items():
         # `trainer` stands in every primary file, because an entry of conf/model may choose it.
-        own = {"compare": "compare", "capture": "store", "regenerate": "regenerate"}.get(
-            command, "run"
-        )
+        own = PLACES.get(command, "run")
         unread = set() if command == "compare" else {"trainer"}
         assert {field.name for field in fields(schema)} | unread == set(command_groups(command)) | {
             own

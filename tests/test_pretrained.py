@@ -37,6 +37,7 @@ def model_config(**changes: Any) -> ModelConfig:
         "trust_remote_code": False,
         "allow_pickle": False,
         "inflate": None,
+        "shape": None,
     }
     return ModelConfig(**(settings | changes))
 

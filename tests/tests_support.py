@@ -28,6 +28,7 @@ def model_config(folder: Path) -> ModelConfig:
         trust_remote_code=False,
         allow_pickle=False,
         inflate=None,
+        shape=None,
     )
 
 

@@ -28,6 +28,7 @@ from drafttrain.data.prefetch import Prefetcher
 from drafttrain.data.skips import SkipReport
 from drafttrain.engine import build_engine
 from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
+from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
 from drafttrain.run import (
     CHECKPOINTS,
@@ -66,6 +67,8 @@ def train(config: TrainConfig) -> None:
             said.append(line)
 
     for line in intentions(config):
+        say(line)
+    for line in foresee(config):
         say(line)
     torch.manual_seed(config.run.seed)
     started = time.monotonic()

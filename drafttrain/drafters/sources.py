@@ -36,6 +36,7 @@ def draft_source(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         inflate=None,
+        shape=None,
     )
 
 

@@ -70,6 +70,12 @@ def download(
     return Path(folder)
 
 
+def cached_config(repo: str, revision: str | None) -> Path | None:
+    """Return the config.json of a repository that the local cache holds; the Hub is not asked."""
+    found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
 def _cached(repo: str, revision: str | None, patterns: list[str]) -> str | None:
     try:
         return huggingface_hub.snapshot_download(

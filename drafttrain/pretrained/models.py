@@ -40,6 +40,7 @@ class ModelConfig:
     trust_remote_code: bool
     allow_pickle: bool
     inflate: str | None
+    shape: dict[str, Any] | None  # read by `plan` alone: weights come with their own config.json
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION:

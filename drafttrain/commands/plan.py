@@ -1,0 +1,35 @@
+"""Memory, time, disk and money before a run."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from drafttrain.config import PlanConfig
+from drafttrain.plan.pages import notes, printed, tables, write_plan
+from drafttrain.planning import plan_of
+from drafttrain.terminal import console
+
+WIDTH = 100
+
+
+def plan(config: PlanConfig) -> None:
+    """Say what a run would take and bring, from its configuration alone; write it where asked."""
+    found, source = plan_of(config)
+    width = min(WIDTH, console.width) if console.is_terminal else WIDTH
+    wide = Console(width=width, highlight=False)
+    for table in tables(found):
+        wide.print(printed(table))
+    wide.print(listed("Advice", found.advice, width))
+    wide.print(listed("What the numbers assume", notes(found, source), width))
+    if config.plan.dir is not None:
+        folder = Path(config.plan.dir)
+        write_plan(found, folder, source)
+        console.print(f"plan: {folder / 'plan.html'} (the same in plan.md, plan.json)")
+
+
+def listed(title: str, texts: Sequence[str], width: int) -> str:
+    """Return a list of sentences under a title, folded."""
+    folded = [textwrap.fill(f"- {text}", width, subsequent_indent="  ") for text in texts]
+    return "\n".join([title, *folded, ""])

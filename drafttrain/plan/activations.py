@@ -1,0 +1,122 @@
+"""What a micro batch takes: features, the target's pass, what a drafter keeps for its backward.
+
+Counted tensor by tensor as the training forwards of `drafters/` keep them; tests compare it with
+what they keep indeed.
+"""
+
+from drafttrain.plan.drafter import Decoder, DrafterParts
+from drafttrain.plan.shapes import Shape
+from drafttrain.plan.throughput import Load
+
+# As `chunked` has them: logits exist for this many elements at a time.
+CHUNK_ELEMENTS = {True: 1 << 22, False: 1 << 28}  # by whether it is a CPU
+FEWEST_POSITIONS = 128
+# Float32 tensors as large as a chunk's logits at the peak of a loss: the target's law, the logits,
+# their logarithm and a product. Against the text alone: the logits and their logarithm.
+LOSS_COPIES, LOSS_COPIES_TEXT = 4, 2
+
+
+def feature_bytes(parts: DrafterParts, hidden_size: int, dtype_bytes: int) -> int:
+    """Return the bytes of one token's features: the captured layers and the final hidden state."""
+    return (len(parts.captures) + 1) * hidden_size * dtype_bytes
+
+
+def target_activations(shape: Shape, load: Load) -> float:
+    """Return the peak of the target's pass, beside its weights and the features that stay.
+
+    In the feed-forward layer: the stream, its norm, and three of gate, its activation, up, product.
+    """
+    width = 2 if load.dtype == "bfloat16" else 4
+    query = shape.num_attention_heads * shape.head_dim
+    keys = 2 * shape.num_key_value_heads * shape.head_dim
+    feed_forward = 2 * shape.hidden_size + 3 * shape.intermediate_size
+    attention = 2 * shape.hidden_size + 3 * query + 2 * keys
+    return float(load.tokens * width * max(feed_forward, attention))
+
+
+def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
+    """Return the peak of the drafter's forward and backward, beside weights and features."""
+    width = 2 if load.dtype == "bfloat16" else 4
+    tokens, trained = load.tokens, load.tokens * load.loss_share
+    decoder, passes = parts.decoder, parts.decoder.num_layers * parts.decoder.unroll
+    layer = layer_bytes(decoder, width, load.on_cpu, parts.family)
+    ends = decoder.width * width  # the stream that enters the first layer
+    kept, again = float(passes * layer + ends), 0.0
+    if load.checkpointing and passes:
+        # Only what enters a layer is kept, and the keys of the depths before; one runs again.
+        keys = 2 * decoder.num_kv_heads * decoder.head_dim * width
+        kept, again = float(passes * (decoder.width * width + keys) + ends), float(layer)
+    per_token = kept + again
+    per_trained = 0.0
+    if parts.family == "eagle3":
+        per_token += parts.fused * width  # what fc reads
+        if not load.on_cpu:
+            per_token += decoder.width * width  # embedded once, kept for its norm
+        norm = norm_bytes(decoder.width, width, load.on_cpu)
+        # Of each depth: the norm before the head, the state, and its gradient.
+        per_token += parts.heads * (norm + 2 * decoder.width * width)
+    elif parts.family == "eagle":
+        per_token += parts.fused * width
+        per_trained += 3 * decoder.width * width  # predicted, true, and the gradient
+    elif parts.family == "medusa":
+        blocks = parts.fused
+        per_trained += parts.heads * shape.hidden_size * width * (2 * blocks + 2)
+    else:
+        per_token += norm_bytes(decoder.width, width, load.on_cpu) + 2 * decoder.width * width
+    if decoder.num_layers:
+        per_token += decoder.unroll * 2 * decoder.head_dim * width  # rotations
+    return tokens * per_token + trained * per_trained + loss_bytes(parts, shape, load)
+
+
+def layer_bytes(decoder: Decoder, width: int, on_cpu: bool, family: str) -> int:
+    """Return what one layer keeps of one token for the backward pass.
+
+    Attention is a flash kernel's: queries, keys, values and the mixture, no scores.
+    """
+    seen = width if width == 4 or not on_cpu else 0  # a norm keeps its input as it is
+    stream = decoder.width * seen
+    norm = norm_bytes(decoder.width, width, on_cpu)
+    query = decoder.num_heads * decoder.head_dim
+    keys = decoder.num_kv_heads * decoder.head_dim
+    kept = width * (2 * query + 2 * keys + decoder.width + 4 * decoder.intermediate_size)
+    kept += stream + norm  # after attention
+    if decoder.qk_norm:
+        kept += (query + keys) * seen + norm_bytes(query + keys, width, on_cpu)
+    if family == "eagle":  # no norm before attention, which reads the stream itself
+        return kept
+    kept += decoder.input_width * width  # what queries, keys and values are made from
+    if family == "eagle3":
+        kept += decoder.width * 4 if on_cpu else 0  # the embedding's norm
+    return kept + stream + norm
+
+
+def norm_bytes(size: int, width: int, on_cpu: bool) -> int:
+    """Return what a norm keeps beside its input: a fused kernel nothing.
+
+    On a CPU it is made of parts, in float32: the normed values, and the input where that is not.
+    """
+    if not on_cpu:
+        return 0
+    return 4 * size if width == 4 else 8 * size
+
+
+def loss_bytes(parts: DrafterParts, shape: Shape, load: Load) -> float:
+    """Return what the chunked losses take: a chunk's logits, and the gradient of trained heads."""
+    trained = load.tokens * load.loss_share
+    width = 2 if load.dtype == "bfloat16" else 4
+    target = shape.vocab_size if parts.needs_target_law else 0
+    largest = max(parts.draft_vocab, target)
+    budget = CHUNK_ELEMENTS[load.on_cpu]
+    chunk = min(trained, max(FEWEST_POSITIONS, budget // largest))
+    copies = LOSS_COPIES if parts.needs_target_law else LOSS_COPIES_TEXT
+    if parts.family == "eagle3":  # depths share a head: as many at once as a chunk has room for
+        together = max(1, int(budget // (chunk * parts.draft_vocab)))
+        copies += min(parts.heads, together) - 1
+    law = 0
+    if target > parts.draft_vocab:  # the whole vocabulary first, then what of it can be drafted
+        law = target * (4 + (width if width < 4 else 0)) + 8 * parts.draft_vocab
+    found = chunk * max(law, 4 * copies * parts.draft_vocab)
+    for matrix in parts.matrices:
+        if "head" in matrix.name and not parts.lends_head:
+            found += 4 * matrix.weights  # its gradient, until the backward pass hands it over
+    return float(found)

@@ -1,0 +1,31 @@
+"""Whether a run can fit on what this machine has: refused only where that is sure."""
+
+import torch
+
+from drafttrain.plan.accelerator import host_memory
+from drafttrain.plan.build import Job, memory_of, place
+from drafttrain.plan.memory import Sharding
+from drafttrain.plan.units import gib
+
+
+def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
+    """Raise ValueError where training takes more than there is, whatever the estimates' doubt.
+
+    A device map may use every GPU and the host; auto may choose any placement, so all must fail.
+    """
+    asked = place(job, sharding, placement)
+    if asked.least <= asked.limit:
+        return
+    if placement in ("auto", "device_map") and not job.chip.is_cpu:
+        spread = memory_of(job, sharding, "stored").least + job.target_bytes
+        if spread <= max(1, torch.cuda.device_count()) * job.chip.memory + host_memory():
+            return
+    whose = "this machine has" if job.chip.is_cpu else f"each {job.chip.name} has"
+    rows = job.load.rows
+    raise ValueError(
+        f"hardware must hold the run: it takes at least {gib(asked.least)} where {whose} "
+        f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
+        f"and optimizer {gib(asked.states)}, activations of hardware.micro_batch={rows} "
+        f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same overrides says "
+        "what fits; hardware.check_fit=false tries all the same"
+    )

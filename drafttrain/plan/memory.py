@@ -1,0 +1,171 @@
+"""Memory per accelerator while training, by component, for every way to shard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.plan.accelerator import Accelerator
+from drafttrain.plan.activations import drafter_activations, feature_bytes, target_activations
+from drafttrain.plan.drafter import DrafterParts
+from drafttrain.plan.shapes import Shape
+from drafttrain.plan.throughput import Load
+
+PLACEMENTS = ("device", "device_map", "zero3", "stored")
+DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
+LIVE_LAYERS = 2  # of a sharded target: the one that computes, and the one that is being gathered
+DOUBT = 0.15  # of what is estimated: activations and features in flight
+NAMES = {
+    "target": "target's weights",
+    "gathered": "target's layers, gathered",
+    "readout": "embedding and head, whole",
+    "weights": "drafter's weights",
+    "masters": "master weights",
+    "copies": "weights cast to bfloat16",
+    "gradients": "gradients",
+    "moments": "AdamW's moments",
+    "buckets": "DeepSpeed's buffers",
+    "features": "target features",
+    "working": "activations",
+    "overhead": "context and kernels",
+}
+STATES = ("weights", "masters", "gradients", "moments")
+EXACT = ("target", "readout", *STATES)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the drafter's training is spread over the ranks: what a `deepspeed` section says."""
+
+    name: str
+    stage: int | None  # ZeRO's; None: plain torch
+    offload: bool  # optimizer on the host
+    offload_weights: bool  # weights too
+    bucket: int  # elements that are reduced at a time
+
+    @classmethod
+    def of(cls, name: str, enabled: bool, config: dict[str, Any]) -> "Sharding":
+        """Read DeepSpeed's own keys."""
+        zero = config.get("zero_optimization", {})
+        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
+        optimizer, weights = (
+            (zero.get(key) or {}).get("device", "none") != "none"
+            for key in ("offload_optimizer", "offload_param")
+        )
+        stage = zero.get("stage", 0) if enabled else None
+        return cls(name, stage, optimizer, weights, bucket)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one accelerator by component, and on the host of one rank."""
+
+    sharding: Sharding
+    placement: str
+    ranks: int
+    parts: dict[str, float]
+    limit: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """What one accelerator needs."""
+        return sum(self.parts.values())
+
+    @property
+    def least(self) -> float:
+        """What it needs in any case: estimates count less their doubt."""
+        exact = sum(value for name, value in self.parts.items() if name in EXACT)
+        return exact + (self.total - exact - self.parts["overhead"]) * (1 - DOUBT)
+
+    @property
+    def states(self) -> float:
+        """The drafter's weights, gradients and optimizer state."""
+        return sum(self.parts[name] for name in STATES)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is there."""
+        return self.total <= self.limit
+
+
+def memory(
+    shape: Shape,
+    parts: DrafterParts,
+    load: Load,
+    chip: Accelerator,
+    sharding: Sharding,
+    placement: str,
+    target_bytes: float,
+) -> Memory:
+    """Return what training takes on one accelerator.
+
+    load.ranks: of the whole run. A device map is one process, whose layers lie on all accelerators:
+    the others' share of the target, and everything else, is on the first.
+    """
+    ranks = 1 if placement == "device_map" else load.ranks
+    width = 2 if load.dtype == "bfloat16" else 4
+    table = shape.readout_parameters * width
+    found = dict.fromkeys(NAMES, 0.0)
+    if placement == "device":
+        found["target"] = target_bytes
+    elif placement == "device_map":
+        found["target"] = target_bytes / load.ranks
+        found["readout"] = max(0.0, table - target_bytes / load.ranks)
+    elif placement == "zero3":
+        found["target"] = target_bytes / ranks
+        each = (target_bytes - table) / shape.num_layers
+        found["gathered"] = min(LIVE_LAYERS, shape.num_layers) * each if ranks > 1 else 0.0
+        found["readout"] = table if ranks > 1 else 0.0
+    else:
+        found["readout"] = table
+    found |= training_bytes(parts, sharding, ranks, load.dtype, load.low)
+    found["features"] = feature_bytes(parts, shape.hidden_size, width) * load.tokens
+    own = drafter_activations(parts, shape, load)
+    theirs = 0.0 if placement == "stored" else target_activations(shape, load)
+    found["working"] = max(own, theirs)
+    found["overhead"] = chip.overhead
+    host = found.pop("host")
+    limit = chip.memory
+    times = ranks if chip.is_cpu else 1  # one host memory holds what all ranks need
+    found = {name: float(value * times) for name, value in found.items()}
+    return Memory(sharding, placement, ranks, found, limit, host * ranks)
+
+
+def training_bytes(
+    parts: DrafterParts, sharding: Sharding, ranks: int, dtype: str, low: bool = False
+) -> dict[str, float]:
+    """Return the drafter's weights, gradients and optimizer state on one rank.
+
+    Weights and moments are float32; low: weights are bfloat16, beside float32 masters. ZeRO 1 and 2
+    shard the moments and keep float32 masters of the own share of the weights; 2 shards gradients,
+    3 weights too, of which two matrices at a time are whole.
+    """
+    whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
+    matrices = [m.weights for m in parts.matrices if m.name != "target head"]
+    share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
+    found = {
+        "weights": width * (whole - trained + trained * (share if stage == 3 else 1)),
+        "masters": 4.0 * trained * share if stage or low else 0.0,
+        "copies": 2.0 * sum(matrices) if dtype == "bfloat16" and not low else 0.0,
+        "gradients": 4.0 * trained * (share if stage >= 2 else 1),
+        "moments": 8.0 * trained * share,
+        "buckets": 4.0 * sharding.bucket if stage else 0.0,
+        "host": 0.0,
+    }
+    if stage == 3:
+        found["buckets"] += width * min(LIVE_LAYERS * max(matrices), whole)
+    moved = [*(["masters", "moments", "gradients"] if sharding.offload else [])]
+    moved += ["weights"] if sharding.offload_weights else []
+    found["host"] = float(sum(found[name] for name in moved))
+    return found | dict.fromkeys(moved, 0.0)
+
+
+def combinations(shardings: Sequence[Sharding], ranks: int) -> list[tuple[Sharding, str]]:
+    """Return every way that makes sense: a device map has one process, shards need several."""
+    found = []
+    for placement in PLACEMENTS:
+        for sharding in shardings:
+            alone = ranks == 1 and placement in ("zero3", "device_map")
+            if not alone and not (placement == "device_map" and sharding.stage is not None):
+                found.append((sharding, placement))
+    return found

@@ -1,0 +1,329 @@
+"""A plan on the terminal and on disk."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from drafttrain.plan.build import Cost, Job, Plan
+from drafttrain.plan.memory import NAMES, Memory
+from drafttrain.plan.serving import drafter_bytes
+from drafttrain.plan.units import count, disk, gib, hours, seconds, three
+from drafttrain.report.markdown import escaped, table
+from drafttrain.report.pages import page
+from drafttrain.report.tables import Table
+from drafttrain.report.tuning import rich_table
+from drafttrain.report.write import as_json, write_texts
+
+GIBIBYTE = 2**30
+LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
+WHERE = {
+    "device": "whole on each",
+    "device_map": "by device map",
+    "zero3": "sharded (zero3)",
+    "stored": "stored features",
+}
+ASSUMED = (
+    "Memory: weights and optimizer state are counted exactly, activations and features in flight "
+    "tensor by tensor (within 15 % of what is measured); validation's caches are left out.",
+    "Time: arithmetic at a share of the peak ({efficiency:.0%}: {source}), memory and links at "
+    "{bandwidth:.0%} of theirs; loading, validation and saving are left out.",
+    "Serving: predicted speedup = acceptance_length * t_plain / (t_draft + t_verify); the same "
+    "acceptance at every depth, prefill left out.",
+)
+
+
+def tables(plan: Plan) -> list[Table]:
+    """Return what the terminal shows."""
+    chosen = plan.chosen.memory.placement
+    return [
+        what(plan),
+        components(plan, chosen),
+        ways(plan),
+        time_and_money(plan),
+        serving(plan),
+    ]
+
+
+def printed(content: Table) -> RichTable:
+    """Return a table for the terminal, its caption on top, texts to the left."""
+    shown = rich_table(content)
+    shown.title = Text.assemble((content.title, "bold"), "\n" if content.caption else "")
+    shown.title.append(content.caption)
+    shown.title_style = ""
+    shown.show_header = any(content.columns)
+    for place, column in enumerate(shown.columns):
+        cells = [row[place] for row in content.rows]
+        numbers = sum(cell[:1].isdigit() or cell[:1] in "-$" for cell in cells)
+        texts = max(len(cell) for cell in cells) > LONGEST_NUMBER
+        column.justify = "right" if place and numbers > len(cells) / 2 and not texts else "left"
+        column.no_wrap = place != len(content.columns) - 1
+    return shown
+
+
+def what(plan: Plan) -> Table:
+    """Return target, drafter and features in numbers."""
+    job = plan.job
+    parts, width = job.parts, plan.host.dtype_bytes
+    extra, cache = drafter_bytes(plan.host)
+    layers = ", ".join(str(layer) for layer in parts.captures)
+    read = f"layers {layers} and the final one" if layers else "the final hidden state"
+    rows = [
+        [
+            f"target: {job.target}",
+            f"{job.shape.num_parameters:,} parameters",
+            f"{gib(job.target_bytes)} in {job.load.dtype}",
+        ],
+        [
+            f"drafter: {job.drafter}",
+            f"{parts.num_parameters:,} parameters",
+            f"{parts.num_parameters / job.shape.num_parameters:.2%} of the target"
+            + (f"; says {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
+        ],
+        [
+            "features",
+            f"{disk(plan.job.token_bytes)} a token",
+            f"{read}, {width} bytes a value",
+        ],
+        [
+            "features, stored",
+            disk(plan.job.token_bytes * plan.store_tokens),
+            f"for {count(plan.store_tokens)} tokens (plan.tokens)",
+        ],
+        [
+            "training",
+            f"{count(job.max_steps * job.load.tokens_per_step)} tokens",
+            f"{job.max_steps:,} steps of {job.load.tokens_per_step:,}",
+        ],
+        [
+            "serving the drafter",
+            f"{gib(extra)} more",
+            f"and {disk(cache)} of cache a request of {plan.host.context:,} tokens"
+            if cache
+            else "no cache of its own",
+        ],
+    ]
+    return Table("What is planned", "", ["", "", ""], rows, [])
+
+
+def components(plan: Plan, placement: str) -> Table:
+    """Return memory by component for every `deepspeed`, with the target in one place."""
+    costs = [cost for cost in plan.others if cost.memory.placement == placement]
+    found = [cost.memory for cost in costs]
+    shown = [name for name in NAMES if any(memory.parts[name] for memory in found)]
+    rows = [[NAMES[name], *(_gib(memory.parts[name]) for memory in found)] for name in shown]
+    rows.append(["total", *(_gib(memory.total) for memory in found)])
+    rows.append(["left", *(_left(memory) for memory in found)])
+    rows.append(["", *("fits" if memory.fits else "too much" for memory in found)])
+    if any(memory.host for memory in found):
+        rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
+    whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
+    return Table(
+        f"Memory of {whole}, target {WHERE[placement]}, by deepspeed=...",
+        f"GiB of {_gib(plan.job.chip.memory)}; {_ranks(plan.job)}, micro batch of "
+        f"{plan.job.load.rows} x {plan.job.load.length:,} tokens.",
+        ["", *(memory.sharding.name.replace("_", "\n") for memory in found)],
+        rows,
+        [],
+    )
+
+
+def ways(plan: Plan) -> Table:
+    """Return every way to shard: memory, speed, hours and money."""
+    rows = [_way(cost, cost.memory == plan.chosen.memory) for cost in plan.others]
+    return Table(
+        "Every way to shard",
+        "> is what was asked for.",
+        ["target", "deepspeed", "GiB each", "GiB left", "", "tokens/s", "time", "money"],
+        rows,
+        [],
+    )
+
+
+def _way(cost: Cost, chosen: bool) -> list[str]:
+    memory = cost.memory
+    return [
+        f"{'> ' if chosen else '  '}{WHERE[memory.placement]}",
+        memory.sharding.name,
+        _gib(memory.total),
+        _left(memory),
+        "fits" if memory.fits else "too much",
+        three(cost.speed.tokens_per_s),
+        hours(cost.hours),
+        money(cost.dollars),
+    ]
+
+
+def time_and_money(plan: Plan) -> Table:
+    """Return an optimizer step by what it waits for, and the run."""
+    job, cost = plan.job, plan.chosen
+    speed = cost.speed
+    whole = speed.step_s
+    rows = [
+        [
+            "target's pass",
+            *_part(speed.target_s, whole),
+            f"{count(speed.target_flops)} FLOP a token; waits for {speed.bound}",
+        ],
+        [
+            "drafter",
+            *_part(speed.drafter_s, whole),
+            f"{count(speed.drafter_flops)} FLOP a token, forward and backward",
+        ],
+        ["update and all-reduce", *_part(speed.optimizer_s, whole), ""],
+        [
+            "optimizer step",
+            seconds(whole),
+            "",
+            f"{three(speed.tokens_per_s)} tokens/s over all ranks",
+        ],
+        [
+            "the run",
+            hours(cost.hours),
+            "",
+            f"{three(cost.kilowatt_hours)} kWh, {money(cost.dollars)} at "
+            f"${job.price_per_hour:.2f} an hour each",
+        ],
+    ]
+    return Table("Time, energy and money", f"{job.chip.how}.", ["", "time", "", ""], rows, [])
+
+
+def serving(plan: Plan) -> Table:
+    """Return whether speculation pays, by batch."""
+    first = plan.serving[0]
+    rows = [
+        [
+            str(row.batch),
+            seconds(row.plain_s),
+            seconds(row.draft_s),
+            seconds(row.verify_s),
+            row.bound,
+            f"{row.speedup:.2f}x",
+            str(row.best_depth) if row.best_depth else "none",
+            f"{row.best_speedup:.2f}x",
+        ]
+        for row in plan.serving
+    ]
+    spread = plan.host.spread
+    machines = f"{spread} x {plan.job.chip.name}" if spread > 1 else plan.job.chip.name
+    asked = round(first.acceptance_length, 2)
+    return Table(
+        f"Serving on {machines}: does speculation pay?",
+        f"Acceptance length {asked}, {plan.host.context:,} tokens of context.",
+        ["requests", "plain step", "draft", "verify", "waits for", "speedup", "best depth", "then"],
+        rows,
+        [],
+    )
+
+
+def short_form(job: Job, cost: Cost) -> list[str]:
+    """Return what `train` says before it loads anything."""
+    memory, speed = cost.memory, cost.speed
+    whose = "of this machine" if job.chip.is_cpu else f"on each {job.chip.name}"
+    return [
+        f"plan: target {count(job.shape.num_parameters)}, drafter "
+        f"{count(job.parts.num_parameters)} parameters; {disk(job.token_bytes)} of features a "
+        "token",
+        f"  memory: about {gib(memory.total)} of {gib(memory.limit)} {whose} "
+        f"({_ranks(job)}, target {WHERE[memory.placement]})",
+        f"  time: about {hours(cost.hours)} at {three(speed.tokens_per_s)} tokens/s; "
+        f"{three(cost.kilowatt_hours)} kWh"
+        + (f", {money(cost.dollars)}" if cost.dollars else "")
+        + "; more: python -m drafttrain plan",
+    ]
+
+
+def notes(plan: Plan, source: str) -> list[str]:
+    """Return what the numbers assume."""
+    chip = plan.job.chip
+    values = {"efficiency": chip.efficiency, "bandwidth": chip.bandwidth_efficiency}
+    return [text.format(source=source, **values) for text in ASSUMED]
+
+
+def write_plan(plan: Plan, folder: Path, source: str) -> None:
+    """Write plan.json, plan.md and plan.html, every way to shard by component."""
+    placements = dict.fromkeys(cost.memory.placement for cost in plan.others)
+    first, _, *rest = tables(plan)
+    shown = [first, *(components(plan, where) for where in placements), *rest]
+    title = f"{plan.job.drafter} for {plan.job.target}: the plan"
+    lines = [f"# {escaped(title)}", ""]
+    for content in shown:
+        cells = [[escaped(cell) for cell in row] for row in content.rows]
+        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
+        lines += [*table([escaped(c) for c in content.columns], cells), ""]
+    lines += ["## Advice", "", *(f"- {escaped(text)}" for text in plan.advice), ""]
+    lines += [f"- {escaped(text)}" for text in notes(plan, source)]
+    texts = {
+        "plan.json": as_json(as_data(plan)),
+        "plan.md": "\n".join(lines) + "\n",
+        "plan.html": page(
+            "plan.html.j2",
+            title=title,
+            tables=shown,
+            advice=plan.advice,
+            notes=notes(plan, source),
+        ),
+    }
+    write_texts(texts, folder)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain data, bytes and seconds."""
+
+    def told(cost: Cost) -> dict[str, Any]:
+        memory = cost.memory
+        return {
+            "deepspeed": memory.sharding.name,
+            "target": memory.placement,
+            "bytes": {**memory.parts, "total": memory.total},
+            "host_bytes": memory.host,
+            "fits": memory.fits,
+            "headroom_bytes": memory.limit - memory.total,
+            "speed": asdict(cost.speed),
+            "hours": cost.hours,
+            "kilowatt_hours": cost.kilowatt_hours,
+            "dollars": cost.dollars,
+        }
+
+    job = plan.job
+    return {
+        "target": {"name": job.target, "num_parameters": job.shape.num_parameters}
+        | asdict(job.shape),
+        "drafter": {"name": job.drafter} | asdict(job.parts),
+        "accelerator": asdict(job.chip),
+        "load": asdict(job.load),
+        "feature_bytes_per_token": plan.job.token_bytes,
+        "store_tokens": plan.store_tokens,
+        "store_bytes": plan.job.token_bytes * plan.store_tokens,
+        "chosen": told(plan.chosen),
+        "choices": [told(cost) for cost in plan.others],
+        "serving": [asdict(row) for row in plan.serving],
+        "serving_accelerators": plan.host.spread,
+        "break_even_batch": plan.break_even,
+        "advice": list(plan.advice),
+    }
+
+
+def money(dollars: float) -> str:
+    """Return dollars, cents below a hundred."""
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"
+
+
+def _ranks(job: Job) -> str:
+    number = job.load.ranks
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
+def _gib(value: float) -> str:
+    return three(value / GIBIBYTE) if value >= 0.005 * GIBIBYTE else "0" if value == 0 else "0.00"
+
+
+def _left(memory: Memory) -> str:
+    room = memory.limit - memory.total
+    return _gib(room) if room >= 0 else f"-{_gib(-room)}"
+
+
+def _part(part: float, whole: float) -> tuple[str, str]:
+    return seconds(part), f"{part / whole:.0%}"

@@ -1,0 +1,165 @@
+"""What a drafter costs and brings while serving: memory, and speedup by batch from the roofline."""
+
+from dataclasses import dataclass
+
+from drafttrain.plan.accelerator import Accelerator
+from drafttrain.plan.drafter import DrafterParts
+from drafttrain.plan.shapes import Shape
+
+DEEPEST = 8  # chains that are weighed for the best depth
+LARGEST_BATCH = 4096
+ROOM = 0.8  # of the memory: weights may take this much, the rest is for the cache
+SPREADS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Speculation at one batch size, in seconds of a cycle."""
+
+    batch: int
+    plain_s: float
+    draft_s: float
+    verify_s: float
+    bound: str  # what verification waits for: memory or arithmetic
+    acceptance_length: float
+    speedup: float  # at the depth that was asked for
+    best_depth: int  # 0: do not speculate
+    best_speedup: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """Target and drafter as they are served, over `spread` accelerators: bytes and operations."""
+
+    shape: Shape
+    parts: DrafterParts
+    chip: Accelerator
+    target_bytes: float
+    dtype: str
+    dtype_bytes: int
+    context: int
+    spread: int
+
+    @property
+    def speed(self) -> float:
+        """Operations per second of all of them."""
+        return self.spread * self.chip.flops[self.dtype] * self.chip.serving_efficiency
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of all of them."""
+        return self.spread * self.chip.bandwidth * self.chip.bandwidth_efficiency
+
+    def target_pass(self, batch: int, new: int) -> tuple[float, str]:
+        """Return the seconds of a pass over `new` tokens of each row, and what it waits for."""
+        shape, tokens = self.shape, batch * new
+        query = shape.num_attention_heads * shape.head_dim
+        per_token = 2 * (shape.num_layers * shape.linear_parameters + shape.table_parameters)
+        per_token += 4 * query * self.context * shape.num_layers
+        embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.dtype_bytes
+        read = self.target_bytes - embedding  # of the embedding, some rows
+        read += batch * self.context * shape.key_value_bytes(self.dtype_bytes)
+        return self._pass(float(tokens * per_token), read, 2 * shape.num_layers)
+
+    def draft(self, batch: int, depth: int) -> float:
+        """Return the seconds that the drafter takes for chains of `depth`, reading included."""
+        parts, decoder = self.parts, self.parts.decoder
+        once = parts.family == "medusa"
+        weights = sum(m.weights for m in parts.matrices)
+        weights -= sum(m.weights for m in parts.matrices if m.name == "fc" and not parts.lends_head)
+        keys = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_dim * self.dtype_bytes
+        query = decoder.num_layers * decoder.num_heads * decoder.head_dim
+        flops = batch * (2 * weights + 4 * query * self.context)
+        read = weights * self.dtype_bytes + batch * self.context * keys
+        seconds, _ = self._pass(float(flops), float(read), 2 * max(decoder.num_layers, 1))
+        return seconds * (1 if once else depth)
+
+    def _pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
+        arithmetic, memory = flops / self.speed, read / self.bandwidth
+        fixed = self.chip.pass_s
+        if self.spread > 1:
+            fixed += collectives * self.chip.collective_s
+        bound = "memory" if memory > arithmetic else "arithmetic"
+        return max(arithmetic, memory) + fixed, bound
+
+
+def spread_of(target_bytes: float, chip: Accelerator) -> int:
+    """Return the fewest accelerators (1, 2, 4, ...) whose memory holds the target, with room."""
+    enough = [n for n in SPREADS if target_bytes <= n * chip.memory * ROOM]
+    return enough[0] if enough else SPREADS[-1]
+
+
+def accepted(rate: float, length: float | None, at: int, depth: int) -> float:
+    """Return the acceptance length of chains of `depth`.
+
+    (1 - rate^(depth+1)) / (1 - rate) with the same probability at every depth (Leviathan et al.,
+    2022, arXiv:2211.17192, equation 1). A given `length`, of depth `at`, says which rate that is.
+    """
+    if length is not None:
+        if depth == at:
+            return length
+        rate = rate_of(length, at)
+    return sum(rate**i for i in range(depth + 1))
+
+
+def rate_of(length: float, depth: int) -> float:
+    """Return the rate at which chains of `depth` have this acceptance length."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted(middle, None, 0, depth) < length else (low, middle)
+    return (low + high) / 2
+
+
+def serve(host: Host, batch: int, depth: int, rate: float, length: float | None) -> Serving:
+    """Return acceptance_length * t_plain / (t_draft + t_verify) at `depth`, and the best depth."""
+
+    def speedup(k: int) -> float:
+        cycle = host.draft(batch, k) + host.target_pass(batch, k + 1)[0]
+        return accepted(rate, length, depth, k) * plain / cycle
+
+    plain, _ = host.target_pass(batch, 1)
+    deepest = DEEPEST
+    if host.parts.family == "medusa":  # as deep as there are heads
+        deepest = host.parts.heads
+        if depth > deepest:
+            length, depth = None, deepest
+    best = max(range(1, deepest + 1), key=speedup)
+    verify, bound = host.target_pass(batch, depth + 1)
+    pays = speedup(best) > 1
+    return Serving(
+        batch=batch,
+        plain_s=plain,
+        draft_s=host.draft(batch, depth),
+        verify_s=verify,
+        bound=bound,
+        acceptance_length=accepted(rate, length, depth, depth),
+        speedup=speedup(depth),
+        best_depth=best if pays else 0,
+        best_speedup=speedup(best) if pays else 1.0,
+    )
+
+
+def break_even(host: Host, depth: int, rate: float, length: float | None) -> int | None:
+    """Return the largest batch at which speculating at `depth` still pays.
+
+    None: it pays at LARGEST_BATCH still; 0: it never does.
+    """
+
+    def pays(batch: int) -> bool:
+        return serve(host, batch, depth, rate, length).speedup > 1
+
+    if pays(LARGEST_BATCH):
+        return None
+    low, high = 0, LARGEST_BATCH  # pays at low (0: nowhere), not at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def drafter_bytes(host: Host) -> tuple[float, float]:
+    """Return what the drafter takes beside the target: weights, and cache of one request."""
+    parts, decoder = host.parts, host.parts.decoder
+    keys = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_dim * host.dtype_bytes
+    return float(parts.num_parameters * host.dtype_bytes), float(host.context * keys)

@@ -1,0 +1,208 @@
+"""The architecture of a target, from yaml or its config.json: what it weighs, no weight read."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig, hub
+from drafttrain.pretrained.inflate import MULTIPLE, parse_size
+from drafttrain.types import TargetSpec
+
+# Decoders of Llama's form, whose parameters follow from their sizes: biases on queries, keys and
+# values, and norms on queries and keys, are all that tells them apart.
+BIASED = ("qwen2",)
+NORMED = ("qwen3",)
+ARCHITECTURES = ("llama", "mistral", *BIASED, *NORMED)
+KEYS = {  # ours -> config.json's
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "tie_embeddings": "tie_word_embeddings",
+    "max_positions": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}
+# Bytes of a weight in the linear layers, scales included (one per 128 or per row).
+QUANTIZED_BYTES = {
+    "torchao-int8": 1.01,
+    "torchao-int4": 0.53,
+    "torchao-float8": 1.01,
+    "bnb-8bit": 1.01,
+    "bnb-4bit": 0.56,
+}
+
+
+class UnknownShapeError(ValueError):
+    """The architecture of a target is not known without loading it, or not of Llama's form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A decoder of Llama's form, every size known."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    attention_bias: bool = False  # config.json's key; Qwen2 has it on q, k and v without saying so
+    mlp_bias: bool = False
+
+    @property
+    def table_parameters(self) -> int:
+        """Weights of the embedding, which are those of the head where they are tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def readout_parameters(self) -> int:
+        """Weights of embedding, head and final norm: what drafters share with the target."""
+        return self.table_parameters * (1 if self.tie_embeddings else 2) + self.hidden_size
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights of the matrices of one layer: those that every token is multiplied by."""
+        width, query = self.hidden_size, self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        return width * (2 * query + 2 * keys + 3 * self.intermediate_size)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer, norms and biases included."""
+        query = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        others = 2 * self.hidden_size
+        if self.attention_bias or self.architecture in BIASED:
+            others += query + 2 * keys
+        if self.attention_bias:
+            others += self.hidden_size
+        if self.mlp_bias:
+            others += 2 * self.intermediate_size + self.hidden_size
+        if self.architecture in NORMED:
+            others += 2 * self.head_dim
+        return self.linear_parameters + others
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights; a head that is the embedding counts once."""
+        return self.num_layers * self.layer_parameters + self.readout_parameters
+
+    def bytes(self, dtype_bytes: int, quantization: str | None) -> float:
+        """Return what the weights take; embedding, head and norms are not quantised."""
+        whole = float(self.num_parameters * dtype_bytes)
+        if quantization is None:
+            return whole
+        linear = self.num_layers * self.linear_parameters
+        return whole - linear * (dtype_bytes - QUANTIZED_BYTES[quantization])
+
+    def key_value_bytes(self, dtype_bytes: int) -> int:
+        """Return what one token takes in the cache of all layers."""
+        return 2 * self.num_layers * self.num_key_value_heads * self.head_dim * dtype_bytes
+
+    def spec(self, name: str, max_positions: int | None) -> TargetSpec:
+        """Return what a drafter may know of the target, as loading it would say."""
+        return TargetSpec(
+            name=name,
+            fingerprint="",
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope_theta=self.rope_theta,
+            max_positions=max_positions or self.max_positions,
+            eos_token_ids=(),
+            bos_token_id=None,
+            pad_token_id=None,
+        )
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """Return the architecture that `config` names, without the Hub and without a weight.
+
+    A directory's config.json, a random target's own fields, model.shape where it is of this
+    repository, or the config.json in the Hub's cache. UnknownShapeError where there is none of
+    these, or the decoder is of another form than Llama's.
+    """
+    if isinstance(config, RandomModelConfig):
+        own = {key: getattr(config, key) for key in (*KEYS, "rope_theta") if key != "rms_norm_eps"}
+        return Shape(architecture=config.architecture, rms_norm_eps=1e-6, **own)
+    if config.path or config.embedded:
+        return read_shape(Path(config.path).expanduser() if config.path else EMBEDDED)
+    assert config.repo, "ModelConfig makes sure of it"
+    shape = dict(config.shape or {})
+    if shape.pop("of", None) == config.repo:
+        return _checked(shape, "model.shape")
+    cached = hub.cached_config(config.repo, config.revision)
+    if cached is None:
+        raise UnknownShapeError(
+            f"model.shape must describe {config.repo}, whose config.json is not in the local cache;"
+            " set model.shape, or point model.path at a local copy"
+        )
+    return read_shape(cached.parent)
+
+
+def inflated(shape: Shape, size: str | None) -> Shape:
+    """Return the shape that model.inflate brings nearest to `size`; None leaves it."""
+    if size is None:
+        return shape
+    column = 3 * shape.hidden_size * shape.num_layers
+    more = (parse_size(size) - shape.num_parameters) / column
+    width = round((shape.intermediate_size + more) / MULTIPLE) * MULTIPLE
+    return Shape(**vars(shape) | {"intermediate_size": max(shape.intermediate_size, width)})
+
+
+def read_shape(folder: Path) -> Shape:
+    """Return the architecture in a directory's config.json; UnknownShapeError says what lacks."""
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = raw.get("text_config", raw)
+        found = {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UnknownShapeError(
+            f"{file} must describe a model, but cannot be read: {error}"
+        ) from None
+    heads = found.get("num_attention_heads")
+    found.setdefault("num_key_value_heads", heads)
+    if heads and not found.get("head_dim"):
+        found["head_dim"] = found.get("hidden_size", 0) // heads
+    found.setdefault(
+        "tie_embeddings", False
+    )  # as of Llama's form; Transformers leaves defaults out
+    found.setdefault("rms_norm_eps", 1e-6)
+    found["architecture"] = raw.get("model_type")
+    rope = raw.get("rope_parameters") or {}
+    found["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    for key in ("attention_bias", "mlp_bias"):
+        found[key] = bool(raw.get(key))
+    return _checked(found, str(file))
+
+
+def _checked(values: dict[str, Any], origin: str) -> Shape:
+    kind = values.get("architecture")
+    if kind not in ARCHITECTURES:
+        raise UnknownShapeError(
+            f"{origin} must be of {', '.join(ARCHITECTURES)} to be planned, got {kind}"
+        )
+    missing = [key for key in (*KEYS, "rope_theta") if values.get(key) is None]
+    if missing:
+        raise UnknownShapeError(f"{origin} must state {', '.join(missing)}")
+    unknown = [key for key in values if key not in Shape.__dataclass_fields__]
+    if unknown:
+        raise UnknownShapeError(f"{origin} has no {unknown[0]}")
+    return Shape(**values)

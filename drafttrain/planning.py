@@ -1,0 +1,186 @@
+"""From a configuration to a plan: which accelerator, how many ranks, which share of the peak."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import yaml
+
+from drafttrain.choices import choices, conf_dir
+from drafttrain.config import (
+    PlanConfig,
+    TrainConfig,
+    UsageError,
+    load_choice,
+    recorded,
+)
+from drafttrain.engine import DeepSpeedConfig
+from drafttrain.hardware import HardwareConfig, choose_train_dtype
+from drafttrain.plan import PlanConfig as PlanSettings
+from drafttrain.plan.accelerator import Accelerator, AcceleratorConfig, find_accelerator
+from drafttrain.plan.build import Job, Plan, build_plan, cost, describe_job, place
+from drafttrain.plan.fit import refuse_unless_fitting
+from drafttrain.plan.memory import Sharding
+from drafttrain.plan.pages import short_form
+from drafttrain.plan.shapes import UnknownShapeError
+from drafttrain.run import PROVENANCE
+from drafttrain.target.store import StoredFeaturesConfig
+from drafttrain.tracker import METRICS_FILE, read_metrics
+
+SETTLING = 2  # lines of metrics that are left out at the start of a run: compiling, filling caches
+GUESS = "a guess, until plan.measured names a run"
+MEASURE_S, GLANCE_S = 0.15, 0.02  # of products, and as long of memory, on a CPU
+
+
+def plan_of(config: PlanConfig) -> tuple[Plan, str]:
+    """Return the whole plan, and where its efficiency is from.
+
+    ValueError where the target's architecture is not known, or plan.measured is no run of this
+    kind of accelerator.
+    """
+    settings, source = config.plan, GUESS
+    chip = accelerator_of(config.hardware, MEASURE_S)
+    if settings.measured is not None:
+        chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
+        source = f"measured in {settings.measured}"
+    job = job_of(config, settings, chip)
+    shardings = [_sharding(load_choice("deepspeed", name)) for name in choices("deepspeed")]
+    own = _sharding(config.deepspeed)
+    if own not in shardings:
+        shardings.append(own)
+    order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
+    return build_plan(job, settings, own, config.hardware.target_placement, order), source
+
+
+def foresee(config: TrainConfig) -> list[str]:
+    """Return the plan's short form for `train`, and refuse what cannot fit on this machine.
+
+    An architecture of which nothing is known is said, and not refused.
+    """
+    settings, hardware = default_settings(), config.hardware
+    chip = accelerator_of(hardware, GLANCE_S, here=True)
+    try:
+        job = job_of(config, settings, chip)
+    except UnknownShapeError as error:
+        return [f"plan: none, {error}"]
+    own, placement = _sharding(config.deepspeed), hardware.target_placement
+    if isinstance(config.features, StoredFeaturesConfig) and not config.features.validate:
+        placement = "stored"  # no target is loaded
+    if hardware.check_fit:
+        refuse_unless_fitting(job, own, placement)
+    return short_form(job, cost(job, place(job, own, placement)))
+
+
+def default_settings() -> PlanSettings:
+    """Return the section `plan` as conf/plan.yaml has it."""
+    return PlanSettings(**yaml.safe_load((conf_dir() / "plan.yaml").read_text())["plan"])
+
+
+def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accelerator) -> Job:
+    """Return what is planned. ValueError for a drafter that has nothing to train."""
+    if not config.drafter.trainable:
+        raise ValueError(
+            f"drafter={config.drafter.name} has nothing to train, and so nothing to plan; "
+            "choose another drafter"
+        )
+    hardware = config.hardware
+    return describe_job(
+        config.model,
+        config.drafter,
+        hardware,
+        settings,
+        chip,
+        dtype=_dtype(hardware, chip.is_cpu),
+        ranks=ranks_of(hardware, chip),
+        max_length=config.data.max_length,
+        max_steps=config.trainer.max_steps,
+        tokens_per_step=config.trainer.tokens_per_step,
+    )
+
+
+def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> int:
+    """Return the ranks that hardware.ranks says; auto: as launched, or one per GPU found."""
+    if hardware.ranks != "auto":
+        return int(hardware.ranks)
+    launched = os.environ.get("WORLD_SIZE")
+    if launched:
+        return int(launched)
+    return 1 if chip.is_cpu else max(1, torch.cuda.device_count())
+
+
+def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:
+    """Return what hardware.accelerator names, or what this machine has for hardware.device.
+
+    here: the run is about to start on this machine, so the memory is what is found, whatever is
+    named. ValueError where neither says what to plan for.
+    """
+    name, device = hardware.accelerator, hardware.device
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if name is not None and name not in choices("accelerator"):
+        raise UsageError(
+            f"hardware.accelerator must be one of {', '.join(sorted(choices('accelerator')))}, "
+            f"or null to detect it, got {name}"
+        )
+    if here and not gpu:
+        name = "cpu"
+    if name is None and device.startswith("cuda") and not gpu:
+        raise ValueError(
+            f"hardware.accelerator must name what to plan for, as there is no GPU here for "
+            f"hardware.device={device}, got null; as in hardware.accelerator=h100"
+        )
+    dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
+    found = find_accelerator(name, device, dtype, _entry, _entries, measure_s)
+    if here and gpu:
+        place = torch.device("cuda" if device == "auto" else device)
+        found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
+    return found
+
+
+def measured_efficiency(folder: Path, chip: Accelerator) -> float:
+    """Return the share of the peak that a run reached: its tokens/s over the roofline's.
+
+    The median of its lines of metrics, the first ones left out. ValueError where the folder has
+    none, or its run was on another kind of machine.
+    """
+    config = recorded(folder, TrainConfig)
+    file = folder / METRICS_FILE
+    rows = read_metrics(file) if file.is_file() else []
+    speeds = [row["perf/tokens_per_s"] for row in rows if row.get("perf/tokens_per_s")]
+    if not speeds:
+        raise ValueError(
+            f"plan.measured must be a run with tokens/s in its {METRICS_FILE}, got {folder}"
+        )
+    record = json.loads((folder / PROVENANCE).read_text())["hardware"]
+    if bool(record["gpus"]) == chip.is_cpu:
+        raise ValueError(
+            f"plan.measured must be a run on the accelerator that is planned, {chip.name}, got "
+            f"{folder}, which ran on {', '.join(record['gpus']) or record['cpu']}"
+        )
+    job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
+    own = _sharding(config.deepspeed)
+    ideal = cost(job, place(job, own, config.hardware.target_placement)).speed.tokens_per_s
+    return float(median(speeds[SETTLING:] or speeds)) / ideal
+
+
+def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:
+    if hardware.train_dtype == "auto" and not is_cpu:
+        return "bfloat16"
+    chosen = choose_train_dtype(hardware, torch.device("cpu"))
+    return str(chosen).removeprefix("torch.")
+
+
+def _sharding(section: DeepSpeedConfig) -> Sharding:
+    return Sharding.of(section.name, section.enabled, section.config)
+
+
+def _entry(name: str) -> AcceleratorConfig:
+    found = load_choice("accelerator", name)
+    assert isinstance(found, AcceleratorConfig)
+    return found
+
+
+def _entries() -> dict[str, AcceleratorConfig]:
+    return {name: _entry(name) for name in choices("accelerator")}

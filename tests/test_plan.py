@@ -1,0 +1,642 @@
+"""A plan says before a run what it takes: beside published sizes and measured bytes."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from memory_tracker import PeakBytes, bytes_of
+from tests_support import drafter_config
+from torch import Tensor
+
+from drafttrain.__main__ import main
+from drafttrain.config import PlanConfig, TrainConfig, choices, compose, load_choice, typed
+from drafttrain.drafters.base import TrainingChance
+from drafttrain.engine import build_engine
+from drafttrain.plan.accelerator import host_memory, matching
+from drafttrain.plan.activations import drafter_activations, feature_bytes, target_activations
+from drafttrain.plan.build import cost, host_of, memory_of, place
+from drafttrain.plan.drafter import drafter_parts
+from drafttrain.plan.memory import Sharding, training_bytes
+from drafttrain.plan.serving import accepted, break_even, rate_of, serve
+from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
+from drafttrain.plan.throughput import Load
+from drafttrain.planning import (
+    accelerator_of,
+    default_settings,
+    foresee,
+    job_of,
+    measured_efficiency,
+    plan_of,
+)
+from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig
+from drafttrain.readout import Readout
+from drafttrain.run import write_config
+from drafttrain.target.target import load_target
+from drafttrain.types import Batch, TargetFeatures, weighted_sum
+
+PUBLISHED = {  # parameters, as the weights' files hold them
+    "llama8b": 8_030_261_248,
+    "llama70b": 70_553_706_496,
+    "qwen3_8b": 8_190_735_360,
+    "smollm2_135m": 134_515_008,
+}
+WITHIN = 0.15
+PLAIN = Sharding("none", None, False, False, 0)
+
+
+def within(planned: float, measured: float) -> bool:
+    return abs(planned - measured) <= WITHIN * measured
+
+
+def shape(**changes: Any) -> Shape:
+    values: dict[str, Any] = {
+        "architecture": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_embeddings": False,
+        "max_positions": 2048,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+    }
+    return Shape(**values | changes)
+
+
+def model_of(name: str, **changes: Any) -> ModelConfig:
+    """A target as conf/model/<name>.yaml says, less what is changed."""
+    values = yaml.safe_load(choices("model")[name].read_text())
+    values.pop("defaults", None)
+    kind = (
+        RandomModelConfig if values.pop("_target_").endswith("RandomModelConfig") else ModelConfig
+    )
+    return kind(**values | changes)
+
+
+WIDE = shape()
+NARROW = shape(vocab_size=8192, hidden_size=64, intermediate_size=128, head_dim=16)
+DEEP = shape(vocab_size=2048, hidden_size=128, num_key_value_heads=4, head_dim=32, num_layers=7)
+
+
+def planned(*overrides: str) -> Any:
+    return plan_of(typed(compose("plan", overrides), PlanConfig))[0]
+
+
+# --- what is counted exactly
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_architectures_in_conf_have_the_published_parameters(name: str) -> None:
+    assert shape_of(model_of(name)).num_parameters == PUBLISHED[name]
+
+
+def test_every_model_that_is_named_can_be_planned_without_the_hub() -> None:
+    for name in choices("model"):
+        assert shape_of(model_of(name)).num_parameters > 1e4, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_real_model(kind: str, tied: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80}
+    settings |= {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    if kind == "llama":
+        settings |= {"attention_bias": True, "mlp_bias": True}
+    config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=tied, **settings)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = read_shape(tmp_path)
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {id(m.weight): m.weight.numel() for m in (embedding, head)}
+    assert found.readout_parameters == sum(tables.values()) + found.hidden_size
+
+
+def test_the_embedded_target_is_planned_as_it_is() -> None:
+    from safetensors import safe_open
+
+    with safe_open(EMBEDDED / "model.safetensors", "pt") as file:
+        sizes = [torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys()]  # noqa: SIM118
+    found = shape_of(model_of("tiny"))
+    assert found.num_parameters == sum(sizes)
+    assert (found.hidden_size, found.num_layers, found.rope_theta) == (384, 8, 10000.0)
+
+
+def test_an_inflated_target_has_the_parameters_asked_for() -> None:
+    tiny = shape_of(model_of("tiny"))
+    assert inflated(tiny, "500M").num_parameters == pytest.approx(5e8, rel=0.001)
+    assert inflated(tiny, None) == tiny
+
+
+DRAFTERS = [
+    ("eagle3", {"unroll": 1, "draft_vocab_size": 512}),
+    ("eagle3", {"unroll": 4, "draft_vocab_size": 512}),
+    ("eagle3", {"unroll": 2, "draft_vocab_size": 9000, "fc_norm": True, "own_embedding": True}),
+    ("eagle", {}),
+    ("eagle", {"fc_bias": True, "qk_norm": True}),
+    ("medusa", {}),
+    ("medusa", {"num_layers": 2, "losses": {"soft_cross_entropy": 1.0}}),
+    ("small_lm", {}),
+    ("small_lm", {"num_layers": 4, "tie_embeddings": False}),
+]
+
+
+class Uniform(TrainingChance):
+    """Feature noise."""
+
+    def uniform_like(self, values: Tensor, document: Tensor) -> Tensor:
+        return torch.rand_like(values)
+
+
+class Step:
+    """A drafter on the CPU, and one micro batch of random features."""
+
+    def __init__(self, name: str, changes: dict[str, Any], of: Shape, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        everything = {"draft_vocab_coverage": 1.0} if name == "eagle3" else {}
+        self.config = drafter_config(name, **everything, **changes)
+        self.shape, self.dtype = of, dtype
+        self.spec = of.spec("target", None)
+        self.drafter = self.config.build(self.spec)
+        draw = lambda *size: torch.randn(*size).to(dtype)  # noqa: E731
+        vocab, width, rows, length = of.vocab_size, of.hidden_size, 4, 256
+        readout = Readout(draw(vocab, width), draw(vocab, width), torch.ones(width).to(dtype))
+        self.drafter.prepare(torch.arange(vocab) % 7 + 100, readout)
+        tokens = torch.randint(0, vocab, (rows, length))
+        document = torch.arange(rows)[:, None].repeat(1, length)
+        mask = torch.rand(rows, length) < 0.75
+        self.batch = Batch(tokens, mask, torch.arange(length).repeat(rows, 1), document)
+        captured = {layer: draw(rows, length, width) for layer in self.drafter.captures}
+        self.features = TargetFeatures(captured, draw(rows, length, width), readout)
+        trained = int((mask & (self.batch.positions >= 2)).sum())
+        name_of = str(dtype).removeprefix("torch.")
+        share = trained / mask.numel()
+        self.load = Load(rows, length, 1, mask.numel(), share, name_of, False, False, True)
+        self.parts = drafter_parts(self.config, of, self.spec, share)
+
+    def inputs(self) -> list[Tensor]:
+        """What is there before the step."""
+        features, batch = self.features, self.batch
+        readout = features.readout
+        found = [*features.captured.values(), features.final_hidden, readout.embedding]
+        return [
+            *found,
+            readout.head,
+            batch.tokens,
+            batch.loss_mask,
+            batch.positions,
+            batch.document,
+        ]
+
+
+@pytest.mark.parametrize(("name", "changes"), DRAFTERS)
+@pytest.mark.parametrize("of", [NARROW, DEEP], ids=["narrow", "deep"])
+def test_a_drafters_parameters_are_counted_exactly(
+    name: str, changes: dict[str, Any], of: Shape
+) -> None:
+    step = Step(name, changes, of, torch.float32)
+    assert step.parts.num_parameters == sum(p.numel() for p in step.drafter.parameters())
+    assert step.parts.captures == step.drafter.captures
+
+
+def test_eagles_heads_have_their_published_sizes() -> None:
+    """0.24B, 0.37B and 0.99B for 7B, 13B and 70B (Li et al., 2024, arXiv:2401.15077, section 4)."""
+    llama2 = {"vocab_size": 32000, "head_dim": 128}
+    sizes = {
+        0.24e9: shape(hidden_size=4096, intermediate_size=11008, num_attention_heads=32,
+                      num_key_value_heads=32, **llama2),
+        0.37e9: shape(hidden_size=5120, intermediate_size=13824, num_attention_heads=40,
+                      num_key_value_heads=40, **llama2),
+        0.99e9: shape(hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+                      num_key_value_heads=8, **llama2),
+    }  # fmt: skip
+    for published, of in sizes.items():
+        parts = drafter_parts(drafter_config("eagle"), of, of.spec("x", None), 0.75)
+        assert parts.num_parameters == pytest.approx(published, rel=0.02)
+
+
+def test_adapters_are_counted_as_the_drafter_makes_them() -> None:
+    from drafttrain.drafters.lora import add_lora
+
+    settings = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**settings))
+    add_lora(model, 4, 8)
+    real = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    of = shape(vocab_size=97, hidden_size=48, intermediate_size=80, num_layers=5,
+               num_attention_heads=6, num_key_value_heads=2, head_dim=8)  # fmt: skip
+    config = drafter_config("small_lm", layers=[0, 4], lora_rank=4)
+    assert drafter_parts(config, of, of.spec("x", None), 0.75).num_trained == real
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "small_lm"])
+def test_weights_gradients_and_moments_are_counted_exactly(name: str) -> None:
+    step = Step(name, {}, DEEP, torch.float32)
+    engine = engine_of(step, "none")
+    losses = engine.losses(step.batch, step.features, Uniform())
+    engine.backward(weighted_sum(losses), last=True)
+    counted = training_bytes(step.parts, PLAIN, 1, "float32")
+    parameters = list(step.drafter.parameters())
+    assert counted["weights"] == bytes_of(parameters)
+    assert counted["gradients"] == bytes_of([p.grad for p in parameters if p.grad is not None])
+    states = [
+        state[m] for state in engine._optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")
+    ]
+    assert counted["moments"] == bytes_of(states)
+    assert counted["masters"] == counted["buckets"] == counted["copies"] == 0
+
+
+def engine_of(step: Step, name: str) -> Any:
+    return build_engine(
+        step.drafter,
+        load_choice("deepspeed", name),
+        device="cpu",
+        dtype=step.dtype,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
+
+
+# --- what is estimated, beside what is measured
+
+
+@pytest.mark.parametrize("of", [NARROW, DEEP], ids=["narrow", "deep"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [("eagle3", {"unroll": 2}), ("eagle", {}), ("medusa", {})]
+)
+def test_activations_are_within_15_percent(name: str, changes: dict[str, Any], of: Shape) -> None:
+    check_activations(name, changes, of, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("of", [WIDE, NARROW, DEEP], ids=["wide", "narrow", "deep"])
+@pytest.mark.parametrize(("name", "changes"), DRAFTERS)
+def test_activations_of_every_kind_are_within_15_percent(
+    name: str, changes: dict[str, Any], of: Shape, dtype: torch.dtype
+) -> None:
+    check_activations(name, changes, of, dtype)
+
+
+def check_activations(name: str, changes: dict[str, Any], of: Shape, dtype: torch.dtype) -> None:
+    """The peak of forward and backward beside weights, gradients and features."""
+    step = Step(name, changes, of, dtype)
+    drafter = step.drafter
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in drafter.parameters() if p.grad is not None]
+    with PeakBytes([*drafter.parameters(), *drafter.buffers(), *grads, *step.inputs()]) as tracked:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            losses = drafter(step.batch, step.features, Uniform())
+        weighted_sum(losses).backward()
+    copies = training_bytes(step.parts, PLAIN, 1, step.load.dtype)["copies"]
+    counted = drafter_activations(step.parts, of, step.load) + copies
+    assert within(counted, tracked.peak), f"{counted / tracked.peak:.2f} of what is measured"
+
+
+@pytest.mark.parametrize(
+    "size", [{}, {"hidden_size": 128, "num_layers": 6, "intermediate_size": 512}]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_targets_weights_features_and_pass_are_within_15_percent(
+    size: dict[str, int], dtype: str
+) -> None:
+    model = model_of("random", **size)
+    of, kind = shape_of(model), getattr(torch, dtype)
+    target = load_target(model, kind, "cpu")
+    weights = list(target.model.parameters())
+    assert of.bytes(kind.itemsize, None) == bytes_of(weights)
+    parts = drafter_parts(drafter_config("eagle3"), of, of.spec("x", None), 0.75)
+    load = Load(4, 256, 1, 1024, 0.75, dtype, False, False, True)
+    tokens = torch.randint(0, of.vocab_size, (4, 256))
+    document = torch.arange(4)[:, None].repeat(1, 256)
+    batch = Batch(tokens, tokens >= 0, torch.arange(256).repeat(4, 1), document)
+    with PeakBytes([*weights, *target.model.buffers(), tokens, *vars(batch).values()]) as tracked:
+        features = target.features(batch, parts.captures)
+    kept = bytes_of([*features.captured.values(), features.final_hidden])
+    counted = feature_bytes(parts, of.hidden_size, kind.itemsize) * load.tokens
+    assert within(counted, kept)
+    assert within(counted + target_activations(of, load), tracked.peak), (
+        f"{counted + target_activations(of, load)} beside {tracked.peak}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", "zero0", "zero1", "zero2"])
+def test_what_an_engine_holds_between_steps_is_as_planned(name: str) -> None:
+    """Weights, masters and moments on one rank, to the last storage; gradients are forgotten."""
+    with PeakBytes() as tracked:
+        step = Step("eagle3", {"unroll": 1}, DEEP, torch.float32)
+        engine = engine_of(step, name)
+        for _ in range(2):
+            losses = engine.losses(step.batch, step.features, Uniform())
+            engine.backward(weighted_sum(losses), last=True)
+            engine.step(1e-4)
+        del losses
+        held = tracked.now - bytes_of(step.inputs())
+    section = load_choice("deepspeed", name)
+    sharding = Sharding.of(section.name, section.enabled, section.config)
+    counted = training_bytes(step.parts, sharding, 1, "float32")
+    states = sum(counted[key] for key in ("weights", "masters", "moments"))
+    assert held == pytest.approx(states, rel=0.02)
+
+
+# --- what follows
+
+
+def test_the_headline_is_planned_as_the_arithmetic_says() -> None:
+    plan = planned("model=llama70b", "drafter=eagle3", "hardware=h100x8")
+    job = plan.job
+    assert job.target_bytes == 2 * PUBLISHED["llama70b"]  # 141 GB
+    assert 1e9 < job.parts.num_parameters < 2e9
+    assert plan.chosen.memory.placement == "zero3"
+    assert plan.chosen.memory.fits
+    assert plan.chosen.memory.parts["target"] == pytest.approx(17.64e9, rel=0.001)
+    whole = [c.memory for c in plan.others if c.memory.placement == "device"]
+    assert whole
+    assert not any(memory.fits for memory in whole)
+    assert job.token_bytes == 4 * 8192 * 2
+    # Two operations per weight of the layers, and no more than a fifth for attention.
+    assert 1.0 < plan.chosen.speed.target_flops / (2 * 68.4e9) < 1.2
+    assert 5 < plan.chosen.hours < 100
+    assert any("zero3 puts 16.4 GiB" in text for text in plan.advice)
+
+
+def test_plan_is_printed_in_100_columns_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plan"
+    command = ["plan", "model=llama70b", "hardware=h100x8", f"plan.dir={folder}"]
+    assert main([*command, "hardware.target_placement=device"]) == 0
+    text = capsys.readouterr().out
+    printed = text.partition(f"plan: {folder}")[0]
+    assert max(len(line) for line in printed.splitlines()) <= 100
+    for words in ("70,553,706,496", "AdamW's moments", "too much", "best depth", "It does with"):
+        assert words in printed, words
+    assert "…" not in printed
+    data = json.loads((folder / "plan.json").read_text())
+    assert data["target"]["num_parameters"] == PUBLISHED["llama70b"]
+    assert {choice["target"] for choice in data["choices"]} == {
+        "device", "device_map", "zero3", "stored",
+    }  # fmt: skip
+    for choice in data["choices"]:
+        parts = choice["bytes"]
+        assert parts.pop("total") == pytest.approx(sum(parts.values()))
+    assert "AdamW&#39;s moments" in (folder / "plan.html").read_text()
+    assert "| total |" in (folder / "plan.md").read_text()
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "medusa", "small_lm"])
+def test_other_drafters_and_small_targets_are_planned(drafter: str) -> None:
+    plan = planned(f"drafter={drafter}", "hardware=cpu", "hardware.train_dtype=float32")
+    assert plan.chosen.memory.fits
+    assert plan.chosen.hours > 0
+    assert plan.serving[0].speedup > 0
+
+
+def test_stored_features_take_what_others_say_theirs_take() -> None:
+    """DSpark's authors report 38 TB for Qwen3-4B (2607.05147): 1.3M answers, five layers."""
+    qwen = shape(hidden_size=2560, num_layers=36)
+    parts = drafter_parts(drafter_config("eagle3", layers=[1, 9, 17, 25, 33]), qwen,
+                          qwen.spec("x", None), 0.75)  # fmt: skip
+    tokens_each = 38e12 / 1.3e6 / feature_bytes(parts, 2560, 2)
+    assert 500 < tokens_each < 1500  # as long as an answer is
+
+
+def test_sharding_moves_bytes_and_loses_none() -> None:
+    job = planned("model=llama8b", "hardware=h100x8").job
+    for stage, moved in ((1, ("moments",)), (2, ("moments", "gradients"))):
+        alone = training_bytes(job.parts, Sharding("x", stage, False, False, 0), 1, "float32")
+        eighth = training_bytes(job.parts, Sharding("x", stage, False, False, 0), 8, "float32")
+        for name in moved:
+            assert eighth[name] == alone[name] / 8
+        assert eighth["weights"] == alone["weights"]
+    third = training_bytes(job.parts, Sharding("x", 3, False, False, 0), 8, "float32")
+    assert third["weights"] == 4 * job.parts.num_parameters / 8
+    host = training_bytes(job.parts, Sharding("x", 2, True, False, 0), 8, "float32")
+    assert host["moments"] == host["masters"] == 0
+    low = training_bytes(job.parts, PLAIN, 1, "bfloat16", low=True)
+    assert low["weights"] == 2 * job.parts.num_parameters
+    assert low["masters"] == 4 * job.parts.num_parameters
+    assert host["host"] == pytest.approx((4 + 8 + 4) * job.parts.num_parameters / 8)
+
+
+def test_more_of_anything_takes_more() -> None:
+    job = planned("model=llama8b", "hardware=h100x1").job
+    total = memory_of(job, PLAIN, "device").total
+    for change in ({"rows": 2 * job.load.rows}, {"length": 2 * job.load.length}):
+        more = replace(job, load=replace(job.load, **change))
+        assert memory_of(more, PLAIN, "device").total > total
+    less = replace(job, load=replace(job.load, checkpointing=True))
+    assert memory_of(less, PLAIN, "device").total < total
+    slow, fast = (cost(j, memory_of(j, PLAIN, "device")) for j in (less, job))
+    assert slow.hours > fast.hours
+    assert cost(job, memory_of(job, PLAIN, "stored")).hours < fast.hours
+
+
+def test_a_target_goes_where_it_fits() -> None:
+    small = planned("model=llama8b", "hardware=h100x8").job
+    large = planned("model=llama70b", "hardware=h100x8").job
+    assert place(small, PLAIN, "auto").placement == "device"
+    assert place(large, PLAIN, "auto").placement == "zero3"
+    assert place(large, PLAIN, "vllm").parts["target"] == 0
+    assert place(large, PLAIN, "device_map").parts["target"] == large.target_bytes / 8
+
+
+def test_quantised_targets_take_less() -> None:
+    plain = planned("model=llama8b", "hardware=h100x1").job.target_bytes
+    eighth = planned("model=llama8b", "hardware=h100x1", "model.quantization=torchao-int8").job
+    assert 0.5 < eighth.target_bytes / plain < 0.6
+
+
+# --- serving
+
+
+def test_acceptance_length_is_that_of_equal_rates() -> None:
+    assert accepted(0.0, None, 4, 4) == 1.0
+    assert accepted(1.0, None, 4, 4) == 5.0
+    assert accepted(0.5, None, 4, 2) == 1.75
+    assert accepted(0.9, 3.3, 4, 4) == 3.3
+    assert rate_of(accepted(0.7, None, 6, 6), 6) == pytest.approx(0.7)
+    assert accepted(0.0, accepted(0.6, None, 5, 5), 5, 3) == pytest.approx(
+        accepted(0.6, None, 3, 3)
+    )
+
+
+def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
+    plan = planned("model=llama8b", "hardware=h100x1", "plan.batch_sizes=[1,32,512,4096]",
+                   "plan.context=512")  # fmt: skip
+    speedups = [row.speedup for row in plan.serving]
+    assert speedups[0] > 1.5
+    assert speedups[-1] < 1
+    assert plan.serving[0].bound == "memory"
+    assert plan.serving[-1].bound == "arithmetic"
+    assert plan.serving[-1].best_speedup >= plan.serving[-1].speedup
+    settings = default_settings()
+    host = host_of(plan.job, replace(settings, context=512))
+    edge = break_even(host, 4, 0.75, None)
+    assert edge is not None
+    assert serve(host, edge, 4, 0.75, None).speedup > 1
+    assert serve(host, edge + 1, 4, 0.75, None).speedup <= 1
+    assert break_even(host, 4, 0.0, None) == 0
+
+
+def test_a_given_acceptance_length_is_what_is_counted_with() -> None:
+    plan = planned("model=llama8b", "hardware=h100x1", "plan.acceptance_length=2.5")
+    assert {row.acceptance_length for row in plan.serving} == {2.5}
+    row = plan.serving[0]
+    assert row.speedup == pytest.approx(2.5 * row.plain_s / (row.draft_s + row.verify_s))
+
+
+# --- accelerators and measured efficiency
+
+
+@pytest.mark.parametrize("name", choices("accelerator"))
+def test_every_accelerator_can_be_planned_for(name: str) -> None:
+    entry = load_choice("accelerator", name)
+    assert entry.name == name
+    if name == "cpu":
+        return
+    plan = planned("model=llama8b", "hardware=h100x1", f"hardware.accelerator={name}")
+    assert plan.job.chip.memory == entry.memory_gib * 2**30
+    assert plan.chosen.memory.fits == (entry.memory_gib > 30)
+
+
+def test_devices_are_known_by_their_names() -> None:
+    entries = {name: load_choice("accelerator", name) for name in choices("accelerator")}
+    for device, expected in {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100_80gb",
+        "NVIDIA A100-SXM4-40GB": "a100_40gb",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "AMD Instinct MI300X": "mi300x",
+    }.items():
+        found = matching(device, entries)
+        assert found is not None
+        assert found.name == expected
+    assert matching("NVIDIA T4", entries) is None
+    narrower = replace(entries["h100"], name="h100_nvl", matches=["H100 NVL"])
+    found = matching("NVIDIA H100 NVL", {"h100_nvl": narrower, **entries})
+    assert found is not None
+    assert found.name == "h100_nvl", "the longer mark wins"
+
+
+def test_the_processor_is_measured_and_its_memory_read() -> None:
+    chip = accelerator_of(planned_config("hardware=cpu").hardware, 0.01)
+    assert chip.is_cpu
+    assert chip.flops["float32"] > 1e8
+    assert chip.memory == host_memory() > 2**30
+
+
+def planned_config(*overrides: str) -> PlanConfig:
+    return typed(compose("plan", overrides), PlanConfig)
+
+
+def test_a_measured_run_says_which_share_of_the_peak_is_reached(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    told = typed(compose("train", [f"run.dir={run}", "hardware=cpu"]), TrainConfig)
+    write_config(told, run / "config.yaml")
+    record = {"hardware": {"gpus": [], "cpu": "a processor"}}
+    (run / "provenance.json").write_text(json.dumps(record))
+    speeds = [1.0, 1.0, 500.0, 600.0, 700.0]
+    rows = [{"step": i, "perf/tokens_per_s": speed} for i, speed in enumerate(speeds)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = accelerator_of(told.hardware, 0.01)
+    chip = replace(found, flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12)
+    share = measured_efficiency(run, chip)
+    job = job_of(told, default_settings(), replace(chip, efficiency=share))
+    arithmetic = cost(job, memory_of(job, PLAIN, "device")).speed
+    assert 0 < share < 1
+    assert arithmetic.tokens_per_s == pytest.approx(600.0, rel=0.1)
+    with pytest.raises(ValueError, match=r"plan\.measured must be a run on the accelerator"):
+        measured_efficiency(run, replace(chip, is_cpu=False, name="h100"))
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"plan\.measured must be a run with tokens/s in its"):
+        measured_efficiency(run, chip)
+
+
+# --- before training
+
+
+def test_train_says_what_it_takes_at_once() -> None:
+    config = typed(compose("train", ["hardware=cpu"]), TrainConfig)
+    foresee(config)  # the first call imports
+    started = time.perf_counter()
+    lines = foresee(config)
+    assert time.perf_counter() - started < 0.5
+    assert 3 <= len(lines) <= 5
+    text = " ".join(lines)
+    for words in ("14.2M", "parameters", "memory: about", "GiB of this machine", "tokens/s"):
+        assert words in text, text
+    assert max(len(line) for line in lines) <= 110
+
+
+def test_train_refuses_what_cannot_fit_and_says_so_before_the_hub_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "model=random_70b", "hardware=cpu", "hardware.train_dtype=float32"]
+    train += [f"run.dir={tmp_path / 'run'}"]
+    assert main(train) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: hardware must hold the run: it takes at least 2")
+    assert "weights of model=random_70b 263 GiB" in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    config = typed(compose("train", [*train[1:], "hardware.check_fit=false"]), TrainConfig)
+    assert "263 GiB" not in foresee(config)[0]
+    stored = ["features=stored", f"features.dir={tmp_path}", "features.validate=false"]
+    small = ["trainer.tokens_per_step=512", "data.max_length=64", "drafter.intermediate_size=64"]
+    small += ["drafter.num_attention_heads=1", "drafter.num_key_value_heads=1"]
+    config = typed(compose("train", [*train[1:], *stored, *small]), TrainConfig)
+    assert "stored features" in " ".join(foresee(config)), "the target is not loaded"
+
+
+def test_a_target_of_an_unknown_form_is_trained_unplanned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 9}))
+    config = typed(compose("train", [f"model.path={tmp_path}", "hardware=cpu"]), TrainConfig)
+    (line,) = foresee(config)
+    assert line.startswith("plan: none, ")
+    assert "must be of llama, mistral, qwen2, qwen3 to be planned, got mamba" in line
+    with pytest.raises(UnknownShapeError, match="to be planned, got mamba"):
+        planned(f"model.path={tmp_path}")
+
+
+def test_a_repository_that_conf_does_not_describe_is_not_guessed() -> None:
+    with pytest.raises(UnknownShapeError, match=r"model\.shape must describe someone/else, whose"):
+        planned("model=llama8b", "model.repo=someone/else")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("plan.depth=0", r"plan\.depth must be at least 1, got 0"),
+        ("plan.acceptance_length=9", r"plan\.acceptance_length must be in \[1, 5\] for plan\.dep"),
+        ("plan.acceptance_rate=2", r"plan\.acceptance_rate must be in \[0, 1\], got 2"),
+        ("plan.loss_share=0", r"plan\.loss_share must be in \(0, 1\], got 0"),
+        ("plan.batch_sizes=[]", r"plan\.batch_sizes must be numbers of at least 1, got \[\]"),
+        ("drafter=ngram", r"drafter=ngram has nothing to train, and so nothing to plan"),
+        ("hardware.accelerator=b999", r"hardware\.accelerator must be one of a100_40gb, .* b999"),
+        ("hardware.device=cuda", r"hardware\.accelerator must name what to plan for"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(override: str, said: str) -> None:
+    if override == "hardware.device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU to plan for")
+    with pytest.raises(ValueError, match=said):
+        planned(override)
