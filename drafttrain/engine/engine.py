@@ -1,15 +1,12 @@
-"""Backward, step and clip behind one face: plain torch, or DeepSpeed's ZeRO; the only door to it.
+"""Backward, step and clip behind one face, and plain torch behind it.
 
 The caller's losses are sums over positions divided by the positions of the *whole* optimizer step,
 on all ranks and in all micro batches. So gradients are added up over both, and nothing is averaged.
 """
 
 import math
-import os
-import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,71 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from drafttrain.engine.config import DeepSpeedConfig
 from drafttrain.optim import MOMENTS, load_moments, parameter_groups, save_moments
 from drafttrain.ranks import Ranks, join_ranks
 from drafttrain.types import Losses
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-# DeepSpeed's keys that follow from settings of ours: set twice, they could disagree.
-DERIVED_KEYS = {
-    "train_batch_size": "trainer.tokens_per_step",
-    "train_micro_batch_size_per_gpu": "hardware.micro_batch",
-    "gradient_accumulation_steps": "trainer.tokens_per_step and hardware.micro_batch",
-    "gradient_clipping": "trainer.max_grad_norm",
-    "optimizer": "trainer.lr, trainer.beta1, trainer.beta2 and trainer.weight_decay",
-    "scheduler": "trainer.schedule and trainer.warmup_steps",
-    "fp16": "hardware.train_dtype",
-    "bf16": "hardware.train_dtype",
-    "bfloat16": "hardware.train_dtype",
-    "torch_autocast": "hardware.train_dtype",
-    "amp": "hardware.train_dtype",
-    "data_types": "hardware.train_dtype",
-    "prescale_gradients": "nothing: gradients are summed, never averaged",
-    "gradient_predivide_factor": "nothing: gradients are summed, never averaged",
-    "gradient_allreduce_op": "nothing: gradients are summed, never averaged",
-    "wandb": "tracker",
-    "tensorboard": "tracker",
-    "comet": "tracker",
-    "csv_monitor": "tracker",
-}
 
 
 class NonFiniteError(ValueError):
     """A loss or its gradient was inf or nan; the optimizer step was not taken."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
-    """Whether DeepSpeed carries the optimizer, and its own keys, less those derived from ours."""
-
-    name: str
-    enabled: bool
-    config: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        for key, ours in DERIVED_KEYS.items():
-            if key in self.config:
-                raise ValueError(
-                    f"deepspeed.config.{key} must not be set, got {self.config[key]}; "
-                    f"it follows from this program's own settings: use {ours} instead"
-                )
-        zero = self.config.get("zero_optimization", {})
-        if zero.get("stage", 0) not in (0, 1, 2):
-            raise ValueError(
-                "deepspeed.config.zero_optimization.stage must be 0, 1 or 2, got "
-                f"{zero['stage']}; use deepspeed=zero2, which shards gradients and optimizer"
-            )
-        for key in ("offload_optimizer", "offload_param", "zenflow"):
-            if zero.get(key) is not None:
-                raise ValueError(
-                    f"deepspeed.config.zero_optimization.{key} must not be set, got {zero[key]}; "
-                    "a drafter's optimizer stays on the GPU: use deepspeed=zero2 on more ranks"
-                )
-        if self.config and not self.enabled:
-            raise ValueError(
-                f"deepspeed.enabled must be true when deepspeed.config has keys, got "
-                f"{', '.join(self.config)}; use deepspeed=zero1 or empty deepspeed.config"
-            )
 
 
 def build_engine(
@@ -119,6 +61,8 @@ def build_engine(
     )
     autocast = None if dtype == torch.float32 else dtype
     if deepspeed.enabled:
+        from drafttrain.engine.deepspeed import DeepSpeedEngine
+
         return DeepSpeedEngine(module, optimizer, ranks, autocast, max_grad_norm, deepspeed.config)
     return PlainEngine(module, optimizer, ranks, autocast, max_grad_norm)
 
@@ -285,91 +229,6 @@ class PlainEngine(Engine):
         self._forget()
 
 
-class DeepSpeedEngine(Engine):
-    """DeepSpeed with torch's AdamW: ZeRO 0 copies, 1 shards the optimizer, 2 gradients too.
-
-    DeepSpeed runs in float32 and autocast is ours, inside the forward: its own would reduce
-    gradients in bfloat16. It averages over ranks, so losses are multiplied by their number.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.AdamW,
-        ranks: Ranks,
-        autocast: torch.dtype | None,
-        max_grad_norm: float,
-        config: dict[str, Any],
-    ) -> None:
-        super().__init__(module, optimizer, ranks, autocast, max_grad_norm)
-        ours = {
-            "train_micro_batch_size_per_gpu": 1,
-            # Steps have varying numbers of micro batches: `last` marks the boundary instead.
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": max_grad_norm,
-        }
-        deepspeed = _import_deepspeed(ranks)
-        with warnings.catch_warnings(action="ignore"):
-            self._deepspeed, self._zero, _, _ = deepspeed.initialize(
-                model=self._forward,
-                optimizer=optimizer,
-                config={**config, **ours},
-                dist_init_required=False,
-            )
-        self._sharded = self._deepspeed.zero_optimization_stage() > 0
-        self._start_moments()
-        if self._sharded:
-            # Links each parameter to its shard of the moments. DeepSpeed would do it within the
-            # first step, after the first parameter group only.
-            self._zero._lazy_init_hp_params_optimizer_state()
-
-    def losses(self, *inputs: Any) -> Losses:
-        """Run the module's forward on one micro batch."""
-        return self._deepspeed(*inputs)[1]
-
-    def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
-        self._deepspeed.set_gradient_accumulation_boundary(last)
-        with warnings.catch_warnings(action="ignore"):
-            self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
-
-    def _grad_norm(self) -> float:
-        if not self._sharded:
-            return super()._grad_norm()
-        norm = float(self._zero.scaled_global_norm())
-        return norm if norm >= 0 else math.nan  # DeepSpeed's mark of a norm that is not finite
-
-    def _update(self, norm: float) -> None:
-        with warnings.catch_warnings(action="ignore"):
-            self._deepspeed.step()
-        assert self._deepspeed.was_step_applied(), f"DeepSpeed refused a step of norm {norm}"
-
-    def _forget(self) -> None:
-        if self._sharded:  # its step finds the same norm, takes no step and clears its buffers
-            self._deepspeed.step()
-            assert not self._deepspeed.was_step_applied(), "DeepSpeed took a step of no finite norm"
-        self._deepspeed.zero_grad()
-
-    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
-        if not self._sharded:
-            return super()._moment(parameter, moment)
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        return safe_get_full_optimizer_state(parameter, moment)
-
-    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
-        if not self._sharded:
-            return super()._set_moment(parameter, moment, value)
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        return safe_set_full_optimizer_state(parameter, value, moment)
-
-    def load(self, folder: Path) -> None:
-        """Take optimizer state and weights; ZeRO's shards are copies of the module's weights."""
-        super().load(folder)
-        if self._sharded:
-            self._zero.refresh_fp32_params()
-
-
 class _Forward(nn.Module):
     """The module under autocast; hands the loss tensors out in the open, where DeepSpeed looks."""
 
@@ -386,15 +245,3 @@ class _Forward(nn.Module):
         with self.precision():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses
-
-
-def _import_deepspeed(ranks: Ranks) -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # asked for even of a single process
-    with warnings.catch_warnings(action="ignore"):
-        import deepspeed
-
-    if ranks.device.type == "cpu":
-        # It would compile a faster all-reduce for CPUs, which needs a C++ compiler and a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
