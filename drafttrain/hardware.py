@@ -1,12 +1,14 @@
 """What this machine is used for: device, dtype and threads, chosen on purpose and said aloud."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PLACEMENTS = ("auto", "device", "device_map", "zero3", "vllm")
@@ -23,6 +25,7 @@ class HardwareConfig:
     dtype: str
     draft_dtype: str
     train_dtype: str
+    weights_dtype: str
     threads: int
     micro_batch: int
     ranks: Any  # "auto", or a number of processes
@@ -38,6 +41,10 @@ class HardwareConfig:
                 raise ValueError(
                     f"hardware.{key} must be auto, float32 or bfloat16, got {getattr(self, key)}"
                 )
+        if self.weights_dtype not in DTYPES:
+            raise ValueError(
+                f"hardware.weights_dtype must be float32 or bfloat16, got {self.weights_dtype}"
+            )
         kind = self.device.split(":")[0]
         if kind not in ("auto", "cpu", "cuda"):
             raise ValueError(f"hardware.device must be auto, cpu or cuda[:N], got {self.device}")
@@ -76,6 +83,25 @@ def choose_device(config: HardwareConfig) -> str:
             "found none; use hardware=cpu or hardware=auto"
         )
     return device
+
+
+def choose_compiler(config: HardwareConfig, device: torch.device) -> str | None:
+    """Return torch.compile's backend for the drafter's layers; None where they are not compiled.
+
+    ValueError where there is nothing to make code with.
+    """
+    if not config.compile:
+        return None
+    if device.type == "cuda":
+        able, wanted = has_triton(), "Triton, and a GPU that it knows"
+    else:
+        able, wanted = bool(shutil.which(os.environ.get("CXX", "g++"))), "a C++ compiler (g++)"
+    if not able:
+        raise ValueError(
+            f"hardware.compile=true needs {wanted} on {device.type}, found none; install it, or "
+            "use hardware.compile=false"
+        )
+    return "inductor"
 
 
 def choose_train_dtype(config: HardwareConfig, device: torch.device) -> torch.dtype:

@@ -1,6 +1,5 @@
 """Validation without the target's model: how much of its stored law the drafter's covers."""
 
-import copy
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -54,7 +53,8 @@ class TeacherForced:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return alpha of each depth and the acceptance length that they promise."""
-        drafter = copy.deepcopy(self.drafter).eval()
+        drafter = self.engine.copy_of_module().eval()
+        assert isinstance(drafter, Drafter)
         drafter.config = dataclasses.replace(drafter.config, losses=OVERLAP)  # type: ignore[call-arg]
         sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=self.engine.device)
         mine = self.held_out[self.engine.rank :: self.engine.world_size]

@@ -194,8 +194,10 @@ def optimizer_step(
     assert isinstance(drafter, Drafter)
     batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
     if drafter.rewrites:
+        writer = engine.whole_module()
+        assert isinstance(writer, Drafter)
         with torch.no_grad(), engine.precision:
-            batches = [drafter.rewrite(batch, chance) for batch in batches]
+            batches = [writer.rewrite(batch, chance) for batch in batches]
         own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
         loss_tokens = int(engine.sum_over_ranks(own))
     denominator = max(loss_tokens, 1)

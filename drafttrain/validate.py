@@ -1,6 +1,5 @@
 """Validation while training: acceptance in the real decode loop, on held-out conversations."""
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -50,7 +49,8 @@ class Validation:
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return acceptance metrics over all ranks' prompts."""
-        drafter = copy.deepcopy(self.drafter).to(self.draft_dtype).eval()
+        drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
+        assert isinstance(drafter, Drafter)
         self.rows = []
         for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
             decoded = speculative_decode(

@@ -294,7 +294,7 @@ def test_recomputed_layers_give_the_same_gradient(name: str, packed: bool, targe
     for recompute in (False, True):
         drafter = random_drafter(name, target).train()
         if recompute:
-            drafter.recompute_layers()
+            drafter.train_layers(recompute=True, compiled=None)
         weighted_sum(losses_of(drafter, target, batch)).backward()
         found.append({name: p.grad for name, p in drafter.named_parameters()})
     assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())

@@ -43,7 +43,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 DOORS = {
     "hydra": {"__main__", "choices", "config", "overrides"},
     "omegaconf": {"__main__", "config"},
-    "deepspeed": {"engine"},
+    "deepspeed": {"engine.deepspeed"},
     "wandb": {"tracker"},
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},

@@ -27,7 +27,8 @@ def threads_restored() -> Iterator[None]:
 
 def hardware(**changes: Any) -> HardwareConfig:
     values = {"name": "test", "device": "cpu", "dtype": "auto", "train_dtype": "float32"}
-    values |= {"draft_dtype": "auto", "ranks": "auto", "target_placement": "auto"}
+    values |= {"draft_dtype": "auto", "weights_dtype": "float32"}
+    values |= {"ranks": "auto", "target_placement": "auto"}
     values |= {"compile": False, "gradient_checkpointing": False, "accelerator": None}
     values |= {"check_fit": True}
     return HardwareConfig(**{**values, "threads": 0, "micro_batch": 1, **changes})

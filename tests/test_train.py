@@ -286,3 +286,4 @@ def test_two_ranks_and_deepspeed_record_the_losses_of_one_plain_rank(
     expected = losses("one", 1)
     assert losses("two", 2) == pytest.approx(expected, rel=1e-4)
     assert losses("deepspeed", 1, "deepspeed=zero1") == pytest.approx(expected, rel=1e-4)
+    assert losses("sharded", 2, "deepspeed=zero3") == pytest.approx(expected, rel=1e-4)

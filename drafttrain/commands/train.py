@@ -27,7 +27,13 @@ from drafttrain.data.chat import split_holdout
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.data.skips import SkipReport
 from drafttrain.engine import build_engine
-from drafttrain.hardware import choose_device, choose_draft_dtype, choose_train_dtype
+from drafttrain.hardware import (
+    DTYPES,
+    choose_compiler,
+    choose_device,
+    choose_draft_dtype,
+    choose_train_dtype,
+)
 from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
 from drafttrain.run import (
@@ -59,6 +65,9 @@ def train(config: TrainConfig) -> None:
         )
     ranks = join_ranks(choose_device(config.hardware))
     dtype = choose_train_dtype(config.hardware, ranks.device)
+    compiler = choose_compiler(config.hardware, ranks.device)
+    if compiler:
+        config.deepspeed.check_compiled()
     said: list[str] = []  # what train.log gets, once there is a folder for it
 
     def say(line: str) -> None:
@@ -100,6 +109,7 @@ def train(config: TrainConfig) -> None:
     if start is None:
         drafter.prepare(counts, source.readout)
     say(describe_drafter(drafter) + ("" if start is None else coverage(drafter, counts)))
+    drafter.train_layers(config.hardware.gradient_checkpointing, compiler)
     trainer = config.trainer
     engine = build_engine(
         drafter,
@@ -110,6 +120,7 @@ def train(config: TrainConfig) -> None:
         eps=1e-8,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
+        weights_dtype=DTYPES[config.hardware.weights_dtype],
     )
     batches = Batches(
         samples,

@@ -83,6 +83,26 @@ class TrainingChance(ABC):
         return SeededChance(0)
 
 
+class Compiled:
+    """Functions that went through torch.compile, each once; rows and lengths may vary."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
+        # A depth of an unrolled forward, with a mask and without: as many variants, and more.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, compiled; the work is done when it is first called."""
+        if function not in self.made:
+            self.made[function] = torch.compile(function, dynamic=True, backend=self.backend)
+        return self.made[function]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
+        # What was compiled holds the weights it was compiled with: a copied drafter has others.
+        return Compiled(self.backend)
+
+
 class Drafter(nn.Module, ABC):
     """A drafter. Weights it shares with the target (embedding, head) are read from the readout."""
 
@@ -91,6 +111,7 @@ class Drafter(nn.Module, ABC):
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
     recompute = False
+    compiled: "Compiled | None" = None
 
     @property
     @abstractmethod
@@ -147,13 +168,25 @@ class Drafter(nn.Module, ABC):
         """
         return batch
 
-    def recompute_layers(self) -> None:
-        """Keep no activations of the layers from now on: the backward pass computes them again."""
-        self.recompute = True
+    def train_layers(self, recompute: bool, compiled: str | None) -> None:
+        """Say how `layer` calls them in training, from now on.
+
+        recompute: keep no activations of theirs, the backward pass computes them again. compiled:
+        go through torch.compile with this backend.
+        """
+        self.recompute = recompute
+        self.compiled = Compiled(compiled) if compiled else None
 
     def layer(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """Call what is a layer to `recompute_layers`: a function of its inputs and of weights."""
-        if self.recompute and torch.is_grad_enabled():
+        """Call a layer, which is a function of its inputs and of weights, as `train_layers` says.
+
+        Decoding, which needs no gradients, calls it as it is.
+        """
+        if not torch.is_grad_enabled():
+            return function(*inputs, **more)
+        if self.compiled is not None:
+            function = self.compiled.of(function)
+        if self.recompute:
             return checkpoint(function, *inputs, use_reentrant=False, **more)
         return function(*inputs, **more)
 

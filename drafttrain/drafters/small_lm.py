@@ -210,14 +210,16 @@ class SmallLM(CausalDrafter):
             self, batch, config.on_policy, config.on_policy_temperature, chance.decoding()
         )
 
-    def recompute_layers(self) -> None:
-        """Do so with what Transformers calls layers, whatever their architecture."""
-        super().recompute_layers()
+    def train_layers(self, recompute: bool, compiled: str | None) -> None:
+        """Say how what Transformers calls layers is called, whatever their architecture."""
+        super().train_layers(recompute, compiled)
+        if not recompute and compiled is None:
+            return
         stacks = [m for m in self._decoder[0].children() if isinstance(m, nn.ModuleList)]
         if not stacks:
             raise ValueError(
-                "hardware.gradient_checkpointing must be false for a drafter without a list of "
-                f"layers, got a {self.model.config.model_type}"
+                "hardware.gradient_checkpointing and hardware.compile must be false for a drafter "
+                f"without a list of layers, got a {self.model.config.model_type}"
             )
         for layer in stacks[0]:
             layer.forward = partial(self.layer, layer.forward)

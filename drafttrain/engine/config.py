@@ -1,0 +1,114 @@
+"""The section `deepspeed`: whether DeepSpeed carries the optimizer, and its own keys."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# DeepSpeed's keys that follow from settings of ours: set twice, they could disagree.
+DERIVED_KEYS = {
+    "train_batch_size": "trainer.tokens_per_step",
+    "train_micro_batch_size_per_gpu": "hardware.micro_batch",
+    "gradient_accumulation_steps": "trainer.tokens_per_step and hardware.micro_batch",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "optimizer": "trainer.lr, trainer.beta1, trainer.beta2 and trainer.weight_decay",
+    "scheduler": "trainer.schedule and trainer.warmup_steps",
+    "fp16": "hardware.train_dtype",
+    "bf16": "hardware.train_dtype and hardware.weights_dtype",
+    "bfloat16": "hardware.train_dtype and hardware.weights_dtype",
+    "torch_autocast": "hardware.train_dtype",
+    "amp": "hardware.train_dtype",
+    "data_types": "hardware.train_dtype",
+    "zero_force_ds_cpu_optimizer": "nothing: the optimizer is torch's AdamW, on the CPU as well",
+    "prescale_gradients": "nothing: gradients are summed, never averaged",
+    "gradient_predivide_factor": "nothing: gradients are summed, never averaged",
+    "gradient_allreduce_op": "nothing: gradients are summed, never averaged",
+    "wandb": "tracker",
+    "tensorboard": "tracker",
+    "comet": "tracker",
+    "csv_monitor": "tracker",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """Whether DeepSpeed carries the optimizer, and its own keys, less those derived from ours."""
+
+    name: str
+    enabled: bool
+    config: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for key, ours in DERIVED_KEYS.items():
+            if key in self.config:
+                raise ValueError(
+                    f"deepspeed.config.{key} must not be set, got {self.config[key]}; "
+                    f"it follows from this program's own settings: use {ours} instead"
+                )
+        if self.config and not self.enabled:
+            raise ValueError(
+                f"deepspeed.enabled must be true when deepspeed.config has keys, got "
+                f"{', '.join(self.config)}; use deepspeed=zero1 or empty deepspeed.config"
+            )
+        place = "deepspeed.config.zero_optimization"
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(
+                f"{place}.stage must be 0, 1, 2 or 3, got {self.stage}; use deepspeed=zero2, which "
+                "shards gradients and optimizer"
+            )
+        for key, lowest, use in (
+            ("offload_optimizer", 1, "zero2_offload"),
+            ("offload_param", 3, "zero3_offload"),
+        ):
+            device = self._offload(key)
+            if device not in ("none", "cpu"):
+                raise ValueError(
+                    f"{place}.{key}.device must be none or cpu, got {device}; a drafter's state "
+                    f"fits the host's memory: use deepspeed={use}"
+                )
+            if device == "cpu" and self.stage < lowest:
+                raise ValueError(
+                    f"{place}.{key} needs stage {lowest} or above, got {self.stage}; "
+                    f"use deepspeed={use}"
+                )
+        if self._zero.get("zenflow") is not None:
+            raise ValueError(
+                f"{place}.zenflow must not be set, got {self._zero['zenflow']}: it updates weights "
+                "late, and no checkpoint would be exact; use deepspeed=zero2_offload"
+            )
+
+    @property
+    def _zero(self) -> dict[str, Any]:
+        return self.config.get("zero_optimization") or {}
+
+    def _offload(self, key: str) -> str:
+        return str((self._zero.get(key) or {}).get("device") or "none")
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage: what is sharded over ranks (1 moments, 2 gradients too, 3 weights too)."""
+        return self._zero.get("stage", 0)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether moments and masters are in the host's memory, and updated there."""
+        return self._offload("offload_optimizer") == "cpu"
+
+    def check_low_weights(self) -> None:
+        """Raise ValueError where the module's weights cannot be in bfloat16, masters in float32."""
+        why = None
+        if self.enabled and self.stage < 2:
+            why = "below ZeRO 2 DeepSpeed shards no masters"
+        elif self.stage == 2 and self.offloads_optimizer:
+            why = "DeepSpeed would add up gradients in bfloat16 in the host's memory"
+        if why is not None:
+            raise ValueError(
+                f"hardware.weights_dtype must be float32 with deepspeed={self.name}, got bfloat16: "
+                f"{why}; use deepspeed=zero2, zero3 or zero3_offload"
+            )
+
+    def check_compiled(self) -> None:
+        """Raise ValueError where compiled layers would not see their weights."""
+        if self.stage == 3:
+            raise ValueError(
+                f"hardware.compile must be false with deepspeed={self.name}, got true: ZeRO 3 "
+                "gathers weights between the parts of a layer; use deepspeed=zero2"
+            )
