@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -21,7 +21,7 @@ def reason(error: Exception, place: Path) -> str:
     number = getattr(error, "errno", None)
     if number not in FULL and "No space left" not in str(error):
         return getattr(error, "strerror", None) or str(error)
-    while not place.exists():
+    while not place.exists():  # a folder that could not be made
         place = place.parent
     free = shutil.disk_usage(place).free / 1e9
     if number == errno.EDQUOT:
@@ -82,7 +82,8 @@ def append_text(path: Path, text: str) -> None:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            os.truncate(path, end)
+            with suppress(OSError):
+                os.truncate(path, end)
             raise
 
 

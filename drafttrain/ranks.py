@@ -108,11 +108,27 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise LostRankError(
-                f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
-                "among the outputs of the other ranks is the cause; start the run again with "
-                f"run.resume=true. ({str(error).splitlines()[0]})"
-            ) from error
+            raise self._loss(error) from error
+
+    @contextmanager
+    def naming_a_loss(self) -> Iterator[None]:
+        """Raise LostRankError where a library's own collective, such as DeepSpeed's, meets one."""
+        try:
+            yield
+        except LostRankError:
+            raise
+        except RuntimeError as error:
+            known = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+            if self.world_size == 1 or not known:
+                raise
+            raise self._loss(error) from error
+
+    def _loss(self, error: RuntimeError) -> LostRankError:
+        return LostRankError(
+            f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
+            "among the outputs of the other ranks is the cause; start the run again with "
+            f"run.resume=true. ({str(error).splitlines()[0]})"
+        )
 
 
 _joined: Ranks | None = None

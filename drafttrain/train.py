@@ -155,7 +155,11 @@ def train(
     meter.load_state_dict(state.extra.get("meter", {}))
     saved = state.step
     agreement = Agreement(engine.ranks, stop)
-    with progress("train", config.max_steps, saved, show=engine.is_main) as tick, stop.deferred():
+    with (
+        progress("train", config.max_steps, saved, show=engine.is_main) as tick,
+        stop.deferred(),
+        engine.ranks.naming_a_loss(),
+    ):
         while True:
             last = state.step == config.max_steps  # so that the end validates and saves as well
             stopping = agreement.to_stop()

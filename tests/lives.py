@@ -90,8 +90,6 @@ class Board:
         from drafttrain.checkpoint import Checkpoints
         from drafttrain.validate import Validation
 
-        self.enter(rank, STARTING)
-        self.count(rank, 0)
         self.watch(rank, drafttrain.train, "optimizer_step", STEP)
         self.watch(rank, Validation, "__call__", VALIDATING)
         self.watch(rank, Checkpoints, "save", SAVING)
@@ -102,6 +100,7 @@ class Board:
 
 def warm_up() -> None:
     """Import what every life needs, and compute nothing: threads do not survive a fork."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
 
     torch.set_num_threads(1)
@@ -150,6 +149,9 @@ class Life:
     def __init__(self, board: Board, ranks: int, command: list[str], logs: Path) -> None:
         self.board, self.ranks, self.logs = board, ranks, logs
         port = free_port()
+        for rank in range(ranks):
+            board.enter(rank, STARTING)
+            board.count(rank, 0)
         self.running = {
             rank: begin(board, rank, ranks, port, command, self.log(rank)) for rank in range(ranks)
         }
@@ -203,6 +205,8 @@ def kill_and_resume(
     """Return what was seen: where kills landed, how survivors ended, seconds."""
     started = time.monotonic()
     warm_up()
+    if any(override.startswith("deepspeed=zero") for override in more):
+        import deepspeed  # noqa: F401
     data = folder / "data.jsonl"
     write_conversations(data)
     board, chance = Board(ranks), random.Random(seed)
@@ -221,8 +225,11 @@ def kill_and_resume(
             if aim == STARTING:
                 time.sleep(chance.uniform(0, 0.3))
             else:
-                life.until(aim, chance.randrange(MOST_STEPS), chance.uniform(0, 0.01))
+                life.until(aim, chance.randint(1, MOST_STEPS), chance.uniform(0, 0.01))
             victims = sorted(chance.sample(range(ranks), chance.randint(1, ranks)))
+            if STARTING in map(board.phase, range(ranks)):
+                # Ranks that have not met do not miss each other: a launcher ends them, as here.
+                victims = list(range(ranks))
             life.send(signal.SIGSTOP, victims)  # what the board says is then where it dies
             where = PHASES[board.phase(victims[0])]
             killed = [rank for rank in victims if rank in life.running]
