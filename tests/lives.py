@@ -1,14 +1,15 @@
 """A run that is killed and resumed, again and again, beside one that is left alone.
 
-As a script: `python lives.py FOLDER KILLS RANKS SEED [override ...]` trains once undisturbed, then
-kills its ranks with SIGKILL at KILLS instants, compares, and prints what it saw as JSON. Torch is
-imported once and every life is a fork, so that a life costs a fraction of a second.
+As a script: `python lives.py kill|stop FOLDER TIMES RANKS SEED [override ...]` trains undisturbed,
+then kills ranks with SIGKILL, or asks them to stop, at so many instants, compares, and prints what
+it saw as JSON. Torch is imported once and every life is a fork: it costs a fraction of a second.
 """
 
 import json
 import mmap
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -199,10 +200,10 @@ class Life:
         time.sleep(delay)
 
 
-def kill_and_resume(
-    folder: Path, kills: int, ranks: int, seed: int, more: list[str]
+def disturb_and_resume(
+    task: str, folder: Path, times: int, ranks: int, seed: int, more: list[str]
 ) -> dict[str, Any]:
-    """Return what was seen: where kills landed, how survivors ended, seconds."""
+    """Return what was seen: where signals landed, how survivors ended, seconds."""
     started = time.monotonic()
     warm_up()
     if any(override.startswith("deepspeed=zero") for override in more):
@@ -220,7 +221,7 @@ def kill_and_resume(
     while True:
         life = Life(board, ranks, command, folder)
         lives += 1
-        if landed.total() < kills:
+        if landed.total() < times:
             aim = AIMS[lives % len(AIMS)]
             if aim == STARTING:
                 time.sleep(chance.uniform(0, 0.3))
@@ -232,28 +233,53 @@ def kill_and_resume(
                 victims = list(range(ranks))
             life.send(signal.SIGSTOP, victims)  # what the board says is then where it dies
             where = PHASES[board.phase(victims[0])]
-            killed = [rank for rank in victims if rank in life.running]
-            life.send(signal.SIGKILL, victims)
+            struck_ranks = [rank for rank in victims if rank in life.running]
+            if task == "stop":
+                life.send(chance.choice([signal.SIGTERM, signal.SIGUSR1]), victims)
+                life.send(signal.SIGCONT, victims)
+            else:
+                life.send(signal.SIGKILL, victims)
             struck = time.monotonic()
         else:
-            killed = []
+            struck_ranks = []
         life.wait()
-        if not killed:
-            assert set(life.codes.values()) == {0}, life.said()
+        if set(life.codes.values()) == {0}:  # nobody was struck, or too late to stop
             break
-        assert all(life.codes[rank] == -signal.SIGKILL for rank in killed), life.codes
         landed[where] += 1
+        if task == "stop":
+            check_stopped(life, folder / "killed", where)
+            lost.append(round(time.monotonic() - struck, 2))
+            continue
+        killed = struck_ranks
+        assert all(life.codes[rank] == -signal.SIGKILL for rank in killed), life.codes
         for rank in set(range(ranks)) - set(killed):
             assert life.codes[rank] == 1, (life.codes, life.said())
             assert "lost another of the" in life.log(rank).read_text(), life.said()
             lost.append(round(time.monotonic() - struck, 2))
     compare(folder / "alone", folder / "killed")
     return {
-        "kills": landed.total(),
+        "times": landed.total(),
         "landed": dict(landed),
-        "slowest_survivor_s": max(lost, default=None),
+        "slowest_end_s": max(lost, default=None),
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def check_stopped(life: Life, run: Path, where: str) -> None:
+    """Assert that every rank left with 143, and that the step rank 0 speaks of is the one saved."""
+    from drafttrain.checkpoint import Checkpoints, load_state
+
+    if where == "starting":  # Python's own end, before the program listens, is as good
+        assert set(life.codes.values()) <= {143, -signal.SIGTERM, -signal.SIGUSR1}, life.said()
+        return
+    assert set(life.codes.values()) == {143}, (where, life.codes, life.said())
+    said = re.search(r"after step (\d+) of \d+, which is saved; go on", life.log(0).read_text())
+    if said is None:
+        assert "outside the steps of training" in life.said(), life.said()
+        return
+    latest = Checkpoints(run / "checkpoints", 2).latest()
+    assert latest is not None
+    assert load_state(latest).step == int(said[1])
 
 
 def curve(run: Path) -> list[dict[str, Any]]:
@@ -284,6 +310,6 @@ def compare(alone: Path, other: Path) -> None:
 
 
 if __name__ == "__main__":
-    place, number, world, drawn = sys.argv[1:5]
-    seen = kill_and_resume(Path(place), int(number), int(world), int(drawn), sys.argv[5:])
+    what, place, number, world, drawn = sys.argv[1:6]
+    seen = disturb_and_resume(what, Path(place), int(number), int(world), int(drawn), sys.argv[6:])
     print(json.dumps(seen))
