@@ -211,6 +211,15 @@ def disturb_and_resume(
     data = folder / "data.jsonl"
     write_conversations(data)
     board, chance = Board(ranks), random.Random(seed)
+    if "features=stored" in more:
+        of_train = settings(folder / "none", data)
+        own = ("model", "drafter", "data", "hardware")
+        overrides = [text for text in of_train if text.split(".")[0].split("=")[0] in own]
+        capture = ["capture", f"store.dir={folder / 'store'}", *overrides]
+        capturing = Life(board, 1, capture, folder)
+        capturing.wait()
+        assert capturing.codes == {0: 0}, capturing.said()
+        more = [*more, f"features.dir={folder / 'store'}"]
     alone = Life(board, ranks, settings(folder / "alone", data, *more), folder)
     alone.wait()
     assert set(alone.codes.values()) == {0}, alone.said()

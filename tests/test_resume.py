@@ -37,9 +37,17 @@ def test_a_run_killed_thrice_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("features", ["online", "stored"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
-    seen = lives("kill", tmp_path, 20, ranks, ranks)
+def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(
+    ranks: int, features: str, tmp_path: Path
+) -> None:
+    chosen = []
+    if (ROOT / "conf/features").is_dir():
+        chosen = [f"features={features}"]
+    elif features == "stored":
+        pytest.skip("this version does not store features")
+    seen = lives("kill", tmp_path, 20, ranks, ranks, *chosen)
     assert {"step", "saving", "pruning", "metrics"} <= set(seen["landed"])
     if ranks > 1:
         assert seen["slowest_end_s"] < 20  # a rank that lost another says so and ends
