@@ -106,8 +106,10 @@ def test_without_an_index_the_newest_is_the_latest(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, steps=[10, 20], best=10)
     shutil.rmtree(tmp_path / "step-000020")  # what the message of a damaged one proposes
     assert checkpoints.latest() == tmp_path / "step-000010"
+    checkpoints.save(make_engine("none"), state_at(10, 2.5), best=True)
+    shutil.rmtree(tmp_path / "step-000010")
     (tmp_path / "index.json").unlink()  # as where the first save was killed before it wrote one
-    assert checkpoints.latest() == tmp_path / "step-000010"
+    assert checkpoints.latest() == tmp_path / "step-000010-2"
     assert checkpoints.best() is None
     engine = make_engine("none")
     resumed = Checkpoints(tmp_path, 2).resume(engine)
