@@ -128,7 +128,7 @@ def begin(board: Board, rank: int, ranks: int, port: int, command: list[str], lo
         import drafttrain.__main__ as cli
         from drafttrain.ranks import _leave
 
-        cli.RANK = str(rank)
+        cli.speaks_first = lambda: True  # lives have one parent, which is no launcher
         board.watch_all(rank)
         code = cli.main(command)
         sys.stdout.flush()
