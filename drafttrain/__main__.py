@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from drafttrain import __version__
 from drafttrain.config import COMMANDS, UsageError, command_groups, compose, did_you_mean, typed
+from drafttrain.disk import OF_THE_MACHINE, DiskError, append_text, reason
 from drafttrain.launched import (
     TOGETHER,
     end,
@@ -26,6 +27,7 @@ from drafttrain.launched import (
     speaks_first,
 )
 from drafttrain.run import CHECKPOINTS
+from drafttrain.stopping import EXIT_CODE, Stopped
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
@@ -83,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"drafttrain.commands.{request.command}")
         getattr(module, request.command)(loaded)
         return 0
+    except Stopped as stopped:
+        if rank() == 0:
+            _say(str(stopped))
+        return EXIT_CODE
     except KeyboardInterrupt:
         resume = folder is not None and (folder / CHECKPOINTS).is_dir()
         how = ""
@@ -179,15 +185,19 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
     text = " ".join(str(error).split())
     if _foreseen(error):
         return text
+    if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+        return f"{error.filename or folder}: {reason(error, folder or Path())}"
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
     name = f"error_rank{rank()}.log" if rank() else "error.log"
     log = folder / name if folder and folder.is_dir() else Path(f"drafttrain_{name}")
-    with log.open("a") as file:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        file.write(f"{date} python -m drafttrain {shlex.join(arguments)}\n")
-        file.write("".join(traceback.format_exception(error)) + "\n")
-    where = f"the traceback is in {log}; {DEBUG}=1 shows it here"
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    trace = "".join(traceback.format_exception(error))
+    try:
+        append_text(log, f"{date} python -m drafttrain {shlex.join(arguments)}\n{trace}\n")
+        where = f"the traceback is in {log}; {DEBUG}=1 shows it here"
+    except DiskError as problem:
+        where = f"{problem}; {DEBUG}=1 shows the traceback here"
     return f"{type(error).__name__}: {text} ({where})"
 
 

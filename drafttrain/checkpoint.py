@@ -1,9 +1,7 @@
 """What a checkpoint is: a folder that appears whole or not at all, and is verified when read."""
 
-import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.disk import DiskError, flush, reason, write_whole
 from drafttrain.engine import Engine
 
 WEIGHTS_FILE = "drafter.safetensors"
@@ -23,6 +22,7 @@ STATE_FILE = "state.json"
 INDEX_FILE = "index.json"
 # step-000123, or step-000123-2 where a resumed run came by the same step again.
 NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+SKIP = "run.resume=true run.skip_damaged=true"
 LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
 
 
@@ -39,7 +39,7 @@ class TrainState:
     data: dict[str, Any]  # position in the data, from Batches.state_dict()
     best_metric: float | None  # the highest yet; None before the first validation
     fingerprint: str  # of the target that the drafter belongs to
-    extra: dict[str, Any]
+    extra: dict[str, Any]  # what else the training loop must not forget
 
     def after_step(self, tokens: int, data: dict[str, Any]) -> "TrainState":
         """Return the state after one more optimizer step over `tokens` tokens."""
@@ -58,11 +58,14 @@ class Checkpoints:
     one file system; rank 0 writes.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, skip_damaged: bool = False) -> None:
         if keep < 1:
             raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep}")
         self.folder = folder
         self.keep = keep
+        self.skip_damaged = skip_damaged
+        self.skipped: list[str] = []  # what was damaged and passed over, on rank 0
+        self._whole: Path | None = None  # verified by this process, which need not do it again
 
     def latest(self) -> Path | None:
         """Return the checkpoint to go on from, None if there is none."""
@@ -80,10 +83,13 @@ class Checkpoints:
 
         Raises CheckpointError on all ranks if it cannot be written; earlier ones are then intact.
         """
+        self._whole = None
         unfinished = self.folder / f"{LEFTOVER}unfinished"
         with self._fate_shared(engine, unfinished):
             if engine.is_main:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                if not self.folder.is_dir():
+                    self.folder.mkdir(parents=True)
+                    flush(self.folder.parent)
                 for leftover in self.folder.glob(f"{LEFTOVER}*"):
                     shutil.rmtree(leftover)
                 unfinished.mkdir()
@@ -93,24 +99,63 @@ class Checkpoints:
             if engine.is_main:
                 save_file(weights, unfinished / WEIGHTS_FILE)
                 _write_state(unfinished, state)
-                _flush(unfinished)
+                flush(unfinished)
                 name = self._new_name(state.step)
                 unfinished.rename(self.folder / name)
-                _flush(self.folder)
+                flush(self.folder)
                 self._point_at(name, best)
                 self._prune(name)
+
+    def to_resume(self, engine: Engine) -> Path | None:
+        """Return the checkpoint to go on from, verified, the same on every rank; None if none.
+
+        Raises CheckpointError on all ranks if it is damaged. With skip_damaged the newest whole one
+        is taken instead, and `skipped` says what was not.
+        """
+        with self._fate_shared(engine, None):
+            if engine.is_main and self._whole is None:
+                self._whole = self._newest_whole()
+        self._whole = engine.ranks.broadcast_object(self._whole)
+        return self._whole
+
+    def _newest_whole(self) -> Path | None:
+        names = self._names()
+        if not names:
+            return None
+        index_is_lost = False
+        try:
+            latest = self.latest()
+            assert latest is not None
+        except CheckpointError as error:
+            if not self.skip_damaged:
+                raise
+            self.skipped.append(str(error))
+            index_is_lost, latest = True, self.folder / names[-1]
+        here = _step_and_visit(latest.name)
+        for name in reversed([n for n in names if _step_and_visit(n) <= here]):
+            try:
+                verify(self.folder / name)
+            except CheckpointError as error:
+                if not self.skip_damaged:
+                    raise
+                self.skipped.append(str(error))
+                continue
+            if index_is_lost:
+                self._write_index(name, None)
+            return self.folder / name
+        raise CheckpointError(
+            f"{self.folder} must hold a whole checkpoint, but every one is damaged: "
+            f"{self.skipped[-1]}; or start another run by run.name=ANOTHER_NAME"
+        )
 
     def resume(self, engine: Engine) -> TrainState | None:
         """Load the latest checkpoint into the engine and return its state, None if there is none.
 
         Raises CheckpointError if it is damaged or of another drafter.
         """
-        folder = engine.ranks.broadcast_object(self.latest() if engine.is_main else None)
+        folder = self.to_resume(engine)
         if folder is None:
             return None
-        with self._fate_shared(engine, None):
-            if engine.is_main:
-                verify(folder)
         try:
             engine.load_weights(load_file(folder / WEIGHTS_FILE))
         except ValueError as error:
@@ -119,11 +164,15 @@ class Checkpoints:
                 "resume with the drafter settings that the run was started with"
             ) from error
         engine.load(folder)
-        return load_state(folder)
+        state = load_state(folder)
+        if engine.ranks.broadcast_object(self.best() if engine.is_main else None) is None:
+            # Killed before the index named it, or lost since: the next one to be validated is best.
+            state = replace(state, best_metric=None)
+        return state
 
     def _names(self) -> list[str]:
-        """Return the names of the whole checkpoints, oldest first."""
-        names = [path.parent.name for path in self.folder.glob(f"step-*/{STATE_FILE}")]
+        """Return the names of the checkpoints, oldest first: whole ones, unless damaged since."""
+        names = [path.name for path in self.folder.glob("step-*")]
         return sorted((name for name in names if NAME.fullmatch(name)), key=_step_and_visit)
 
     def _new_name(self, step: int) -> str:
@@ -132,24 +181,32 @@ class Checkpoints:
 
     def _index(self) -> dict[str, str | None]:
         path = self.folder / INDEX_FILE
+        way_out = f"{SKIP} goes on from the newest checkpoint, with none called the best yet"
+        if not path.exists():
+            if len(self._names()) > 1:  # the first one is there before its index, for a moment
+                raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
+            return {}
         try:
-            return json.loads(path.read_text()) if path.exists() else {}
-        except ValueError as error:
-            raise CheckpointError(
-                f"{path} must be JSON as this program wrote it, got: {error}; remove it to go on "
-                "from the newest checkpoint, with none called the best"
-            ) from error
+            index = json.loads(path.read_bytes())
+            recorded = index.pop("sha256", None)
+            if set(index) == {"latest", "best"} and recorded in (None, _digest(index)):
+                return index
+        except (ValueError, AttributeError):  # not JSON, not UTF-8, not an object
+            pass
+        raise CheckpointError(
+            f"{path} must be as this program wrote it, but it is damaged or changed; {way_out}"
+        )
 
     def _point_at(self, name: str, best: bool) -> None:
         old = self._index().get("best")
         # Coming by the best step again, its new checkpoint takes the place of the old one.
         again = old is not None and _step_and_visit(old)[0] == _step_and_visit(name)[0]
-        index = {"latest": name, "best": name if best or again else old}
-        temporary = self.folder / f".{INDEX_FILE}"
-        temporary.write_text(json.dumps(index, indent=1) + "\n")
-        _flush(temporary)
-        temporary.rename(self.folder / INDEX_FILE)
-        _flush(self.folder)
+        self._write_index(name, name if best or again else old)
+
+    def _write_index(self, latest: str, best: str | None) -> None:
+        index = {"latest": latest, "best": best}
+        text = json.dumps({**index, "sha256": _digest(index)}, indent=1) + "\n"
+        write_whole(self.folder / INDEX_FILE, text)
 
     def _prune(self, newest: str) -> None:
         here = _step_and_visit(newest)
@@ -167,7 +224,7 @@ class Checkpoints:
         problem = None
         try:
             yield
-        except (OSError, SafetensorError, CheckpointError) as error:
+        except (OSError, SafetensorError, CheckpointError, DiskError) as error:
             problem = str(error)
             if unfinished is not None and engine.is_main:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -177,15 +234,14 @@ class Checkpoints:
             raise CheckpointError(problem)
 
     def _explain(self, error: Exception) -> str:
-        reason = str(error)
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in reason:
-            free = shutil.disk_usage(self.folder).free / 1e9
-            reason = f"the disk is full ({free:.2f} GB free): make room there"
-        latest = self.latest()
-        intact = f"{latest.name} is intact" if latest else "there is none from before"
+        try:
+            latest = self.latest()
+            intact = f"{latest.name} is intact" if latest else "there is none from before"
+        except CheckpointError as damage:
+            intact = str(damage)
         return (
-            f"no checkpoint could be written to {self.folder}: {reason}; then go on with "
-            f"run.resume=true ({intact})"
+            f"no checkpoint could be written to {self.folder}: {reason(error, self.folder)}; then "
+            f"go on with run.resume=true ({intact})"
         )
 
 
@@ -194,7 +250,7 @@ def verify(folder: Path, only: str | None = None) -> None:
 
     Raises CheckpointError that names the first file that is missing or not as it was written.
     """
-    way_out = f"remove {folder} to go on from another checkpoint, if there is one"
+    way_out = way_round(folder)
     for name, recorded in _read_state(folder)["files"].items():
         path = folder / name
         if only not in (None, name):
@@ -212,6 +268,11 @@ def verify(folder: Path, only: str | None = None) -> None:
                 f"{path} must match its recorded checksum {recorded['sha256'][:12]}..., got "
                 f"{found[:12]}...: it is damaged or changed; {way_out}"
             )
+
+
+def way_round(folder: Path) -> str:
+    """Return what a user can do about a damaged checkpoint."""
+    return f"{SKIP} goes on from the newest whole checkpoint, as removing {folder} would"
 
 
 def load_state(folder: Path) -> TrainState:
@@ -237,25 +298,29 @@ def _write_state(folder: Path, state: TrainState) -> None:
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.iterdir())
     }
-    plain = asdict(state)
-    content = {"state": plain, "state_sha256": _digest(plain), "files": files}
+    content: dict[str, Any] = {"state": asdict(state), "files": files}
+    content["sha256"] = _digest(content)
     (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     try:
-        content = json.loads(path.read_text())
-        if content["state_sha256"] == _digest(content["state"]):
+        content = json.loads(path.read_bytes())
+        if "state_sha256" in content:  # of a run before the file records were covered too
+            recorded, found = content["state_sha256"], _digest(content["state"])
+        else:
+            recorded, found = content.pop("sha256"), _digest(content)
+        if recorded == found and {"state", "files"} <= set(content):
             return content
         problem = "it is damaged or changed"
     except FileNotFoundError:
         problem = "it is missing"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         problem = "it is cut off or changed"
     raise CheckpointError(
         f"{path} must be the record that a checkpoint was saved with, but {problem}; "
-        f"remove {folder} to go on from another checkpoint, if there is one"
+        f"{way_round(folder)}"
     )
 
 
@@ -266,15 +331,3 @@ def _digest(plain: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder with the files in it, is on the disk."""
-    for place in [*path.iterdir(), path] if path.is_dir() else [path]:
-        if place.is_dir() and place != path:
-            continue
-        descriptor = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -34,7 +34,8 @@ LOST_S = (
     3.0  # when a rank has died: a collective over NCCL does not notice, and would wait for long
 )
 ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; not a failure
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# The last one is what SLURM's --signal often sends; torch's agent is told of it by a variable.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 QUOTED = 300  # characters of a dead rank's last line
 
 
@@ -93,6 +94,7 @@ def start(arguments: Sequence[str], count: int, threads: int, folder: Path) -> i
     """Run this Python interpreter as `count` ranks of one machine until all end; see `launch`."""
     settings = {
         LAUNCHER: str(os.getpid()),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
         # On purpose, and before any library reads it: else each rank would take every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }

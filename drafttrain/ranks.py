@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,6 +79,22 @@ class Ranks:
                     assert handle is not None
                     handle.wait()
 
+    def sum_soon(self, value: int) -> Callable[[], int]:
+        """Return what gives the sum of every rank's `value` when called; ranks go on meanwhile."""
+        if self.world_size == 1:
+            return lambda: value
+        box = torch.tensor(value)
+        with self._naming_the_loss():
+            work = dist.all_reduce(box, group=self._messages, async_op=True)
+        assert work is not None
+
+        def total() -> int:
+            with self._naming_the_loss():
+                work.wait()
+            return int(box)
+
+        return total
+
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
             return value.clone()
@@ -92,11 +108,27 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise LostRankError(
-                f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
-                "among the outputs of the other ranks is the cause; start the run again with "
-                f"run.resume=true. ({str(error).splitlines()[0]})"
-            ) from error
+            raise self._loss(error) from error
+
+    @contextmanager
+    def naming_a_loss(self) -> Iterator[None]:
+        """Raise LostRankError where a library's own collective, such as DeepSpeed's, meets one."""
+        try:
+            yield
+        except LostRankError:
+            raise
+        except RuntimeError as error:
+            known = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+            if self.world_size == 1 or not known:
+                raise
+            raise self._loss(error) from error
+
+    def _loss(self, error: RuntimeError) -> LostRankError:
+        return LostRankError(
+            f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
+            "among the outputs of the other ranks is the cause; start the run again with "
+            f"run.resume=true. ({str(error).splitlines()[0]})"
+        )
 
 
 _joined: Ranks | None = None

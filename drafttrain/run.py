@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 import drafttrain
+from drafttrain.disk import append_text, write_whole
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -41,6 +42,7 @@ class RunConfig:
     name: str
     dir: str
     resume: bool
+    skip_damaged: bool
     init_from: str | None
     seed: int
 
@@ -63,15 +65,12 @@ def write_config(config: Any, path: Path) -> None:
         section = getattr(config, field.name)
         kind = f"{type(section).__module__}.{type(section).__qualname__}"
         plain[field.name] = {"_target_": kind, **asdict(section)}
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
-    os.replace(beside, path)
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def append_log(folder: Path, lines: list[str]) -> None:
     """Move lines from the list to the end of the run's log."""
-    with (folder / LOG).open("a") as log:
-        log.writelines(f"{line}\n" for line in lines)
+    append_text(folder / LOG, "".join(f"{line}\n" for line in lines))
     lines.clear()
 
 

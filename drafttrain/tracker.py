@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from drafttrain.disk import append_text, write_whole
 from drafttrain.terminal import console
 
 METRICS_FILE = "metrics.jsonl"
@@ -87,7 +88,7 @@ class Tracker:
         self._step = max(self._resume_step, 0)
         if path is None or not path.exists():
             return
-        if append:
+        if append:  # a torn last line is cut off before the next one is written
             self._step = max((row["step"] for row in read_metrics(path)), default=0)
         else:
             _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
@@ -130,8 +131,7 @@ class Tracker:
             # The step that a run goes on from is validated again: the new row replaces the old.
             rows = read_metrics(self._path)
             _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
-        with self._path.open("a") as file:
-            file.write(_line(row))
+        append_text(self._path, _line(row))
 
     def _mirror(self, action: Callable[[Any], None]) -> None:
         if self._run is None:
@@ -169,9 +169,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(_line(row) for row in rows))
-    temporary.replace(path)
+    write_whole(path, "".join(_line(row) for row in rows))
 
 
 def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool) -> Any:

@@ -1,9 +1,13 @@
 """THE training loop: one function, for every drafter, engine and source of features."""
 
+import math
+import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,8 +17,10 @@ from drafttrain.checkpoint import Checkpoints, TrainState
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
-from drafttrain.engine import Engine
+from drafttrain.engine import Engine, NonFiniteError
 from drafttrain.optim import SCHEDULES, lr_at
+from drafttrain.ranks import Ranks
+from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
 from drafttrain.types import FeatureSource, weighted_sum
@@ -114,15 +120,17 @@ def train(
     config: TrainerConfig,
     validate: Callable[[], dict[str, float]],
     seed: int,
+    stop: StopRequest,
     metric: str = METRIC,
 ) -> TrainState:
     """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
 
     Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
     batches, divided once by their number: the loss curve depends on neither. `validate` returns
-    metrics, `metric` among them (the best checkpoint has the highest), and runs on every rank.
-    Raises NonFiniteError, with the step not
-    taken, where the loss or the gradient is not finite.
+    metrics, `metric` among them (the best checkpoint has the highest), or none where `stop` was
+    asked meanwhile; it runs on every rank. Raises NonFiniteError, with the step not taken, where
+    the loss or the gradient is not finite; Stopped, with the step reached saved, where any rank
+    was asked to stop.
     """
     state = checkpoints.resume(engine)
     if state is None:
@@ -144,28 +152,53 @@ def train(
             )
         batches.load_state_dict(state.data)
     meter = Meter(engine)
-    with progress("train", config.max_steps, state.step, show=engine.is_main) as tick:
+    meter.load_state_dict(state.extra.get("meter", {}))
+    saved = state.step
+    agreement = Agreement(engine.ranks, stop)
+    with (
+        progress("train", config.max_steps, saved, show=engine.is_main) as tick,
+        stop.deferred(),
+        engine.ranks.naming_a_loss(),
+    ):
         while True:
             last = state.step == config.max_steps  # so that the end validates and saves as well
+            stopping = agreement.to_stop()
             improved = False
-            if last or (state.step and state.step % config.validate_every == 0):
+            if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
                 metrics = validate()
-                tracker.log(state.step, metrics)
-                improved = state.best_metric is None or metrics[metric] > state.best_metric
-                state = state.after_validation(metrics[metric])
+                stopping = not metrics  # given up; a resumed run begins with it
+                if metrics:
+                    tracker.log(state.step, metrics)
+                    improved = state.best_metric is None or metrics[metric] > state.best_metric
+                    state = state.after_validation(metrics[metric])
                 meter.forget_time()
-            if last or improved or (state.step and state.step % config.save_every == 0):
+            due = last or stopping or state.step % config.save_every == 0
+            if improved or (due and state.step != saved):
+                state = replace(state, extra=state.extra | {"meter": meter.state_dict()})
                 checkpoints.save(engine, state, best=improved)
+                saved = state.step
                 meter.forget_time()
+            if stopping:
+                raise Stopped(
+                    f"stopped by {stop.name or 'a signal to another rank'} after step {state.step} "
+                    f"of {config.max_steps}, which is saved; go on with run.resume=true"
+                )
             if last:
                 return state
             asked = time.monotonic()
             group = batches.next_group()
             meter.waited(time.monotonic() - asked)
             lr = config.lr_at(state.step)
-            grad_norm = optimizer_step(
-                engine, target, group, StepChance(seed, state.step), lr, meter
-            )
+            chance = StepChance(seed, state.step)
+            seed_generators(seed, state.step, engine.rank)
+            try:
+                grad_norm = optimizer_step(engine, target, group, chance, lr, meter, agreement)
+            except NonFiniteError as error:
+                tracker.log(state.step + 1, {"train/loss": math.nan, "train/lr": lr})
+                raise NonFiniteError(
+                    f"{error}. Its conversations, counted from 0 among the usable ones of data: "
+                    f"{', '.join(map(str, group.documents))}"
+                ) from error
             state = state.after_step(group.tokens, batches.state_dict())
             if state.step % config.log_every == 0 or state.step == config.max_steps:
                 metrics = meter.read()
@@ -188,6 +221,7 @@ def optimizer_step(
     chance: TrainingChance,
     lr: float,
     meter: "Meter",
+    agreement: "Agreement",
 ) -> float:
     """Accumulate the micro batches of one step and take it; return the gradient's norm."""
     drafter = engine.module
@@ -211,7 +245,40 @@ def optimizer_step(
         for name, term in losses.items():
             meter.add(name, term.weight, term.sum, term.count, term.correct, term.uncovered)
     meter.steps(loss_tokens, group.tokens)
+    agreement.ask()
     return engine.step(lr)
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Seed every global generator for one step, so that a resumed run draws what it would have.
+
+    Nothing of ours draws from them; dropout in a drafter, or a library, may. A state to save would
+    depend on all that was drawn before, validation and the number of ranks included.
+    """
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(2)
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    np.random.seed(words[0])
+    random.seed(int(words[1]))
+
+
+class Agreement:
+    """Whether any rank was asked to stop, known to all after the same step.
+
+    The question travels beside the step, over the network of messages: no rank waits for it, and
+    a GPU has no part in it.
+    """
+
+    def __init__(self, ranks: Ranks, stop: StopRequest) -> None:
+        self.ranks, self.stop = ranks, stop
+        self._answer: Callable[[], int] = lambda: 0
+
+    def ask(self) -> None:
+        """Tell the other ranks whether this one was asked to stop."""
+        self._answer = self.ranks.sum_soon(int(self.stop.asked))
+
+    def to_stop(self) -> bool:
+        """Return what the ranks said when they were asked last."""
+        return self.stop.asked if self.ranks.world_size == 1 else self._answer() > 0
 
 
 class Meter:
@@ -229,6 +296,40 @@ class Meter:
         self.loss_tokens = self.tokens = 0
         self.forget_time()
         self.busy_s = self.wait_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of every rank, apart: adding them up now would round them otherwise."""
+        names = sorted(self.sums)
+        table = torch.zeros(
+            self.engine.world_size, len(names), 4, dtype=torch.float64, device=self.engine.device
+        )
+        for place, name in enumerate(names):
+            table[self.engine.rank, place] = self.sums[name]
+        if names:
+            table = self.engine.sum_over_ranks(table)
+        return {
+            "names": names,
+            "sums": table.tolist(),
+            "weights": self.weights,
+            "judged": sorted(self.judged),
+            "loss_tokens": self.loss_tokens,
+            "tokens": self.tokens,
+            "busy_s": self.busy_s,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the sums of `state`, nothing for a new run; on other ranks, rank 0 has all."""
+        if not state:
+            return
+        table = torch.tensor(state["sums"], dtype=torch.float64, device=self.engine.device)
+        if len(table) != self.engine.world_size:
+            own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
+        else:
+            own = table[self.engine.rank]
+        self.sums = dict(zip(state["names"], own, strict=True))
+        self.weights, self.judged = dict(state["weights"]), set(state["judged"])
+        self.loss_tokens, self.tokens = state["loss_tokens"], state["tokens"]
+        self.busy_s = state["busy_s"]
 
     def forget_time(self) -> None:
         """Leave out of tokens/s what happened since the last step (validation, saving)."""

@@ -9,6 +9,7 @@ from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
+from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target
 from drafttrain.types import GREEDY, Counters, Sample
 
@@ -28,6 +29,7 @@ class Validation:
         depth: int,
         max_new_tokens: int,
         draft_dtype: torch.dtype,
+        stop: StopRequest,
     ) -> None:
         assert isinstance(engine.module, Drafter)
         self.target, self.engine, self.drafter = target, engine, engine.module
@@ -35,6 +37,7 @@ class Validation:
         self.depth = depth if deepest is None else min(depth, deepest)
         self.max_new_tokens = max_new_tokens
         self.draft_dtype = draft_dtype
+        self.stop = stop
         room = target.spec.max_positions - max_new_tokens - self.depth
         prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
         self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
@@ -48,11 +51,15 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return acceptance metrics over all ranks' prompts."""
+        """Return acceptance metrics over all ranks' prompts; none if a rank was asked to stop."""
         drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
         assert isinstance(drafter, Drafter)
         self.rows = []
+        given_up = False
         for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
+            if self.stop.asked:  # a scheduler waits half a minute, a validation may take several
+                given_up = True
+                break
             decoded = speculative_decode(
                 self.target,
                 drafter,
@@ -67,8 +74,11 @@ class Validation:
         by_position = torch.zeros(self.depth, dtype=torch.float64)
         accepted = total.num_accepted_tokens_per_position
         by_position[: len(accepted)] = torch.tensor(accepted, dtype=torch.float64)
-        counts = torch.cat([torch.tensor([float(total.num_drafts)]).double(), by_position])
-        drafts, *positions = self.engine.sum_over_ranks(counts).tolist()
+        first = torch.tensor([float(given_up), float(total.num_drafts)]).double()
+        counts = torch.cat([first, by_position])
+        ranks_given_up, drafts, *positions = self.engine.sum_over_ranks(counts).tolist()
+        if ranks_given_up:
+            return {}
         drafts = max(drafts, 1.0)
         metrics = {"val/acceptance_length": 1 + sum(positions) / drafts}
         for position, count in enumerate(positions, start=1):

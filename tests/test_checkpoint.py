@@ -6,6 +6,7 @@ Run as a script, this file saves checkpoints in processes that are killed, or ma
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -82,7 +83,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.latest() == tmp_path / "step-000050"
     assert checkpoints.best() == tmp_path / "step-000020"
     index = json.loads((tmp_path / "index.json").read_text())
-    assert index == {"latest": "step-000050", "best": "step-000020"}
+    assert index["latest"] == "step-000050"
+    assert index["best"] == "step-000020"
     saved(tmp_path, steps=[1_000_000], best=0, keep=1)  # sorted by number, not by letters
     assert names(tmp_path) == ["index.json", "step-000020", "step-1000000"]
 
@@ -104,11 +106,14 @@ def test_without_an_index_the_newest_is_the_latest(tmp_path: Path) -> None:
     checkpoints = saved(tmp_path, steps=[10, 20], best=10)
     shutil.rmtree(tmp_path / "step-000020")  # what the message of a damaged one proposes
     assert checkpoints.latest() == tmp_path / "step-000010"
-    (tmp_path / "index.json").unlink()
-    assert checkpoints.latest() == tmp_path / "step-000010"
-    (tmp_path / "index.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"index\.json must be JSON .* remove it"):
-        checkpoints.latest()
+    checkpoints.save(make_engine("none"), state_at(10, 2.5), best=True)
+    (tmp_path / "index.json").unlink()  # as where the first save was killed before it wrote one
+    assert checkpoints.latest() == tmp_path / "step-000010-2"
+    assert checkpoints.best() is None
+    engine = make_engine("none")
+    resumed = Checkpoints(tmp_path, 2).resume(engine)
+    assert resumed is not None
+    assert resumed.best_metric is None  # so that the validation of this step is called the best
 
 
 @pytest.mark.parametrize("file", ["drafter.safetensors", "optimizer.safetensors", "state.json"])
@@ -125,14 +130,12 @@ def test_a_damaged_file_is_refused_by_name(file: str, damage: str, tmp_path: Pat
         path.write_bytes(content)
     else:
         path.unlink()
-    if (file, damage) == ("state.json", "remove"):  # a folder without it is no checkpoint
-        assert checkpoints.latest() == tmp_path / "step-000010"
-        with pytest.raises(CheckpointError, match=r"state\.json must be .* but it is missing"):
-            load_state(tmp_path / "step-000020")
-        return
     engine = make_engine("none")
     before = weights(engine)
-    expected = rf"step-000020/{file} must .*remove .*step-000020 to go on from another checkpoint"
+    expected = (
+        rf"step-000020/{file} must .*; run.resume=true run.skip_damaged=true goes on from the "
+        r"newest whole checkpoint, as removing \S+step-000020 would"
+    )
     with pytest.raises(CheckpointError, match=expected):
         checkpoints.resume(engine)
     assert all(torch.equal(before[key], value) for key, value in weights(engine).items())
@@ -141,6 +144,74 @@ def test_a_damaged_file_is_refused_by_name(file: str, damage: str, tmp_path: Pat
             load_weights(tmp_path / "step-000020")
     if file == "optimizer.safetensors":
         load_weights(tmp_path / "step-000020")  # evaluation does not need it
+    skipping = Checkpoints(tmp_path, 2, skip_damaged=True)
+    assert skipping.resume(engine) == state_at(10)
+    assert len(skipping.skipped) == 1
+    assert re.match(rf"\S+step-000020/{file} must ", skipping.skipped[0])
+    assert torch.equal(
+        weights(engine)["head.weight"], load_weights(tmp_path / "step-000010")["head.weight"]
+    )
+    # The run comes by the damaged one again, and replaces it.
+    skipping.save(engine, state_at(20), best=False)
+    assert names(tmp_path) == ["index.json", "step-000010", "step-000020-2"]
+    verify(tmp_path / "step-000020-2")
+
+
+@pytest.mark.parametrize("file", ["drafter.safetensors", "optimizer.safetensors", "state.json"])
+def test_no_flipped_bit_goes_unnoticed(file: str, tmp_path: Path) -> None:
+    saved(tmp_path, steps=[20], best=20)
+    path = tmp_path / "step-000020" / file
+    content = bytearray(path.read_bytes())
+    for place in range(0, len(content), 1 if file == "state.json" else 97):
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"step-000020/{file} must"):
+            verify(tmp_path / "step-000020")
+        content[place] ^= 1 << place % 8
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+def test_a_damaged_index_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    saved(tmp_path, steps=[10, 20], best=10)
+    path = tmp_path / "index.json"
+    content = bytearray(path.read_bytes())
+    places = range(len(content)) if damage == "flip" else [0]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        if damage == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(damaged if damage == "flip" else content[:-9])
+        with pytest.raises(
+            CheckpointError, match=r"index\.json must .*run\.skip_damaged=true goes"
+        ):
+            Checkpoints(tmp_path, 2).resume(make_engine("none"))
+    skipping, engine = Checkpoints(tmp_path, 2, skip_damaged=True), make_engine("none")
+    assert skipping.resume(engine) == state_at(20)  # whose best metric is None, as none is best
+    assert "index.json must" in skipping.skipped[0]
+    assert skipping.best() is None
+    skipping.save(engine, state_at(30), best=True)
+    assert skipping.best() == tmp_path / "step-000030"
+
+
+def test_where_every_checkpoint_is_damaged_there_is_nothing_to_skip_to(tmp_path: Path) -> None:
+    saved(tmp_path, steps=[10, 20], best=20)
+    for path in tmp_path.glob("step-*/drafter.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"must hold a whole checkpoint, but every one is d"):
+        Checkpoints(tmp_path, 2, skip_damaged=True).resume(make_engine("none"))
+
+
+def test_a_checkpoint_of_before_the_records_were_covered_is_still_read(tmp_path: Path) -> None:
+    saved(tmp_path, steps=[10, 20], best=20)
+    path = tmp_path / "step-000020/state.json"
+    content = json.loads(path.read_text())
+    content["state_sha256"] = checkpoint._digest(content["state"])
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    (tmp_path / "index.json").write_text('{"latest": "step-000020", "best": "step-000010"}')
+    assert Checkpoints(tmp_path, 2).resume(make_engine("none")) == state_at(20)
 
 
 def test_another_drafter_is_refused_by_what_differs(tmp_path: Path) -> None:
@@ -246,12 +317,15 @@ def kill_at_every_line(folder: Path) -> None:
     print(point, found[1], found[2])
 
 
+SAVING = ("checkpoint.py", "disk.py", "engine.py", "optim.py")
+
+
 def die_at_line(point: int) -> None:
     """Kill this process before the `point`-th line, as they come, of the modules that save."""
     seen = set()
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.endswith(("checkpoint.py", "engine.py", "optim.py")):
+        if not frame.f_code.co_filename.endswith(SAVING):
             return None
         if event == "line":
             seen.add((frame.f_code, frame.f_lineno))

@@ -29,6 +29,7 @@ from drafttrain.evaluation.measure import (
     methods_of,
     spread,
 )
+from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Decoded, PromptResult, Sample
 from drafttrain.validate import Validation
@@ -296,7 +297,8 @@ def validation_of(name: str, target: Target, held_out: list[Sample], **changes: 
         max_grad_norm=1.0,
     )
     values: dict[str, Any] = {"num_prompts": 4, "depth": 3, "max_new_tokens": 16}
-    return Validation(target, engine, held_out, **values | {"draft_dtype": torch.float32} | changes)
+    values |= {"draft_dtype": torch.float32, "stop": StopRequest()}
+    return Validation(target, engine, held_out, **values | changes)
 
 
 def held_out_samples(count: int = 6, length: int = 20) -> list[Sample]:

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
+    "below ground": ["disk", "stopping"],
     "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [

@@ -17,6 +17,7 @@ from tests_support import model_config
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.engine import Engine, NonFiniteError, build_engine
+from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target, load_target
 from drafttrain.tracker import JsonlTrackerConfig, open_tracker, read_metrics
 from drafttrain.train import METRIC, StepChance, TrainerConfig, train
@@ -121,9 +122,10 @@ def start(
             depth=2,
             max_new_tokens=8,
             draft_dtype=torch.float32,
+            stop=StopRequest(),
         )
     batches = Batches(samples, config.tokens_per_step, micro_batch, seed=3)
-    train(engine, target, batches, checkpoints, tracker, config, validate, seed=7)
+    train(engine, target, batches, checkpoints, tracker, config, validate, 7, StopRequest())
     tracker.finish()
     return engine
 

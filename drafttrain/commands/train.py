@@ -26,6 +26,7 @@ from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.chat import split_holdout
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.data.skips import SkipReport
+from drafttrain.disk import write_whole
 from drafttrain.engine import build_engine
 from drafttrain.hardware import (
     DTYPES,
@@ -45,6 +46,7 @@ from drafttrain.run import (
     provenance,
     write_config,
 )
+from drafttrain.stopping import StopRequest
 from drafttrain.teacher_forced import TeacherForced
 from drafttrain.terminal import console
 from drafttrain.tracker import open_tracker
@@ -54,6 +56,12 @@ from drafttrain.validate import Validation
 
 def train(config: TrainConfig) -> None:
     """Train a drafter on what the target says, from data to the best checkpoint."""
+    with StopRequest().listening() as stop:
+        train_until(stop, config)
+
+
+def train_until(stop: StopRequest, config: TrainConfig) -> None:
+    """Train to the last step, or to the one that is reached when a scheduler asks to stop."""
     start = starting_point(config)
     if start is not None:
         config = replace(config, drafter=start.drafter.config)
@@ -154,10 +162,17 @@ def train(config: TrainConfig) -> None:
             depth=config.eval.depth,
             max_new_tokens=trainer.validation_tokens,
             draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
+            stop=stop,
         )
     folder = Path(config.run.dir)
-    checkpoints = Checkpoints(folder / CHECKPOINTS, trainer.keep_checkpoints)
-    latest = checkpoints.latest()
+    checkpoints = Checkpoints(
+        folder / CHECKPOINTS, trainer.keep_checkpoints, config.run.skip_damaged
+    )
+    latest = checkpoints.to_resume(engine)
+    for line in checkpoints.skipped:
+        say(f"skipped, as run.skip_damaged says: {line}")
+    if latest is not None:
+        say(f"resuming from {latest}")
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
@@ -169,7 +184,7 @@ def train(config: TrainConfig) -> None:
         if start is not None:
             record["start"] = {"origin": start.origin, "target_fingerprint": start.fingerprint}
             keep_start(folder, start)
-        (folder / PROVENANCE).write_text(json.dumps(record, indent=2) + "\n")
+        write_whole(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
         append_log(folder, said)
     tracker = open_tracker(
         config.tracker,
@@ -202,6 +217,7 @@ def train(config: TrainConfig) -> None:
                 trainer,
                 validation,
                 config.run.seed,
+                stop,
                 validation.metric,
             )
         tracker.table("validation", *validation.table())

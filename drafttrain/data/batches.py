@@ -20,6 +20,7 @@ class StepGroup:
     batches: list[Batch]
     loss_tokens: int  # loss-mask positions of the whole step: the denominator of its loss
     tokens: int
+    documents: tuple[int, ...]  # indices of its conversations
     features: tuple[TargetFeatures, ...] = ()  # of each micro batch, where they were read ahead
 
 
@@ -100,6 +101,7 @@ class Batches:
             [_rows(rows, length) for rows in micro_batches[self.rank :: self.world_size]],
             int(self.loss_lengths[chosen].sum()),
             int(self.lengths[chosen].sum()),
+            tuple(sorted(sample.index for sample in samples)),
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import glob
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,10 +185,12 @@ def read_jsonl(config: JsonlConfig) -> tuple[Conversations, SkipReport]:
 def find_files(path: str) -> list[Path]:
     """Return the files that a path names: itself, those of a directory, or those of a glob."""
     place = Path(path).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if file.name.endswith(SUFFIXES))
+    with readable(place):
+        if place.is_file():
+            return [place]
+        inside = sorted(place.iterdir()) if place.is_dir() else None
+    if inside is not None:
+        files = [file for file in inside if file.name.endswith(SUFFIXES)]
         require(
             bool(files), "path", f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
         )
@@ -201,11 +204,33 @@ def find_files(path: str) -> list[Path]:
 Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
 
 
+@contextmanager
+def readable(place: Path) -> Iterator[None]:
+    """Turn what the operating system says against reading a file or a folder into our error."""
+    try:
+        yield
+    except OSError as error:
+        require(
+            False,
+            "path",
+            "name files that can be read",
+            f"{place}: {error.strerror or error}",
+            "; see that it is there and that you may read it (chmod u+r), or leave it out",
+        )
+
+
 def file_records(file: Path) -> Iterator[Record]:
-    """Yield the records of one file, broken ones as `Unusable`."""
-    with gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb") as stream:
+    """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read."""
+    with readable(file):
+        raw = file.open("rb")
+    with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
         if file.name.endswith((".json", ".json.gz")):
-            yield from list_records(file, stream.read())
+            try:
+                content = stream.read()
+            except (EOFError, OSError, zlib.error) as error:
+                yield f"{file}", Unusable("the file is damaged", str(error))
+                return
+            yield from list_records(file, content)
             return
         number = 0
         try:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from drafttrain.disk import append_text
 from drafttrain.types import Counters, DecodeStats, PromptResult
 
 Key = tuple[int, int]  # block, batch of prompts
@@ -53,10 +54,7 @@ class Journal:
     def add(self, key: Key, results: Sequence[PromptResult]) -> None:
         """Write down what was measured; it is on the disk when this returns."""
         line = json.dumps({"key": key, "results": [asdict(result) for result in results]})
-        with self.file.open("a") as stream:
-            stream.write(line + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        append_text(self.file, line + "\n")
 
     def finish(self) -> None:
         """Keep the measurements under their final name: the next evaluation begins anew."""

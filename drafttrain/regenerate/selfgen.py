@@ -18,6 +18,7 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import chat_format
+from drafttrain.disk import append_text
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
 from drafttrain.terminal import console, progress
@@ -271,10 +272,7 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
         ]
         record = {"messages": messages, **vars(conversation)}
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    with (folder / "conversations.jsonl").open("a", encoding="utf-8") as stream:
-        stream.write("".join(lines))
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_text(folder / "conversations.jsonl", "".join(lines))
 
 
 def load(folder: Path) -> dict[int, Written]:

@@ -1,8 +1,6 @@
 """The report on disk and on the terminal."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from drafttrain.disk import write_whole, writing
 from drafttrain.report.markdown import markdown, methods_of
 from drafttrain.report.verdict import bill, grouped
 from drafttrain.report.wording import estimate, number, positions, speed
@@ -35,19 +34,10 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 def write_texts(texts: Mapping[str, str], folder: Path) -> None:
     """Write files by name into a folder; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        handle, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # mkstemp's own mode hides the report from colleagues
-            os.replace(temporary, folder / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(folder / name, text)
 
 
 def summary_table(report: dict[str, Any]) -> Table:

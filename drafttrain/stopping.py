@@ -1,0 +1,75 @@
+"""A request to stop, as schedulers send it by signal: remembered while training, else at once."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what SLURM's --signal often sends
+EXIT_CODE = 128 + signal.SIGTERM  # 143: not finished, so not 0; nor an error, which is 1
+# A scheduler, a launcher and a shell may each pass the same request on: within this time a signal
+# that comes again is an echo.
+ECHO_S = 3.0
+
+
+class Stopped(BaseException):
+    """The process was asked to end and has done so in order; the message says how to go on.
+
+    Like KeyboardInterrupt no Exception: libraries that try something else on errors must not.
+    """
+
+
+class StopRequest:
+    """Whether this process was asked to stop, once `listening`; other ranks may not know yet."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None  # of the signal that came first
+        self._deferred = False
+        self._terminated: float | None = None  # when SIGTERM came first
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.name is not None
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """Receive signals while this is open: one that comes raises Stopped, unless `deferred`.
+
+        A second SIGTERM ends the process at once.
+        """
+        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+            yield self
+            return
+        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While this is open a signal is only remembered: whoever opened it looks at `asked`."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM:
+            if self._terminated is not None and now - self._terminated > ECHO_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self._terminated = self._terminated or now
+        first, self.name = not self.asked, self.name or signal.Signals(number).name
+        if first and not self._deferred:
+            raise Stopped(
+                f"stopped by {self.name} outside the steps of training: checkpoints are as they "
+                "were, and the same command with run.resume=true goes on"
+            )
