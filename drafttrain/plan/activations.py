@@ -50,8 +50,8 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
     per_trained = 0.0
     if parts.family == "eagle3":
         per_token += parts.fused * width  # what fc reads
-        if not load.on_cpu:
-            per_token += decoder.width * width  # embedded once, kept for its norm
+        # Of the embedding, which all depths read: its norm's input or normed values, and the norm.
+        per_token += decoder.width * (width + (4 if load.on_cpu else width))
         norm = norm_bytes(decoder.width, width, load.on_cpu)
         # Of each depth: the norm before the head, the state, and its gradient.
         per_token += parts.heads * (norm + 2 * decoder.width * width)
@@ -63,9 +63,14 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
         per_trained += parts.heads * shape.hidden_size * width * (2 * blocks + 2)
     else:
         per_token += norm_bytes(decoder.width, width, load.on_cpu) + 2 * decoder.width * width
+    joined = 0
+    if parts.family == "eagle3":  # the three projections, side by side for all depths
+        rows = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
+        joined = decoder.input_width * rows * (4 if width == 4 else 0)
     if decoder.num_layers:
         per_token += decoder.unroll * 2 * decoder.head_dim * width  # rotations
-    return tokens * per_token + trained * per_trained + loss_bytes(parts, shape, load)
+    kept = tokens * per_token + trained * per_trained + joined
+    return kept + loss_bytes(parts, shape, load)
 
 
 def layer_bytes(decoder: Decoder, width: int, on_cpu: bool, family: str) -> int:
@@ -78,15 +83,15 @@ def layer_bytes(decoder: Decoder, width: int, on_cpu: bool, family: str) -> int:
     norm = norm_bytes(decoder.width, width, on_cpu)
     query = decoder.num_heads * decoder.head_dim
     keys = decoder.num_kv_heads * decoder.head_dim
-    kept = width * (2 * query + 2 * keys + decoder.width + 4 * decoder.intermediate_size)
+    # Ours keeps gate, up and their product; Transformers' the activated gate as well.
+    inner = decoder.intermediate_size * (3 if family in ("eagle", "eagle3") else 4)
+    kept = width * (2 * query + 2 * keys + decoder.width + inner)
     kept += stream + norm  # after attention
     if decoder.qk_norm:
         kept += (query + keys) * seen + norm_bytes(query + keys, width, on_cpu)
     if family == "eagle":  # no norm before attention, which reads the stream itself
         return kept
-    kept += decoder.input_width * width  # what queries, keys and values are made from
-    if family == "eagle3":
-        kept += decoder.width * 4 if on_cpu else 0  # the embedding's norm
+    kept += decoder.width * width  # what queries, keys and values are made from
     return kept + stream + norm
 
 

@@ -129,6 +129,9 @@ def _eagle3(config: Eagle3Config, drafter: Drafter, spec: TargetSpec, share: flo
             matrices.append(Matrix("lm_head", head, unroll * share, 2))
         elif name == "fc":  # its input is the target's, which wants no gradient
             matrices.append(Matrix("fc", layer.weight.numel(), 1.0, 1))
+        elif name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj"):
+            # Half of their input is the embedding, which all depths project once.
+            matrices.append(Matrix(name, layer.weight.numel(), (1 + unroll) / 2, 2))
         else:
             matrices.append(Matrix(name, layer.weight.numel(), float(unroll), 2))
     return DrafterParts(
