@@ -51,32 +51,34 @@ class Validation:
     def __call__(self) -> dict[str, float]:
         """Return acceptance metrics over all ranks' prompts."""
         drafter = copy.deepcopy(self.drafter).to(self.draft_dtype).eval()
-        self.rows = []
-        for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
-            decoded = speculative_decode(
-                self.target,
-                drafter,
-                prompt,
-                depth=self.depth,
-                sampling=GREEDY,
-                max_new_tokens=self.max_new_tokens,
-                chance=SeededChance(0),
-            )
-            self.rows.append((index, decoded.stats.trimmed))
+        ranks = self.engine.ranks
+        own: list[tuple[int, Counters]] = []
+        with self.target.in_step():
+            for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
+                decoded = speculative_decode(
+                    self.target,
+                    drafter,
+                    prompt,
+                    depth=self.depth,
+                    sampling=GREEDY,
+                    max_new_tokens=self.max_new_tokens,
+                    chance=SeededChance(0),
+                )
+                own.append((index, decoded.stats.trimmed))
+        rows = dict(row for rank in ranks.gather_objects(own) for row in rank)
+        self.rows = [(index, rows[index]) for index, _ in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())
-        by_position = torch.zeros(self.depth, dtype=torch.float64)
-        accepted = total.num_accepted_tokens_per_position
-        by_position[: len(accepted)] = torch.tensor(accepted, dtype=torch.float64)
-        counts = torch.cat([torch.tensor([float(total.num_drafts)]).double(), by_position])
-        drafts, *positions = self.engine.sum_over_ranks(counts).tolist()
-        drafts = max(drafts, 1.0)
+        positions = [0] * self.depth
+        for place, count in enumerate(total.num_accepted_tokens_per_position):
+            positions[place] = count
+        drafts = max(total.num_drafts, 1)
         metrics = {"val/acceptance_length": 1 + sum(positions) / drafts}
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics
 
     def table(self) -> tuple[list[str], list[list[float]]]:
-        """Return columns and rows of this rank's prompts at the last validation."""
+        """Return columns and rows of all prompts at the last validation, the same on every rank."""
         columns = ["conversation", "num_drafts", "num_accepted_tokens", "acceptance_length"]
         rows: list[list[float]] = []
         for index, counters in self.rows:

@@ -20,7 +20,8 @@ FLOORS = {
     ],
     "ground, losses": ["chunked"],
     "ground, another interpreter": ["serving"],
-    "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
+    "1, stations": ["data", "drafters", "engine", "report", "tracker"],
+    "1, the target": ["target"],  # in pieces it needs the engine's DeepSpeed
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [
         "capture", "compare", "evaluation", "export", "regenerate", "teacher_forced", "train",
@@ -43,6 +44,7 @@ DOORS = {
     "hydra": {"__main__", "choices", "config", "overrides"},
     "omegaconf": {"__main__", "config"},
     "deepspeed": {"engine"},
+    "accelerate": {"pretrained.shards", "target.spread"},
     "wandb": {"tracker"},
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},
