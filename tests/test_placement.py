@@ -39,9 +39,9 @@ from drafttrain.validate import Validation
 
 ROOT = Path(__file__).parents[1]
 CAPTURES = (0, 1, 4)
-# Of the 2-layer target whose loading is measured: 302 MB, in files of at most 100 MB.
-LARGE = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 2}
-LARGE |= {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128}
+# The target whose loading is measured: 381 MB, in files of at most 100 MB.
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
 
 
 def batch(packed: bool, vocab: int = 97) -> Batch:
@@ -324,7 +324,10 @@ def test_two_ranks_with_a_part_each_say_what_the_whole_target_says(
         assert found["parameters"] == found["all parameters"]
         assert found["held"] == pytest.approx(found["in all"] / 2, rel=0.01)
         assert found["linear is torch's"]
-    print(max(value for found in outputs for value in found["differences"].values()))
+    # Features are bitwise equal; steps differ in rounding, since the whole one decodes leanly.
+    for found in outputs:
+        told = found["differences"].items()
+        assert all(not value for name, value in told if "packed" in name), told
     whole = load_target(model_config(folders / "llama"), torch.float32, "cpu")
     expected, _ = selfgen(whole, selfgen_config(tmp_path / "one"), show=False)
     metrics, table = validated(whole)
@@ -361,11 +364,13 @@ def test_no_rank_holds_the_whole_target_while_it_is_loaded(
 
 
 @pytest.mark.slow
-def test_training_with_the_target_in_pieces_takes_the_very_steps(tmp_path: Path) -> None:
+def test_training_with_the_target_in_pieces_takes_the_very_steps(
+    tmp_path: Path, tiny_target_dir: Path
+) -> None:
     curves = {}
     for kind in ("device", "zero3"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", "2", "-m", "drafttrain", "train", "drafter=eagle3"]
+        command += ["--nproc_per_node", "2", "-m", "drafttrain", "train", f"model.path={tiny_target_dir}"]
         command += ["hardware=cpu", "hardware.threads=1", f"hardware.target_placement={kind}"]
         command += ["trainer.max_steps=3", "trainer.tokens_per_step=256", "trainer.log_every=1"]
         command += ["trainer.validation_prompts=3", "trainer.validation_tokens=6"]
