@@ -370,7 +370,14 @@ def test_training_with_the_target_in_pieces_takes_the_very_steps(
     curves = {}
     for kind in ("device", "zero3"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", "2", "-m", "drafttrain", "train", f"model.path={tiny_target_dir}"]
+        command += [
+            "--nproc_per_node",
+            "2",
+            "-m",
+            "drafttrain",
+            "train",
+            f"model.path={tiny_target_dir}",
+        ]
         command += ["hardware=cpu", "hardware.threads=1", f"hardware.target_placement={kind}"]
         command += ["trainer.max_steps=3", "trainer.tokens_per_step=256", "trainer.log_every=1"]
         command += ["trainer.validation_prompts=3", "trainer.validation_tokens=6"]

@@ -59,6 +59,10 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
         "stage": 3,
         # Otherwise every linear layer of this process, the drafter's too, would be DeepSpeed's.
         "memory_efficient_linear": False,
+        # Vectors (norms, biases) stay once they were gathered: they are small, and many.
+        "stage3_param_persistence_threshold": model.config.get_text_config(
+            decoder=True
+        ).hidden_size,
     }
     if ranks.device.type == "cpu":  # nothing overlaps there: what is fetched early only takes room
         zero["stage3_prefetch_bucket_size"] = 0
