@@ -323,6 +323,7 @@ def test_two_ranks_with_a_part_each_say_what_the_whole_target_says(
         assert "zero3: each of 2 ranks holds" in found["pieces"]
         assert found["parameters"] == found["all parameters"]
         assert found["held"] == pytest.approx(found["in all"] / 2, rel=0.01)
+        assert found["left gathered"] <= 32  # vectors
         assert found["linear is torch's"]
     # Features are bitwise equal; steps differ in rounding, since the whole one decodes leanly.
     for found in outputs:
@@ -461,6 +462,7 @@ def compare(ranks: Ranks) -> dict[str, Any]:
     parts = [p for p in target.decoder.layers.parameters()]
     found["held"] = sum(p.ds_tensor.nbytes for p in parts)
     found["in all"] = sum(4 * p.ds_numel for p in parts)
+    found["left gathered"] = max(p.numel() for p in parts)
     found["linear is torch's"] = torch.nn.functional.linear is linear
     samples, _ = selfgen(
         target, selfgen_config(Path(os.environ["PLACEMENT_SELFGEN"])), False, ranks

@@ -73,7 +73,7 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
     }
     whole = names_of_whole(model)
     likes = model.state_dict()
-    first: nn.Parameter | None = None  # its methods partition the others
+    first: Any = None  # a parameter; its methods partition the others
     for place in places(config, model):
         like = likes[place.names[0]]
         kept = dtype_of(model, place, like)
