@@ -87,9 +87,7 @@ def open_features(
     return store, target
 
 
-def load_on_ranks(
-    model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str
-) -> Target:
+def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
     """Return the target of a command of several processes, placed as asked or where it fits."""
     return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
 
