@@ -40,7 +40,7 @@ def choose_placement(
     The device where the weights take at most 70 % of its free memory, else partitioned over ranks,
     else spread. Every rank gets rank 0's choice. Headers are read, no weights.
     """
-    if asked != "auto":
+    if asked not in ("auto", "vllm"):  # vLLM's features come from an engine beside this target
         return Placement(asked, "as hardware.target_placement says")
     return ranks.broadcast_object(_choose(config, dtype, ranks))
 
@@ -68,6 +68,7 @@ def load_placed(
     config: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: Placement
 ) -> Target:
     """Load the target where it was placed; called by all ranks together."""
+    target: Target
     if placement.kind == "device":
         target = load_target(config, dtype, str(ranks.device))
     elif placement.kind == "zero3":
@@ -75,10 +76,7 @@ def load_placed(
     elif placement.kind == "device_map":
         target = load_spread(config, dtype, str(ranks.device), room_of(ranks.device))
     else:
-        raise ValueError(
-            "hardware.target_placement must be auto, device, device_map or zero3 for a target that"
-            f" decodes in this process, got {placement.kind}"
-        )
+        raise AssertionError(f"no placement is called {placement.kind}")
     target.placed = str(placement)
     return target
 
