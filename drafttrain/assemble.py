@@ -27,9 +27,10 @@ from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
 from drafttrain.serving import VllmConfig
 from drafttrain.target.describe import describe
+from drafttrain.target.placement import choose_placement, load_placed
 from drafttrain.target.served import open_served
 from drafttrain.target.store import FeaturesConfig, StoredFeaturesConfig, StoredTarget
-from drafttrain.target.target import Target, load_target
+from drafttrain.target.target import Target
 from drafttrain.terminal import console
 from drafttrain.types import FeatureSource, Sample, TargetSpec
 
@@ -39,12 +40,7 @@ def load_samples(
 ) -> tuple[list[Sample], SkipReport]:
     """Return conversations as tokens, the same on every rank, and what was skipped."""
     if isinstance(config, SelfgenConfig):
-        if not ranks.is_main:
-            ranks.barrier()  # rank 0 writes the conversations, the others read them from its files
-        samples, report = selfgen(target, config, ranks.is_main)
-        if ranks.is_main:
-            ranks.barrier()
-        return samples, report
+        return selfgen(target, config, ranks.is_main, ranks)
     conversations, unread = read(config)
     samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
     return samples, unread + unfit
@@ -57,15 +53,17 @@ def open_features(
     fresh: bool,
     dtype: torch.dtype,
     ranks: Ranks,
+    placement: str,
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
     Online features come from the target; with features.validate=false only the store is there.
     ValueError where a store is of another target, or cannot train the drafter: before the target
-    is loaded, which takes its time. fresh: whether the drafter has no weights yet.
+    is loaded, which takes its time. fresh: whether the drafter has no weights yet. placement:
+    where the target is to live, or "auto".
     """
     if not isinstance(features, StoredFeaturesConfig):
-        return None, load_target(model, dtype, str(ranks.device))
+        return None, load_on_ranks(model, dtype, ranks, placement)
     assert features.dir is not None
     store = StoredTarget(Path(features.dir), dtype, ranks.device, features.checksums)
     if store.spec.name != model.label:
@@ -83,10 +81,15 @@ def open_features(
                 "drafter.layers, got false: its first weights need the target, which is not loaded"
             )
         return store, None
-    target = load_target(model, dtype, str(ranks.device))
+    target = load_on_ranks(model, dtype, ranks, placement)
     template = template_fingerprint(target.tokenizer)
     store.check_target(target.spec.fingerprint, template, model.origin)
     return store, target
+
+
+def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
+    """Return the target of a command of several processes, placed as asked or where it fits."""
+    return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
 
 
 def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
@@ -260,7 +263,7 @@ def load_target_to_decode(
 
     def target_in(dtype: torch.dtype) -> Target:
         if dtype not in targets:
-            targets[dtype] = load_target(model, dtype, str(device))
+            targets[dtype] = load_alone(model, hardware, dtype, device)
         return targets[dtype]
 
     def pass_of(dtype: torch.dtype) -> Callable[[int], None]:
@@ -281,6 +284,17 @@ def load_target_to_decode(
     return target_in(choice.dtype), choice
 
 
+def load_alone(
+    model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
+) -> Target:
+    """Return the target of a command that is a single process, where there is room for it."""
+    alone = Ranks(0, 0, 1, device)
+    placement = choose_placement(hardware.target_placement, model, dtype, alone)
+    if placement.kind != "device":
+        console.print(str(placement))
+    return load_placed(model, dtype, alone, placement)
+
+
 def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) -> str | None:
     """Widen drafters in place as `model.inflate` widened the target; return what reports must say.
 
@@ -291,7 +305,7 @@ def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) 
     # The specification is of the weights that there are; the model's configuration, of what runs.
     width = target.model.config.get_text_config(decoder=True).intermediate_size
     ratio = width / target.spec.intermediate_size
-    size = sum(parameter.numel() for parameter in target.model.parameters())
+    size = target.num_parameters
     drafted = "; ".join(inflate_drafter(drafter, ratio) for drafter in drafters)
     return (
         f"cost without weights: {model.name} inflated to {model.inflate} ({size / 1e6:,.1f}M "
@@ -303,11 +317,10 @@ def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) 
 def describe_target(target: Target, started: float) -> str:
     """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
     spec = target.spec
-    size = sum(parameter.numel() for parameter in target.model.parameters())
+    where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
     return (
-        f"target: {spec.name}, {spec.architecture}, {size / 1e6:,.1f}M parameters in "
-        f"{name_of(target.dtype)}, "
-        f"loaded in {time.monotonic() - started:.1f} s"
+        f"target: {spec.name}, {spec.architecture}, {target.num_parameters / 1e6:,.1f}M parameters "
+        f"in {name_of(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
     )
 
 

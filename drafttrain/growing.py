@@ -45,7 +45,8 @@ class RaggedLayer(DynamicLayer):
             self.room[0][:, :, past:total] = key_states
             self.room[1][:, :, past:total] = value_states
         else:
-            rows, places = spots
+            # Layers of a target that is spread over devices lie elsewhere than its tokens.
+            rows, places = (spot.to(self.room[0].device) for spot in spots)
             self.room[0][rows, :, places] = key_states.transpose(1, 2)
             self.room[1][rows, :, places] = value_states.transpose(1, 2)
         self.keys, self.values = (room[:, :, :total] for room in self.room)

@@ -12,6 +12,7 @@ from drafttrain.assemble import (
     check_fingerprint,
     drafter_to_evaluate,
     inflate_as,
+    load_alone,
     load_target_to_decode,
     name_of,
 )
@@ -33,7 +34,7 @@ from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
 from drafttrain.report import TimingInfo
 from drafttrain.report.adaptation import BEFORE
-from drafttrain.target.target import Target, load_target
+from drafttrain.target.target import Target
 from drafttrain.terminal import console
 
 SMALL_TARGET = 100_000_000  # parameters below which products are the lesser part of a pass
@@ -98,7 +99,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     changed = changed_target(given.origin, given.fingerprint, target.spec)
     lines = [line for line in (widened, changed) if line]
-    size = sum(parameter.numel() for parameter in target.model.parameters())
+    size = target.num_parameters
     if size < SMALL_TARGET:
         lines.append(
             f"a pass of a target of {size / 1e6:,.0f}M parameters is mostly dispatch: its speedups "
@@ -110,7 +111,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
         check_settings(prompts, target, each, template, settings)
     exact = target
     if needs_exact and settings.lossless_prompts and choice.dtype != torch.float32:
-        exact = load_target(model, torch.float32, str(device))
+        exact = load_alone(model, config.hardware, torch.float32, device)
     return Setup(
         folder=folder,
         settings=settings,

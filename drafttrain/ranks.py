@@ -63,6 +63,15 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self._messages)
         return box[0]
 
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's `value` (anything that pickles), in their order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        boxes: list[Any] = [None] * self.world_size
+        with self._naming_the_loss():
+            dist.all_gather_object(boxes, value, group=self._messages)
+        return boxes
+
     def broadcast_in_place(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
         if self.world_size > 1:
@@ -130,6 +139,8 @@ class Ranks:
             f"run.resume=true. ({str(error).splitlines()[0]})"
         )
 
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))  # for what needs no device of it
 
 _joined: Ranks | None = None
 

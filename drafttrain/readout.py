@@ -23,6 +23,13 @@ class Readout:
     logit_scale: float = 1.0  # Cohere and Granite scale logits
     soft_cap: float | None = None  # Gemma: cap * tanh(logits / cap)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; tied tensors count once."""
+        tables = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        vectors = [vector for vector in (self.norm, self.head_bias) if vector is not None]
+        return sum(tensor.nbytes for tensor in tables + vectors)
+
     def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Return the embedding that the target's first layer reads."""
         embedded = functional.embedding(tokens, self.embedding)

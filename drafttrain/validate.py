@@ -54,39 +54,43 @@ class Validation:
         """Return acceptance metrics over all ranks' prompts; none if a rank was asked to stop."""
         drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
         assert isinstance(drafter, Drafter)
-        self.rows = []
+        ranks = self.engine.ranks
+        own: list[tuple[int, Counters]] = []
         given_up = False
-        for index, prompt in self.prompts[self.engine.rank :: self.engine.world_size]:
-            if self.stop.asked:  # a scheduler waits half a minute, a validation may take several
-                given_up = True
-                break
-            decoded = speculative_decode(
-                self.target,
-                drafter,
-                prompt,
-                depth=self.depth,
-                sampling=GREEDY,
-                max_new_tokens=self.max_new_tokens,
-                chance=SeededChance(0),
-            )
-            self.rows.append((index, decoded.stats.trimmed))
-        total = sum((counters for _, counters in self.rows), Counters())
-        by_position = torch.zeros(self.depth, dtype=torch.float64)
-        accepted = total.num_accepted_tokens_per_position
-        by_position[: len(accepted)] = torch.tensor(accepted, dtype=torch.float64)
-        first = torch.tensor([float(given_up), float(total.num_drafts)]).double()
-        counts = torch.cat([first, by_position])
-        ranks_given_up, drafts, *positions = self.engine.sum_over_ranks(counts).tolist()
-        if ranks_given_up:
+        with self.target.in_step():
+            for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
+                if (
+                    self.stop.asked
+                ):  # a scheduler waits half a minute, a validation may take several
+                    given_up = True
+                    break
+                decoded = speculative_decode(
+                    self.target,
+                    drafter,
+                    prompt,
+                    depth=self.depth,
+                    sampling=GREEDY,
+                    max_new_tokens=self.max_new_tokens,
+                    chance=SeededChance(0),
+                )
+                own.append((index, decoded.stats.trimmed))
+        found = ranks.gather_objects((given_up, own))
+        if any(rank_given_up for rank_given_up, _ in found):
             return {}
-        drafts = max(drafts, 1.0)
+        rows = dict(row for _, rank in found for row in rank)
+        self.rows = [(index, rows[index]) for index, _ in self.prompts]
+        total = sum((counters for _, counters in self.rows), Counters())
+        positions = [0] * self.depth
+        for place, count in enumerate(total.num_accepted_tokens_per_position):
+            positions[place] = count
+        drafts = max(total.num_drafts, 1)
         metrics = {"val/acceptance_length": 1 + sum(positions) / drafts}
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics
 
     def table(self) -> tuple[list[str], list[list[float]]]:
-        """Return columns and rows of this rank's prompts at the last validation."""
+        """Return columns and rows of all prompts at the last validation, the same on every rank."""
         columns = ["conversation", "num_drafts", "num_accepted_tokens", "acceptance_length"]
         rows: list[list[float]] = []
         for index, counters in self.rows:

@@ -21,7 +21,8 @@ FLOORS = {
     ],
     "ground, losses": ["chunked"],
     "ground, another interpreter": ["serving"],
-    "1, stations": ["data", "drafters", "engine", "report", "target", "tracker"],
+    "1, stations": ["data", "drafters", "engine", "report", "tracker"],
+    "1, the target": ["target"],  # in pieces it needs the engine's DeepSpeed
     "2, joins": ["admit", "checkpoint", "decode"],
     "3, workers": [
         "capture", "compare", "evaluation", "export", "regenerate", "teacher_forced", "train",
@@ -45,12 +46,12 @@ DOORS = {
     "hydra": {"__main__", "choices", "config", "overrides"},
     "omegaconf": {"__main__", "config"},
     "deepspeed": {"engine.deepspeed"},
+    "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
     "wandb": {"tracker"},
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
-    "accelerate": {"pretrained.ends"},
     "openai": {"regenerate.endpoint"},
     "vllm": {
         "serving.worker",

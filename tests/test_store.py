@@ -397,7 +397,7 @@ def test_from_the_command_line_a_store_is_written_and_trained_from(
         "alone": [*stored, "features.validate=false"],
     }.items():
         if name == "alone":  # the target's model is gone, and nobody asks for it
-            away = "drafttrain.assemble.load_target"
+            away = "drafttrain.assemble.load_placed"
             monkeypatch.setattr(away, lambda *a: pytest.fail("the target was loaded"))
         run = tmp_path / name
         assert main([*train, f"run.dir={run}", *more]) == 0, name

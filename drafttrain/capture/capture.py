@@ -34,6 +34,7 @@ from drafttrain.target.shards import (
     write_tensors,
 )
 from drafttrain.target.store import rows_per_shard
+from drafttrain.target.target import Target
 from drafttrain.terminal import progress
 from drafttrain.types import FeatureSource, Sample
 
@@ -41,7 +42,7 @@ PROBE_BYTES = 32e6  # written once to learn how fast the disk is
 
 
 def capture(
-    target: FeatureSource,
+    target: Target,
     samples: list[Sample],
     asked: Asked,
     config: StoreConfig,
@@ -73,13 +74,14 @@ def capture(
         there = {record.file for record in manifest.shards}
         missing = [number for number in range(len(plan)) if shard_name(number) not in there]
         writer = Writer(target, samples, rows, manifest, folder, micro_batch)
-        if ranks.is_main:
-            places = [place for number in missing for place in plan[number]]
-            say(writer.time_of(places, ranks.world_size))
+        with target.in_step():
+            if ranks.is_main:
+                places = [place for number in missing for place in plan[number]]
+                say(writer.time_of(places, ranks.world_size))
         mine = missing[ranks.rank :: ranks.world_size]
         total = sum(len(samples[i].tokens) for number in mine for i in plan[number])
         started, done = time.monotonic(), 0
-        with progress("capture", total, show=ranks.is_main) as tick:
+        with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shard_name(number), plan[number])
                 append_line(folder / f"journal-{ranks.rank}.jsonl", asdict(shard))

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from drafttrain import __version__
-from drafttrain.assemble import describe_target, load_samples, shape_of
+from drafttrain.assemble import describe_target, load_on_ranks, load_samples, shape_of
 from drafttrain.capture.asked import asked_by
 from drafttrain.capture.capture import capture as write_store
 from drafttrain.config import CaptureConfig, load_choice
@@ -13,7 +13,6 @@ from drafttrain.data.template import template_fingerprint
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import join_ranks
 from drafttrain.run import provenance
-from drafttrain.target.target import load_target
 from drafttrain.terminal import console
 
 
@@ -34,7 +33,7 @@ def capture(config: CaptureConfig) -> None:
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
     started = time.monotonic()
-    target = load_target(config.model, dtype, str(ranks.device))
+    target = load_on_ranks(config.model, dtype, ranks, config.hardware.target_placement)
     say(describe_target(target, started))
     asked = asked_by([shape_of(drafter, target.spec) for drafter in drafters], config.store)
     samples, skipped = load_samples(config.data, target, ranks)

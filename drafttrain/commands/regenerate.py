@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from drafttrain import __version__, pretrained
-from drafttrain.assemble import name_of
+from drafttrain.assemble import load_alone, name_of
 from drafttrain.config import RegenerateConfig
 from drafttrain.data.asked import read_asked
 from drafttrain.data.template import require_template
@@ -22,7 +22,6 @@ from drafttrain.regenerate.work import Backend
 from drafttrain.regenerate.work import regenerate as answer_all
 from drafttrain.serving import Engine
 from drafttrain.target.served import spec_on_disk
-from drafttrain.target.target import load_target
 from drafttrain.terminal import console
 
 
@@ -90,7 +89,7 @@ def _opened(backend: Backend) -> Iterator[Backend]:
 
 @contextmanager
 def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
-    target = load_target(config.model, dtype, device)
+    target = load_alone(config.model, config.hardware, dtype, torch.device(device))
     require_template(target.tokenizer)
     room = min(config.data.max_length, target.spec.max_positions)
     yield partial(by_transformers, target, config=config.regenerate, room=room)

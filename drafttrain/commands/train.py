@@ -89,8 +89,9 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         say(line)
     torch.manual_seed(config.run.seed)
     started = time.monotonic()
+    placement = config.hardware.target_placement
     store, target = open_features(
-        config.features, config.model, config.drafter, start is None, dtype, ranks
+        config.features, config.model, config.drafter, start is None, dtype, ranks, placement
     )
     source = store or target  # of features; training does not know which
     assert source is not None
@@ -103,7 +104,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     else:
         drafter = config.drafter.build(source.spec)
         if target is not None:
-            drafter.initialise(target.model, target.tokenizer)
+            drafter.initialise(target.own_model, target.tokenizer)
     if store is not None:
         say(f"{store.manifest.summary()}; no other data is read")
         samples, skipped = store.samples, SkipReport(len(store.samples))

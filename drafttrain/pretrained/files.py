@@ -76,7 +76,8 @@ def _listed(folder: Path, name: str) -> list[str]:
     return [name] if (folder / name).is_file() else []
 
 
-def _header(file: Path) -> bytes:
+def header_of(file: Path) -> bytes:
+    """Return the header of a safetensors file, JSON; nothing where there is none."""
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -86,7 +87,7 @@ def _header(file: Path) -> bytes:
 def _check_whole(file: Path, origin: str) -> None:
     # A download that broke off leaves a file whose header promises more bytes than there are.
     try:
-        header = _header(file)
+        header = header_of(file)
         tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         expected = 8 + len(header) + max((entry["data_offsets"][1] for entry in tensors), default=0)
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -123,7 +124,7 @@ def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
                     digest.update(block)
                 continue
             if file.suffix == ".safetensors":
-                digest.update(_header(file))
+                digest.update(header_of(file))
             for sample in range(SAMPLES):
                 stream.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))

@@ -228,9 +228,16 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, device: str) -> Any:
+def load_model(
+    config: ModelConfig,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: str,
+    spread: dict[str, Any] | None = None,
+) -> Any:
     """Return a Transformers causal language model in evaluation mode, without gradients.
 
+    spread: what `from_pretrained` is told of where modules go; None: all of them to `device`.
     ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
     With `config.inflate` it computes the same at the cost of a larger one (see `inflate`).
     """
@@ -245,10 +252,13 @@ def load_model(config: ModelConfig, model_config: Any, dtype: torch.dtype, devic
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
         model = _draw(config, model_config, attention, dtype, device)
     else:
-        model = _read(config, folder, model_config, attention, dtype, device)
+        # Straight to the device: host memory need not hold a 70B model.
+        whole = {"device_map": None if device == "cpu" else {"": device}}
+        model = _read(config, folder, model_config, attention, dtype, spread or whole)
     if plan is not None:
         inflate(model, plan, config.name)
-    make_lean(model)
+    if spread is None:  # lean layers would go past the hooks that fetch their weights
+        make_lean(model)
     return model.eval().requires_grad_(False)
 
 
@@ -282,7 +292,7 @@ def _read(
     model_config: Any,
     attention: str,
     dtype: torch.dtype,
-    device: str,
+    places: dict[str, Any],
 ) -> Any:
     weights = files.weight_files(folder)
     quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
@@ -294,14 +304,13 @@ def _read(
                 config=model_config,
                 dtype=dtype,
                 attn_implementation=attention,
-                # Straight to the device: host memory need not hold a 70B model.
-                device_map=None if device == "cpu" else {"": device},
                 use_safetensors=weights[0].suffix == ".safetensors",
                 weights_only=True,
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
                 **quantized,
+                **places,
             )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ValueError(f"{config.origin}: the weights cannot be loaded: {error}") from error
@@ -314,12 +323,17 @@ def _read(
         ) from error
     model, report = loaded
     wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    refuse_misfit(config, wrong)
+    return model
+
+
+def refuse_misfit(config: ModelConfig, wrong: list[str]) -> None:
+    """Raise ValueError if weights are missing or of another shape than the configuration's."""
     if wrong:
         raise ValueError(
             f"{config.origin}: the weights must fit config.json; missing or of another shape:"
             f" {', '.join(sorted(wrong)[:5])}{' ...' if len(wrong) > 5 else ''} ({len(wrong)})"
         )
-    return model
 
 
 def _random_config(config: RandomModelConfig) -> Any:

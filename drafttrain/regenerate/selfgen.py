@@ -19,6 +19,7 @@ from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import chat_format
 from drafttrain.disk import append_text
+from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
 from drafttrain.terminal import console, progress
@@ -53,7 +54,7 @@ class Written:
 
 
 def selfgen(
-    target: Target, config: SelfgenConfig, show: bool = True
+    target: Target, config: SelfgenConfig, show: bool = True, ranks: Ranks = ALONE
 ) -> tuple[list[Sample], SkipReport]:
     """Return conversations that the target writes, with the very tokens that it chose.
 
@@ -64,26 +65,38 @@ def selfgen(
     fingerprint of target and settings: an interrupted run continues, a finished one is reused, and
     asking for more conversations writes only those. ValueError if they cannot fit, or if nothing
     usable was written.
+    ranks: among whom batches are dealt out, each written whole by one of them; every rank is given
+    all conversations, and rank 0 alone reads and writes the files.
     """
     frame = frame_of(target)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    written = load(folder)
+    written = ranks.broadcast_object(load(folder) if ranks.is_main else {})
     missing = [index for index in range(config.num_conversations) if index not in written]
+    show = show and ranks.is_main
     if show and not missing:
         console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
     elif show:
         console.print(
             f"selfgen: {target.spec.name} writes {len(missing):,} conversations to {folder}"
         )
-    if missing:
+    if missing and ranks.is_main:
         save_settings(folder, target, config)
     done = config.num_conversations - len(missing)
+    size = config.batch_size
     with progress("selfgen", config.num_conversations, done, show and bool(missing)) as tick:
-        for first in range(0, len(missing), config.batch_size):
-            batch = write(target, config, frame, missing[first : first + config.batch_size], tick)
-            append(folder, batch, frame, target.tokenizer)
-            written.update({conversation.index: conversation for conversation in batch})
+        for first in range(0, len(missing), size * ranks.world_size):
+            start = first + size * ranks.rank
+            own: list[Written] = []
+            with target.in_step():
+                if start < len(missing):
+                    own = write(target, config, frame, missing[start : start + size], tick)
+            batches = ranks.gather_objects(own)
+            for batch in filter(None, batches):
+                if ranks.is_main:
+                    append(folder, batch, frame, target.tokenizer)
+                written.update({conversation.index: conversation for conversation in batch})
+            tick(sum(map(len, batches)) - len(own))
     return to_samples([written[index] for index in range(config.num_conversations)], folder)
 
 

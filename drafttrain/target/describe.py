@@ -69,6 +69,11 @@ def read_out(model: Any) -> Readout:
     )
 
 
+def gigabytes(size: int) -> str:
+    """Return a number of bytes as messages show it."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
 def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
     # What the norm multiplies by, whatever it stores (Gemma stores it less 1): an input of
     # alternating signs has mean 0 and root mean square 1, so every norm leaves it as it is.

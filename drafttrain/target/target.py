@@ -1,7 +1,7 @@
 """The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
-    """Load the target that `config` names, frozen, on one device."""
+    """Load the target that `config` names, frozen, on one device; others: see `placement`."""
     model_config = pretrained.load_config(config)
     refuse_unless_rollable(config, model_config)
     tokenizer = pretrained.load_tokenizer(config)
@@ -29,6 +29,16 @@ def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target
     return target
 
 
+def check_structure(model: Any, name: str) -> None:
+    """Raise ValueError unless a model's decoder is made as Llama's."""
+    decoder = model.get_decoder()
+    if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+        raise ValueError(
+            f"model={name} ({model.config.model_type}) must be a decoder with `layers` and a"
+            " final `norm`, as Llama is; other structures cannot be targets yet"
+        )
+
+
 class Target:
     """A frozen decoder. Nothing here has a gradient, and nothing belongs in an optimizer."""
 
@@ -37,15 +47,15 @@ class Target:
         self.tokenizer = tokenizer
         self.spec = spec
         self.decoder = model.get_decoder()
-        if not (hasattr(self.decoder, "layers") and hasattr(self.decoder, "norm")):
-            raise ValueError(
-                f"model={spec.name} ({spec.architecture}) must be a decoder with `layers` and a"
-                " final `norm`, as Llama is; other structures cannot be targets yet"
-            )
+        check_structure(model, spec.name)
         self.layers: Sequence[nn.Module] = self.decoder.layers
         self.final_norm: nn.Module = self.decoder.norm
         self.readout: Readout = read_out(model)
         self.eager = model.config._attn_implementation == "eager"
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.scattered = False  # whether the layers' weights are not whole in this process
+        self.placed = ""  # where it lives, and why there
+        self.where = ""  # which of them are where, if there is more to say
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,6 +88,18 @@ class Target:
                 input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
             )
         return TargetFeatures(captured, output.last_hidden_state, self.readout)
+
+    @property
+    def own_model(self) -> Any:
+        """The Transformers model, for those who copy weights of its layers.
+
+        Where those are not whole in this process, all that is asked of it is a ValueError.
+        """
+        return self.model if not self.scattered else Scattered(self.where)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Let ranks take different numbers of steps; those of a whole target may anyway."""
+        return nullcontext()
 
     def begin(self) -> RaggedCache:
         """Return an empty cache; the first step fixes its number of rows."""
@@ -160,12 +182,27 @@ class Target:
         try:
             for layer in captures:
                 module = self.final_norm if layer == len(self.layers) else self.layers[layer]
-                hook = _keep_input(captured, layer)
+                hook = _keep_input(captured, layer, self.device)
                 handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             yield captured
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class Scattered:
+    """Stands for a model whose layers are not whole here: whoever wants their weights is told."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            "a drafter that takes layers of the target needs them whole in every process, and"
+            f" hardware.target_placement left them in pieces ({self.where}); use"
+            " hardware.target_placement=device, or give the drafter a model of its own"
+            " (drafter.path=DIR)"
+        )
 
 
 def one_document_per_row(batch: Batch) -> bool:
@@ -175,8 +212,10 @@ def one_document_per_row(batch: Batch) -> bool:
     return bool((same & (real[:, :-1] >= real[:, 1:]).all()).all())
 
 
-def _keep_input(captured: dict[int, Tensor], layer: int) -> Callable[..., None]:
+def _keep_input(
+    captured: dict[int, Tensor], layer: int, device: torch.device
+) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured[layer] = args[0] if args else kwargs["hidden_states"]
+        captured[layer] = (args[0] if args else kwargs["hidden_states"]).to(device)
 
     return hook

@@ -1,0 +1,122 @@
+"""Where a frozen target lives: the choice, with its reason, and loading it there."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from drafttrain import pretrained
+from drafttrain.pretrained import ModelConfig, RandomModelConfig
+from drafttrain.pretrained.shards import weight_bytes
+from drafttrain.ranks import Ranks
+from drafttrain.target.describe import gigabytes
+from drafttrain.target.sharded import load_sharded
+from drafttrain.target.spread import load_spread
+from drafttrain.target.target import Target, load_target
+
+# Of the memory that is free, what a target may take: the rest is for features, logits, the drafter.
+TARGET_SHARE = 0.7
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of device, device_map and zero3, and why."""
+
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"target placement: {self.kind} ({self.reason})"
+
+
+def choose_placement(
+    asked: str, config: ModelConfig, dtype: torch.dtype, ranks: Ranks
+) -> Placement:
+    """Return where the target goes: as asked, or for "auto" the first that there is room for.
+
+    The device where the weights take at most 70 % of its free memory, else partitioned over ranks,
+    else spread. Every rank gets rank 0's choice. Headers are read, no weights.
+    """
+    if asked not in ("auto", "vllm"):  # vLLM's features come from an engine beside this target
+        return Placement(asked, "as hardware.target_placement says")
+    return ranks.broadcast_object(_choose(config, dtype, ranks))
+
+
+def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
+    if isinstance(config, RandomModelConfig) or config.inflate is not None:
+        return Placement("device", "weights that are not read as they are can be nowhere else")
+    size = weight_bytes(config, dtype)
+    free = free_bytes(ranks.device)
+    told = f"{gigabytes(size)} of weights, {gigabytes(free)} free on {ranks.device}"
+    if size <= TARGET_SHARE * free:
+        return Placement("device", told)
+    told += f", of which the target may take {TARGET_SHARE:.0%}"
+    if ranks.world_size > 1 and _shardable(config):
+        return Placement("zero3", f"{told}; partitioned over {ranks.world_size} ranks")
+    return Placement("device_map", f"{told}; spread over GPUs, host and disk")
+
+
+def _shardable(config: ModelConfig) -> bool:
+    settings = pretrained.load_config(config)
+    return config.quantization is None and getattr(settings, "quantization_config", None) is None
+
+
+def load_placed(
+    config: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: Placement
+) -> Target:
+    """Load the target where it was placed; called by all ranks together."""
+    target: Target
+    if placement.kind == "device":
+        target = load_target(config, dtype, str(ranks.device))
+    elif placement.kind == "zero3":
+        target = load_sharded(config, dtype, ranks)
+    elif placement.kind == "device_map":
+        target = load_spread(config, dtype, str(ranks.device), room_of(ranks.device))
+    else:
+        raise AssertionError(f"no placement is called {placement.kind}")
+    target.placed = str(placement)
+    return target
+
+
+def room_of(device: torch.device) -> dict[int | str, int]:
+    """Return the bytes that a target may take of this process's GPUs and of the host.
+
+    Of several processes on a machine each has the GPU of its own, and its share of the host.
+    """
+    room: dict[int | str, int] = {}
+    if device.type == "cuda":
+        alone = _processes_here() == 1
+        own = device.index or 0
+        numbers = range(torch.cuda.device_count()) if alone else [own]
+        for number in numbers:
+            room[number] = int(TARGET_SHARE * free_bytes(torch.device("cuda", number)))
+    room["cpu"] = int(TARGET_SHARE * free_bytes(torch.device("cpu")))
+    return room
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, or this process's share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, _free_in_cgroup()) // _processes_here()
+
+
+def _free_in_cgroup() -> int:
+    # A container's limit, which the machine's own figures do not show.
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        statistics = (CGROUP / "memory.stat").read_text().split()
+    except (OSError, ValueError):
+        return 2**63
+    if limit == "max":
+        return 2**63
+    cached = int(statistics[statistics.index("inactive_file") + 1])
+    return max(0, int(limit) - used + cached)
+
+
+def _processes_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
