@@ -256,7 +256,7 @@ def test_weights_gradients_and_moments_are_counted_exactly(name: str) -> None:
     assert counted["masters"] == counted["buckets"] == counted["copies"] == 0
 
 
-def engine_of(step: Step, name: str) -> Any:
+def engine_of(step: Step, name: str, **settings: Any) -> Any:
     return build_engine(
         step.drafter,
         load_choice("deepspeed", name),
@@ -266,6 +266,7 @@ def engine_of(step: Step, name: str) -> Any:
         eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=1.0,
+        **settings,
     )
 
 
@@ -334,12 +335,19 @@ def test_a_targets_weights_features_and_pass_are_within_15_percent(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "zero0", "zero1", "zero2"])
-def test_what_an_engine_holds_between_steps_is_as_planned(name: str) -> None:
-    """Weights, masters and moments on one rank, to the last storage; gradients are forgotten."""
+@pytest.mark.parametrize(
+    ("name", "low"),
+    [
+        *(("none", False), ("zero0", False), ("zero1", False), ("zero2", False), ("zero3", False)),
+        *(("none", True), ("zero2", True), ("zero3", True)),
+    ],
+)
+def test_what_an_engine_holds_between_steps_is_as_planned(name: str, low: bool) -> None:
+    """Weights, masters and moments on one rank; ZeRO 3 keeps gradients and bucket as well."""
+    dtype = torch.bfloat16 if low else torch.float32
     with PeakBytes() as tracked:
-        step = Step("eagle3", {"unroll": 1}, DEEP, torch.float32)
-        engine = engine_of(step, name)
+        step = Step("eagle3", {"unroll": 1}, DEEP, dtype)
+        engine = engine_of(step, name, weights_dtype=dtype)
         for _ in range(2):
             losses = engine.losses(step.batch, step.features, Uniform())
             engine.backward(weighted_sum(losses), last=True)
@@ -348,9 +356,10 @@ def test_what_an_engine_holds_between_steps_is_as_planned(name: str) -> None:
         held = tracked.now - bytes_of(step.inputs())
     section = load_choice("deepspeed", name)
     sharding = Sharding.of(section.name, section.enabled, section.config)
-    counted = training_bytes(step.parts, sharding, 1, "float32")
-    states = sum(counted[key] for key in ("weights", "masters", "moments"))
-    assert held == pytest.approx(states, rel=0.02)
+    counted = training_bytes(step.parts, sharding, 1, step.load.dtype, low)
+    kept = ["weights", "masters", "moments"]
+    kept += ["gradients", "buckets"] if sharding.stage == 3 else []
+    assert held == pytest.approx(sum(counted[key] for key in kept), rel=0.02)
 
 
 # --- what follows

@@ -94,7 +94,7 @@ def describe_job(
         loss_share=share,
         dtype=dtype,
         checkpointing=hardware.gradient_checkpointing,
-        low=getattr(hardware, "weights_dtype", "float32") == "bfloat16",
+        low=hardware.weights_dtype == "bfloat16",
         on_cpu=chip.is_cpu,
     )
     price = chip.price_per_hour if settings.price_per_hour is None else settings.price_per_hour

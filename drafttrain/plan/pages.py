@@ -116,7 +116,7 @@ def components(plan: Plan, placement: str) -> Table:
     rows = [[NAMES[name], *(_gib(memory.parts[name]) for memory in found)] for name in shown]
     rows.append(["total", *(_gib(memory.total) for memory in found)])
     rows.append(["left", *(_left(memory) for memory in found)])
-    rows.append(["", *("fits" if memory.fits else "too much" for memory in found)])
+    rows.append(["fits", *("yes" if memory.fits else "no" for memory in found)])
     if any(memory.host for memory in found):
         rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
     whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
