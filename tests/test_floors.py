@@ -34,6 +34,7 @@ FLOORS = {
     "4, configuration": ["assemble", "config"],
     "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring", "planning"],
+    "4, what training is made of": ["material"],
     "4, ranks": ["launch", "slurm"],
     "4, beside vLLM": ["witnessing"],
     "5, assembly": ["commands", "help"],

@@ -2,39 +2,30 @@
 
 import json
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from drafttrain import __version__
-from drafttrain.adapting import coverage, keep_start, starting_point, what_is_started_from
+from drafttrain.adapting import keep_start, starting_point
 from drafttrain.assemble import (
-    describe_drafter,
-    describe_target,
-    load_samples,
-    open_features,
     source_of_features,
 )
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.config import (
     TrainConfig,
 )
-from drafttrain.data.batches import Batches, token_counts
-from drafttrain.data.chat import split_holdout
+from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.data.skips import SkipReport
 from drafttrain.disk import write_whole
 from drafttrain.engine import build_engine
 from drafttrain.hardware import (
     DTYPES,
     choose_compiler,
     choose_device,
-    choose_draft_dtype,
     choose_train_dtype,
 )
+from drafttrain.material import first_weights, gather, validation_of
 from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
 from drafttrain.run import (
@@ -47,11 +38,9 @@ from drafttrain.run import (
     write_config,
 )
 from drafttrain.stopping import StopRequest
-from drafttrain.teacher_forced import TeacherForced
 from drafttrain.terminal import console
 from drafttrain.tracker import open_tracker
 from drafttrain.train import train as run_training
-from drafttrain.validate import Validation
 
 
 def train(config: TrainConfig) -> None:
@@ -87,37 +76,8 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         say(line)
     for line in foresee(config):
         say(line)
-    torch.manual_seed(config.run.seed)
-    started = time.monotonic()
-    placement = config.hardware.target_placement
-    store, target = open_features(
-        config.features, config.model, config.drafter, start is None, dtype, ranks, placement
-    )
-    source = store or target  # of features; training does not know which
-    assert source is not None
-    if target is not None:
-        say(describe_target(target, started))
-    if start is not None:
-        drafter = start.drafter
-        for line in what_is_started_from(start, source.spec):
-            say(line)
-    else:
-        drafter = config.drafter.build(source.spec)
-        if target is not None:
-            drafter.initialise(target.own_model, target.tokenizer)
-    if store is not None:
-        say(f"{store.manifest.summary()}; no other data is read")
-        samples, skipped = store.samples, SkipReport(len(store.samples))
-    else:
-        assert target is not None
-        samples, skipped = load_samples(config.data, target, ranks)
-    for line in skipped.lines():
-        say(line)
-    samples, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
-    counts = token_counts(samples, source.spec.vocab_size)
-    if start is None:
-        drafter.prepare(counts, source.readout)
-    say(describe_drafter(drafter) + ("" if start is None else coverage(drafter, counts)))
+    material = gather(config, start is None, dtype, ranks, say)
+    drafter = first_weights(config, start, material, say)
     drafter.train_layers(config.hardware.gradient_checkpointing, compiler)
     trainer = config.trainer
     engine = build_engine(
@@ -132,40 +92,20 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         weights_dtype=DTYPES[config.hardware.weights_dtype],
     )
     batches = Batches(
-        samples,
+        material.samples,
         trainer.tokens_per_step,
         config.hardware.micro_batch,
         config.run.seed,
         engine.rank,
         engine.world_size,
     )
-    num_tokens = sum(len(sample.tokens) for sample in samples)
+    num_tokens = sum(len(sample.tokens) for sample in material.samples)
     say(
-        f"data: {len(samples):,} conversations of {num_tokens:,} tokens, "
-        f"{batches.steps_in_epoch:,} steps an epoch; {len(held_out)} held out"
+        f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
+        f"{batches.steps_in_epoch:,} steps an epoch; {len(material.held_out)} held out"
     )
-    validation: Validation | TeacherForced
-    if target is None:
-        assert store is not None
-        validation = TeacherForced(
-            store,
-            engine,
-            held_out,
-            num_conversations=trainer.validation_prompts,
-            micro_batch=config.hardware.micro_batch,
-        )
-    else:
-        validation = Validation(
-            target,
-            engine,
-            held_out,
-            num_prompts=trainer.validation_prompts,
-            depth=config.eval.depth,
-            max_new_tokens=trainer.validation_tokens,
-            draft_dtype=choose_draft_dtype(config.hardware, ranks.device, dtype),
-            stop=stop,
-        )
-    folder = Path(config.run.dir)
+    validation = validation_of(config, material, engine, stop, dtype)
+    store, folder = material.store, Path(config.run.dir)
     checkpoints = Checkpoints(
         folder / CHECKPOINTS, trainer.keep_checkpoints, config.run.skip_damaged
     )
@@ -178,8 +118,8 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
         record = provenance(sys.argv[1:]) | {
-            "target": asdict(source.spec),
-            "data": skipped.to_dict(),
+            "target": asdict(material.source.spec),
+            "data": material.skipped.to_dict(),
             "features": store.manifest.settings if store else {},
         }
         if start is not None:
@@ -198,20 +138,20 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     try:
         with (
             source_of_features(
-                source,
+                material.source,
                 config.hardware,
                 config.model,
                 config.vllm,
                 captures=drafter.captures,
-                samples=[*samples, *held_out],
+                samples=[*material.samples, *material.held_out],
                 ranks=ranks,
                 folder=folder,
-            ) as read_from,
+            ) as source,
             Prefetcher(batches, config.features.prefetch, read_ahead) as steps,
         ):
             run_training(
                 engine,
-                read_from,
+                source,
                 steps,
                 checkpoints,
                 tracker,
