@@ -71,7 +71,8 @@ def test_command_in_readme_composes(
     assert request.command is not None
     for text in request.overrides:
         key, _, folder = text.partition("=")
-        if key == "run.dir" and request.command != "train":  # as if the run had been made
+        # As if the run had been made.
+        if key == "run.init_from" or (key == "run.dir" and request.command != "train"):
             Path(folder).mkdir(parents=True)
             saved = typed(compose("train", [f"run.dir={folder}"]), TrainConfig)
             write_config(saved, Path(folder) / "config.yaml")
