@@ -28,7 +28,7 @@ from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_c
 from drafttrain.serving import VllmConfig
 from drafttrain.target.describe import describe
 from drafttrain.target.placement import choose_placement, load_placed
-from drafttrain.target.served import open_served
+from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.store import FeaturesConfig, StoredFeaturesConfig, StoredTarget
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
@@ -36,14 +36,25 @@ from drafttrain.types import FeatureSource, Sample, TargetSpec
 
 
 def load_samples(
-    config: DataConfig, target: Target, ranks: Ranks
+    config: DataConfig, target: Target | ServedTarget, ranks: Ranks
 ) -> tuple[list[Sample], SkipReport]:
     """Return conversations as tokens, the same on every rank, and what was skipped."""
     if isinstance(config, SelfgenConfig):
+        assert isinstance(target, Target), "`refuse_selfgen` comes first"
         return selfgen(target, config, ranks.is_main, ranks)
     conversations, unread = read(config)
     samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
     return samples, unread + unfit
+
+
+def refuse_selfgen(config: DataConfig) -> None:
+    """Raise where the target is to write the conversations, but only vLLM holds it."""
+    if isinstance(config, SelfgenConfig):
+        raise ValueError(
+            "data must be conversations that are there where only vLLM holds the target, got "
+            f"data={config.name}; let the engine answer prompts first, python -m drafttrain "
+            "regenerate regenerate.backend=vllm, then data=jsonl"
+        )
 
 
 def open_features(
@@ -122,23 +133,37 @@ def source_of_features(
     if hardware.target_placement != "vllm" or not isinstance(source, Target):
         yield source
         return
+    longest = max(len(sample.tokens) for sample in samples)
+    with served_to(ranks, model, vllm, source.dtype, captures, longest, folder) as served:
+        if ranks.is_main:
+            console.print(f"features: by vLLM {served.engine.version}")
+        yield served
+
+
+def served_to(
+    ranks: Ranks,
+    model: ModelConfig,
+    vllm: VllmConfig,
+    dtype: torch.dtype,
+    captures: tuple[int, ...],
+    longest: int,
+    folder: Path,
+) -> ServedTarget:
+    """Start this rank's engine, with the target in it; its log goes to `folder`."""
     if ranks.world_size > 1 and vllm.tensor_parallel > 1:
         raise ValueError(
             f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
             f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
         )
-    with open_served(
+    return open_served(
         model,
         vllm,
-        source.dtype,
-        str(source.device),
+        dtype,
+        str(ranks.device),
         captures=captures,
-        longest=max(len(sample.tokens) for sample in samples),
+        longest=longest,
         folder=folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}"),
-    ) as served:
-        if ranks.is_main:
-            console.print(f"features: by vLLM {served.engine.version}")
-        yield served
+    )
 
 
 def recorded_spec(run: Path) -> TargetSpec:

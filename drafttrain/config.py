@@ -146,6 +146,7 @@ class CaptureConfig:
     data: "DataConfig"
     drafter: "DrafterConfig"
     hardware: "HardwareConfig"
+    vllm: "VllmConfig"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -417,3 +417,11 @@ def nothing_is_left_over(tmp_path: Path) -> Iterator[None]:
         if json.loads(manifest.read_text())["complete"]:
             assert not list(manifest.parent.glob(".*")), "a finished store has its files only"
             assert not list(manifest.parent.glob("journal*"))
+
+
+def test_only_conversations_that_are_there_are_captured_by_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["capture", f"store.dir={tmp_path / 'store'}", "hardware=cpu"]
+    assert main([*call, "hardware.target_placement=vllm"]) == 1
+    assert "data must be conversations that are there" in capsys.readouterr().err

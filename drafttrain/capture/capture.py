@@ -18,6 +18,7 @@ from drafttrain.capture.asked import Asked, StoreConfig
 from drafttrain.capture.prepare import duration, finish, prepare, size_of
 from drafttrain.data.batches import collate
 from drafttrain.ranks import Ranks
+from drafttrain.target.served import ServedTarget
 from drafttrain.target.shards import (
     FINAL,
     SCALE,
@@ -42,7 +43,7 @@ PROBE_BYTES = 32e6  # written once to learn how fast the disk is
 
 
 def capture(
-    target: Target,
+    target: Target | ServedTarget,
     samples: list[Sample],
     asked: Asked,
     config: StoreConfig,

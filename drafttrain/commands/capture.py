@@ -2,10 +2,19 @@
 
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from drafttrain import __version__
-from drafttrain.assemble import describe_target, load_on_ranks, load_samples, shape_of
+from drafttrain.assemble import (
+    describe_target,
+    expected_spec,
+    load_on_ranks,
+    load_samples,
+    refuse_selfgen,
+    served_to,
+    shape_of,
+)
 from drafttrain.capture.asked import asked_by
 from drafttrain.capture.capture import capture as write_store
 from drafttrain.config import CaptureConfig, load_choice
@@ -13,6 +22,8 @@ from drafttrain.data.template import template_fingerprint
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import join_ranks
 from drafttrain.run import provenance
+from drafttrain.target.served import ServedTarget
+from drafttrain.target.target import Target
 from drafttrain.terminal import console
 
 
@@ -32,24 +43,35 @@ def capture(config: CaptureConfig) -> None:
         f"{config.model.name} ({config.model.origin})"
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
-    started = time.monotonic()
-    target = load_on_ranks(config.model, dtype, ranks, config.hardware.target_placement)
-    say(describe_target(target, started))
-    asked = asked_by([shape_of(drafter, target.spec) for drafter in drafters], config.store)
-    samples, skipped = load_samples(config.data, target, ranks)
-    for line in skipped.lines():
-        say(line)
-    manifest = write_store(
-        target,
-        samples,
-        asked,
-        config.store,
-        template=template_fingerprint(target.tokenizer),
-        record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
-        micro_batch=config.hardware.micro_batch,
-        ranks=ranks,
-        say=say,
-    )
+    spec = expected_spec(config.model)
+    asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
+    started, longest = time.monotonic(), config.data.max_length
+    with ExitStack() as stack:
+        target: Target | ServedTarget
+        if config.hardware.target_placement == "vllm":  # no other copy of it is needed here
+            refuse_selfgen(config.data)
+            engine = served_to(
+                ranks, config.model, config.vllm, dtype, asked.layers, longest, folder
+            )
+            target = stack.enter_context(engine)
+            say(f"target: {target.spec.name}, in vLLM {target.engine.version}")
+        else:
+            target = load_on_ranks(config.model, dtype, ranks, config.hardware.target_placement)
+            say(describe_target(target, started))
+        samples, skipped = load_samples(config.data, target, ranks)
+        for line in skipped.lines():
+            say(line)
+        manifest = write_store(
+            target,
+            samples,
+            asked,
+            config.store,
+            template=template_fingerprint(target.tokenizer),
+            record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
+            micro_batch=config.hardware.micro_batch,
+            ranks=ranks,
+            say=say,
+        )
     say(manifest.summary())
     say(
         f"next: python -m drafttrain train features=stored features.dir={folder} "

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,10 @@ class ServedTarget:
     def device(self) -> torch.device:
         """Where the features come to lie."""
         return self.readout.embedding.device
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Let ranks read different numbers of batches: each has an engine of its own."""
+        return nullcontext()
 
     @torch.no_grad()
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:

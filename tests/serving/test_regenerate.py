@@ -363,3 +363,28 @@ def test_a_drafter_trains_alike_on_hidden_states_from_vllm(tmp_path: Path) -> No
     print(losses)
     assert losses["device"]
     assert losses["vllm"] == pytest.approx(losses["device"], rel=1e-5)
+
+
+def test_what_vllm_hands_over_is_captured_and_trained_on(tmp_path: Path) -> None:
+    """The target is never loaded here: vLLM holds it, then the store stands for it."""
+    file = tmp_path / "chats.jsonl"
+    talk = [
+        {"messages": [{"role": "user", "content": q[0]}, {"role": "assistant", "content": q[0]}]}
+        for q in QUESTIONS
+    ]
+    file.write_text("".join(json.dumps(record) + "\n" for record in talk))
+    data = ["data=jsonl", f"data.path={file}", "data.holdout=2", "hardware=cpu"]
+    data += ["hardware.dtype=float32", "hardware.train_dtype=float32", "hardware.threads=1"]
+    losses = {}
+    for placement in ("device", "vllm"):
+        store, run = tmp_path / f"store_{placement}", tmp_path / placement
+        call = ["capture", f"store.dir={store}", "store.dtype=float32", *data]
+        assert cli.main([*call, f"hardware.target_placement={placement}"]) == 0
+        call = ["train", f"run.dir={run}", "features=stored", f"features.dir={store}", *data]
+        call += ["features.validate=false", "trainer.max_steps=3", "trainer.tokens_per_step=128"]
+        call += ["trainer.log_every=1", "trainer.validation_prompts=1"]
+        assert cli.main(call) == 0
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses[placement] = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses["device"]
+    assert losses["vllm"] == pytest.approx(losses["device"], rel=1e-5)
