@@ -59,9 +59,8 @@ class Validation:
         given_up = False
         with self.target.in_step():
             for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
-                if (
-                    self.stop.asked
-                ):  # a scheduler waits half a minute, a validation may take several
+                # A scheduler waits half a minute, and a validation may take several.
+                if self.stop.asked:
                     given_up = True
                     break
                 decoded = speculative_decode(

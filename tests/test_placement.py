@@ -28,6 +28,7 @@ from drafttrain.pretrained import RandomModelConfig, load_config
 from drafttrain.pretrained.shards import places, skeleton, weight_bytes
 from drafttrain.ranks import ALONE, Ranks, join_ranks
 from drafttrain.regenerate import selfgen
+from drafttrain.stopping import StopRequest
 from drafttrain.target import placement as placing
 from drafttrain.target.placement import Placement, choose_placement, load_placed
 from drafttrain.target.sharded import ShardedTarget, load_sharded, refuse_unless_shardable
@@ -135,6 +136,7 @@ def validated(target: Target) -> tuple[dict[str, float], list[list[float]]]:
         depth=3,
         max_new_tokens=17,
         draft_dtype=torch.float32,
+        stop=StopRequest(),
     )
     return validation(), validation.table()[1]
 
