@@ -24,6 +24,7 @@ from test_engine import ROOT
 from test_train import random_samples
 from tests_support import drafter_config, model_config
 
+from drafttrain.__main__ import main
 from drafttrain.assemble import shape_of
 from drafttrain.capture.asked import Asked, StoreConfig, asked_by
 from drafttrain.capture.capture import capture
