@@ -333,7 +333,7 @@ def test_slurms_script_starts_a_rank_for_every_gpu_of_a_node(script: Any) -> Non
 
 def test_slurm_is_for_what_ranks_do_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "drafter=ngram", "--slurm"]) == 2
-    assert capsys.readouterr().err == "error: --slurm is for train, got evaluate\n"
+    assert capsys.readouterr().err == "error: --slurm is for train, capture, got evaluate\n"
     for wrong in ("2 nodes", "nodes=2 time=3", "$(reboot)"):
         assert cli.main(["train", f"--slurm={wrong}"]) == 2
         assert capsys.readouterr().err.startswith("error: --slurm must be options of sbatch such")

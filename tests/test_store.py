@@ -20,6 +20,7 @@ from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.data.batches import Batches, collate, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.engine import Engine, build_engine
+from drafttrain.stopping import StopRequest
 from drafttrain.target.store import StoredTarget, runs
 from drafttrain.target.target import Target, load_target
 from drafttrain.teacher_forced import NoChance, TeacherForced
@@ -182,7 +183,9 @@ def run_training(
     tracker = open_tracker(kind, folder, config={}, resume_step=step, is_main=True)
     batches = Batches(samples, config.tokens_per_step, 4, seed=3)
     with Prefetcher(batches, ahead, read) as steps:
-        train(engine, source, steps, checkpoints, tracker, config, validate, 7, metric)
+        train(
+            engine, source, steps, checkpoints, tracker, config, validate, 7, StopRequest(), metric
+        )
     tracker.finish()
     return engine
 
