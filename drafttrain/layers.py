@@ -59,6 +59,8 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = heads.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     first, second = heads.split(half, dim=-1)
+    if torch.compiler.is_compiling():  # which fuses them, and gets `out=` of a view wrong (2.13)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     turned = torch.empty_like(heads)
     one, other = turned.split(half, dim=-1)
     torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)

@@ -34,7 +34,8 @@ class Model(nn.Module):
         self.mix = nn.Linear(12, 13)
         self.norm = nn.LayerNorm(13)
         self.head = nn.Linear(13, VOCAB, bias=False)
-        self.idle = nn.Linear(3, 2)  # trained by name, but no loss reaches it
+        self.idle = nn.Linear(3, 2)  # trained by name, but no loss reaches it unless awake
+        self.awake = False
         self.register_buffer("ids", torch.arange(VOCAB))
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Losses:
@@ -43,6 +44,8 @@ class Model(nn.Module):
         keep = mask[:, 1:]
         loss = nn.functional.cross_entropy(logits[keep], tokens[:, 1:][keep], reduction="sum")
         size = logits[keep].square().sum()
+        if self.awake:
+            size = size + self.idle(torch.ones(3)).square().sum()
         return {"ce": LossTerm(1.0, loss, keep.sum()), "size": LossTerm(0.01, size, keep.sum())}
 
 
@@ -152,6 +155,27 @@ def test_a_micro_batch_with_nothing_to_learn_counts_for_nothing(name: str) -> No
     engine.losses(tokens, mask & False)
     engine.backward(torch.zeros(()), last=True)
     assert engine.step(lr=0.02) == pytest.approx(expected[0][1], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ENGINES[1:])
+def test_what_only_some_micro_batches_reach_is_updated_by_those(name: str) -> None:
+    plain, engine = make_engine("none"), make_engine(name)
+    for step, awake in enumerate([(False, True), (True, False), (False, False), (False, True)]):
+        tokens, mask = rows_of(step)
+        for each in (plain, engine):
+            for number, rows in enumerate(([0, 1, 2, 3], [4, 5, 6, 7])):
+                each.module.awake = awake[number]
+                loss = weighted_sum(each.losses(tokens[rows], mask[rows])) / 20
+                each.backward(loss, last=number == 1)
+        assert engine.step(lr=0.02) == pytest.approx(plain.step(lr=0.02), rel=2e-6)
+        for key, value in plain.weights().items():
+            torch.testing.assert_close(engine.weights()[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_sharding_a_drafter_leaves_torch_as_it_is_for_the_target() -> None:
+    before = nn.functional.linear
+    train(make_engine("zero3"), 8, steps=1)
+    assert nn.functional.linear is before
 
 
 @pytest.mark.parametrize("name", ENGINES[1:])

@@ -199,8 +199,8 @@ class ZeroEngine(DeepSpeedEngine):
 class Zero3Engine(ZeroEngine):
     """ZeRO 3 shards the weights as well: each layer's are gathered while it computes.
 
-    Gradients are added up in one buffer, which is emptied after each step: DeepSpeed's own way, to
-    overwrite it by the first micro batch, keeps what that one does not reach.
+    Gradients are added up in one buffer, which is emptied after each step: DeepSpeed only lets the
+    first micro batch overwrite it, and so keeps what that one does not reach.
     """
 
     def __init__(self, forward: Forward, *arguments: Any) -> None:
@@ -220,7 +220,6 @@ class Zero3Engine(ZeroEngine):
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
-        self._zero.micro_step_id = 1  # not the first: add
         # Every time as if it were the last: what is in the host's memory is then complete, too.
         if loss.requires_grad:
             return DeepSpeedEngine._backward(self, loss, True)
