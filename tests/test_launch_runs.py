@@ -120,7 +120,8 @@ def test_plain_python_trains_on_two_ranks_as_on_one(place: Path) -> None:
     assert len(losses("two")) == 2
     for line in ("2 ranks on this machine, 1 CPU threads each", "drafter: ", "train 2/2", "next: "):
         assert once(f"(?m)^{line}", two.stdout), two.stdout
-    assert len(two.stdout.splitlines()) == 10
+    lines = two.stdout.splitlines()
+    assert len(set(lines)) == len(lines), two.stdout  # nothing is said by both
     left = {"checkpoints", "config.yaml", "metrics.jsonl", "provenance.json", "train.log"}
     assert {file.name for file in Path("two").iterdir()} == left
 
