@@ -127,10 +127,17 @@ def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
     return f" (its vocabulary stays, and holds {share:.1%} of the tokens to train on)"
 
 
-def keep_start(run: Path, start: Start) -> None:
-    """Leave in the run folder what training starts from, once: whole, or not there."""
-    folder = run / FOLDER
-    if (folder / RECORD).is_file():
+def keep_start(run: Path, start: Start | None) -> None:
+    """Leave in the run folder what training starts from, once: whole, or not there.
+
+    Before an engine has the drafter, which may shard or round its weights. What is left of an
+    attempt without a checkpoint is replaced; a run that has one began with what is kept.
+    """
+    folder, checkpoints = run / FOLDER, run / CHECKPOINTS
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return
+    (folder / RECORD).unlink(missing_ok=True)
+    if start is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.contiguous() for name, value in start.drafter.state_dict().items()}

@@ -46,11 +46,36 @@ def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: l
 
 
 def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a saved section with the keys that its choice has gained since the run was made."""
+    """Return a saved section with the keys that its choice has gained since the run was made.
+
+    They are those of the choice it is named after; of another of its class where it goes by a name
+    of its own; of the default where the run knew no such section.
+    """
     section = saved.get(group, {})
     if group == "run":  # a section without choices
         now = yaml.safe_load((conf_dir() / "train.yaml").read_text())["run"]
     else:
-        file = choices(group).get(str(section.get("name")))
-        now = yaml.safe_load(file.read_text()) if file else {}
+        now = _content(group, _counterpart(group, section))
     return {**{key: value for key, value in now.items() if key != "defaults"}, **section}
+
+
+def _counterpart(group: str, section: dict[str, Any]) -> str | None:
+    """Return the choice of conf/ that a saved section is most like."""
+    names, default = choices(group), command_groups("train").get(group)
+    own = str(section.get("name"))
+    if own in names or not section:
+        return own if own in names else default
+    kinds = {name: _content(group, name).get("_target_") for name in names}
+    alike = [name for name in names if kinds[name] == section.get("_target_")]
+    # A choice that names no class is of the section's own.
+    alike = alike or [name for name in names if kinds[name] is None]
+    return default if default in alike or not alike else alike[0]
+
+
+def _content(group: str, name: str | None) -> dict[str, Any]:
+    """Return the keys of a choice, with those of the choices it builds on."""
+    if name is None:
+        return {}
+    own = yaml.safe_load(choices(group)[name].read_text())
+    bases = [base for base in own.get("defaults", []) if isinstance(base, str) and base != "_self_"]
+    return {key: value for base in bases for key, value in _content(group, base).items()} | own

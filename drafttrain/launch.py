@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from drafttrain.hardware import HardwareConfig
 from drafttrain.launched import LAUNCHER
 from drafttrain.run import CHECKPOINTS
+from drafttrain.target.shards import MANIFEST
 from drafttrain.terminal import console
 
 # Ranks that were asked to end (SIGTERM) have so long to save; torch's own variable overrides it.
@@ -271,6 +272,8 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
 
 
 def _how_to_go_on(folder: Path) -> str:
+    if (folder / MANIFEST).is_file():  # a store, which `capture` writes
+        return "; the same command goes on where it stopped"
     checkpoints = folder / CHECKPOINTS
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
         return "; go on with run.resume=true"

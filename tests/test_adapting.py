@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from drafttrain.__main__ import main
+from drafttrain.adapting import Start, keep_start, starting_point
+from drafttrain.config import TrainConfig, compose, typed
 
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=1", "eval.depth=3"]
@@ -113,6 +116,45 @@ def test_a_run_is_trained_further_on_another_target_and_compared_with_what_it_wa
     assert "Before and after adapting" in (place / "report.html").read_text()
     assert main(["evaluate", f"run.dir={adapted}", prompts, *SHORT, "eval.before=false"]) == 0
     assert json.loads((place / "report.json").read_text())["adaptation"] is None
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        ("hardware.train_dtype=bfloat16", "hardware.weights_dtype=bfloat16"),
+        pytest.param(("deepspeed=zero3",), marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_started_from_is_kept_whatever_the_engine_does_to_its_weights(
+    run: Path, engine: tuple[str, ...], tmp_path: Path
+) -> None:
+    told = [f"run.init_from={run}", f"run.dir={tmp_path}", f"data.path={run.parent}/data.jsonl"]
+    assert train(*told, "trainer.max_steps=1", *engine) == 0
+    assert same(start_of(tmp_path), weights_of(run))
+
+
+def test_an_attempt_without_a_checkpoint_leaves_no_start_behind(run: Path, tmp_path: Path) -> None:
+    found = starting_point(typed(compose("train", [f"run.init_from={run}"]), TrainConfig))
+    assert found is not None
+
+    def start(name: str) -> Start:
+        return replace(found, origin=name)
+
+    def origin() -> str | None:
+        record = tmp_path / "initial" / "record.json"
+        return json.loads(record.read_text())["origin"] if record.is_file() else None
+
+    keep_start(tmp_path, start("1"))
+    keep_start(tmp_path, start("2"))
+    assert origin() == "2"
+    assert same(start_of(tmp_path), weights_of(run))
+    keep_start(tmp_path, None)
+    assert origin() is None
+    keep_start(tmp_path, start("3"))
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    keep_start(tmp_path, start("4"))  # a resumed run began with what is there
+    keep_start(tmp_path, None)
+    assert origin() == "3"
 
 
 def test_an_export_is_trained_further_and_keeps_its_shape(

@@ -18,7 +18,7 @@ import pytest
 import drafttrain.__main__ as cli
 from drafttrain.config import load_choice
 from drafttrain.hardware import HardwareConfig
-from drafttrain.launch import ranks_to_start, start
+from drafttrain.launch import _how_to_go_on, ranks_to_start, start
 from drafttrain.launched import LauncherError, adopt, is_consequence, speaks_first
 
 ROOT = Path(__file__).parents[1]
@@ -345,3 +345,13 @@ def test_help_explains_ranks_and_the_batch_script(capsys: pytest.CaptureFixture[
     assert cli.main(["train", "--help", "hardware"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "auto (one per GPU, one on a CPU), or a number. Plain python starts them;" in said
+
+
+def test_a_store_goes_on_by_the_same_command_and_a_run_by_its_checkpoint(tmp_path: Path) -> None:
+    assert "start again" in _how_to_go_on(tmp_path)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert "run.resume=true" in _how_to_go_on(tmp_path)
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "manifest.json").touch()
+    assert _how_to_go_on(store) == "; the same command goes on where it stopped"

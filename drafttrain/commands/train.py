@@ -78,6 +78,8 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         say(line)
     material = gather(config, start is None, dtype, ranks, say)
     drafter = first_weights(config, start, material, say)
+    if ranks.is_main:
+        keep_start(Path(config.run.dir), start)
     drafter.train_layers(config.hardware.gradient_checkpointing, compiler)
     trainer = config.trainer
     engine = build_engine(
@@ -124,7 +126,6 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         }
         if start is not None:
             record["start"] = {"origin": start.origin, "target_fingerprint": start.fingerprint}
-            keep_start(folder, start)
         write_whole(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
         append_log(folder, said)
     tracker = open_tracker(

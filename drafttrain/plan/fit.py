@@ -26,6 +26,6 @@ def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
         f"hardware must hold the run: it takes at least {gib(asked.least)} where {whose} "
         f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
         f"and optimizer {gib(asked.states)}, activations of hardware.micro_batch={rows} "
-        f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same overrides says "
-        "what fits; hardware.check_fit=false tries all the same"
+        f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same model, "
+        "drafter, trainer and hardware says what fits; hardware.check_fit=false tries all the same"
     )
