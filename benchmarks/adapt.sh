@@ -44,7 +44,7 @@ $PYTHON -m drafttrain regenerate "model.path=$OUT/shifted" data=jsonl \
     "data.path=$OUT/problems.jsonl" "regenerate.out=$OUT/traffic.jsonl" regenerate.max_new_tokens=110
 train "run.init_from=$OUT/first" "run.dir=$OUT/adapted" "model.path=$OUT/shifted" \
     data=jsonl "data.path=$OUT/traffic.jsonl" data.holdout=16 \
-    trainer.max_steps=30 trainer.tokens_per_step=1024 trainer.warmup_steps=2 \
-    trainer.validate_every=15 trainer.save_every=15
+    trainer.max_steps=28 trainer.tokens_per_step=1024 trainer.warmup_steps=2 \
+    trainer.validate_every=14 trainer.save_every=14
 evaluate "run.dir=$OUT/adapted" "eval.prompts=$OUT/prompts.jsonl" eval.name=math
 evaluate "run.dir=$OUT/adapted"

@@ -65,11 +65,13 @@ def _counterpart(group: str, section: dict[str, Any]) -> str | None:
     own = str(section.get("name"))
     if own in names or not section:
         return own if own in names else default
-    kinds = {name: _content(group, name).get("_target_") for name in names}
-    alike = [name for name in names if kinds[name] == section.get("_target_")]
+    # By its last part: a yaml may name the class where a package offers it, a run where it stands.
+    last = lambda path: None if path is None else str(path).rpartition(".")[2]  # noqa: E731
+    kinds = {name: last(_content(group, name).get("_target_")) for name in names}
+    alike = [name for name in names if kinds[name] == last(section.get("_target_"))]
     # A choice that names no class is of the section's own.
     alike = alike or [name for name in names if kinds[name] is None]
-    return default if default in alike or not alike else alike[0]
+    return default if default in alike else next(iter(alike), None)
 
 
 def _content(group: str, name: str | None) -> dict[str, Any]:

@@ -107,6 +107,12 @@ def check_run_folder(config: Any) -> None:
             "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
         )
     saved = load_config(folder)
+    start = saved.get("run", {}).get("init_from")
+    if start != config.run.init_from:
+        raise ValueError(
+            f"run.init_from must be {start or 'null'} to resume, as in {folder}/{CONFIG}, got "
+            f"{config.run.init_from or 'null'}; or start another run by run.name=ANOTHER_NAME"
+        )
     for section in ("drafter", "data"):
         earlier = saved.get(section, {})
         for key, value in asdict(getattr(config, section)).items():

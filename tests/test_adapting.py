@@ -177,6 +177,8 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     capsys.readouterr()
     assert train(*told, "trainer.max_steps=2", "run.resume=true") == 0
     assert sorted(p.name for p in (again / "checkpoints").glob("step-*"))[-1] == "step-000002"
+    assert train(f"run.dir={again}", data, "trainer.max_steps=3", "run.resume=true") == 1
+    assert "run.init_from must be" in capsys.readouterr().err
 
     # The export says whose it is, when it is measured on another target.
     prompts = f"eval.prompts={run.parent / 'prompts.jsonl'}"

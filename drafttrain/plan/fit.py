@@ -11,12 +11,12 @@ from drafttrain.plan.units import gib
 def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
     """Raise ValueError where training takes more than there is, whatever the estimates' doubt.
 
-    A device map may use every GPU and the host; auto may choose any placement, so all must fail.
+    A device map may use the disk as well, slowly; auto may choose it for every GPU and the host.
     """
     asked = place(job, sharding, placement)
-    if asked.least <= asked.limit:
+    if asked.least <= asked.limit or placement == "device_map":
         return
-    if placement in ("auto", "device_map") and not job.chip.is_cpu:
+    if placement == "auto" and not job.chip.is_cpu:
         spread = memory_of(job, sharding, "stored").least + job.target_bytes
         if spread <= max(1, torch.cuda.device_count()) * job.chip.memory + host_memory():
             return
