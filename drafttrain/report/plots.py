@@ -28,7 +28,7 @@ LEGEND_LIMIT = 50  # characters of all names that fit in one line
 # that the page decides the colours, for light and dark.
 COLOURS = [
     "ink", "soft", "faint", "edge", "on-bar", "drafter", "other", "plain", "conditional", "draft",
-    "verify", "rest",
+    "verify", "rest", "third",
 ]  # fmt: skip
 STAND_IN = {name: f"#0000{place:02x}" for place, name in enumerate(COLOURS, start=1)}
 STAGES = {"draft": "draft", "verify": "verify", "other": "rest"}
@@ -129,7 +129,11 @@ def _patch(colour: str) -> Patch:
 
 
 def _kinds(rows: Mapping[str, object], drafter: str) -> dict[str, str]:
-    return {drafter: "drafter", **{method: "other" for method in rows if method != drafter}}
+    others = [method for method in rows if method != drafter]
+    return {
+        drafter: "drafter",
+        **dict(zip(others, ["other", *["third"] * len(others)], strict=False)),
+    }
 
 
 def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
