@@ -18,6 +18,7 @@ from lives import compare, curve, settings, write_conversations
 import drafttrain.commands.train as command
 import drafttrain.train
 import drafttrain.validate
+from drafttrain import material
 from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
 from drafttrain.data.conversations import JsonlConfig, file_records, read_jsonl
@@ -127,7 +128,7 @@ def test_before_the_first_step_a_scheduler_is_obeyed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        command, "load_samples", at_call(1, command.load_samples, send(signal.SIGTERM))
+        material, "load_samples", at_call(1, material.load_samples, send(signal.SIGTERM))
     )
     assert main(settings(tmp_path / "run", place / "data.jsonl")) == 143
     assert "stopped by SIGTERM outside the steps of training" in capsys.readouterr().err
