@@ -1,7 +1,6 @@
 """Training that starts from a drafter that is there, and the record of what it started from."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.assemble import expected_spec
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.config import TrainConfig, UsageError, load_choice
+from drafttrain.disk import write_whole
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.run import CHECKPOINTS, CONFIG
 from drafttrain.types import TargetSpec
@@ -143,9 +143,7 @@ def keep_start(run: Path, start: Start | None) -> None:
     tensors = {name: value.contiguous() for name, value in start.drafter.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
     record = {"origin": start.origin, "target_fingerprint": start.fingerprint}
-    beside = folder / f".{RECORD}"
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, folder / RECORD)
+    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def drafter_before(run: Path, config: DrafterConfig, spec: TargetSpec) -> Drafter | None:

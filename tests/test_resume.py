@@ -42,12 +42,7 @@ def test_a_run_killed_thrice_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(
     ranks: int, features: str, tmp_path: Path
 ) -> None:
-    chosen = []
-    if (ROOT / "conf/features").is_dir():
-        chosen = [f"features={features}"]
-    elif features == "stored":
-        pytest.skip("this version does not store features")
-    seen = lives("kill", tmp_path, 20, ranks, ranks, *chosen)
+    seen = lives("kill", tmp_path, 20, ranks, ranks, f"features={features}")
     assert "saving" in seen["landed"]
     assert len(seen["landed"]) >= 4  # of six kinds of places; which ones, time decides
     if ranks > 1:

@@ -14,9 +14,10 @@ from drafttrain.data.conversations import (
     file_records,
     find_files,
     hub_records,
+    usable_of,
 )
 from drafttrain.data.records import Message, Unusable, checked_text, first, message_of, transposed
-from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.skips import SkipReport
 
 ALL, LAST = "all", "last"  # which answers are given anew
 
@@ -58,24 +59,12 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Asked], SkipReport]
             f"data must hold prompts to regenerate, got data={config.name}, which writes its own; "
             "use data=jsonl data.path=FILE"
         )
-    report = SkipReport()
-    asked: list[Asked] = []
-    for where, record in records:
-        if report.num_read == limit:
-            break
-        report.num_read += 1
-        try:
-            if isinstance(record, Unusable):
-                raise record
-            messages = left_open(messages_asked(record), turns)
-        except Unusable as error:
-            report.skip(error.reason, where, error.detail)
-            continue
-        asked.append(Asked(messages, len(asked), where, digest_of(messages)))
-    if not asked:
-        advice = "correct the lines named below" if report.counts else "give it some records"
-        raise NothingUsable(f"{what} must hold usable prompts, got none", report, advice)
-    return asked, report
+
+    def take(record: Any, index: int, where: str) -> Asked:
+        messages = left_open(messages_asked(record), turns)
+        return Asked(messages, index, where, digest_of(messages))
+
+    return usable_of(records, limit, take, f"{what} must hold usable prompts")
 
 
 def messages_asked(record: Any) -> tuple[Message, ...]:

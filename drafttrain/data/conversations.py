@@ -3,7 +3,7 @@
 import glob
 import gzip
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +256,23 @@ def collect(
     records: Iterable[Record], config: DataConfig, limit: int | None, what: str
 ) -> tuple[Conversations, SkipReport]:
     """Return the usable ones of `records`; ValueError with the report if there are none."""
+
+    def take(record: Any, index: int, where: str) -> Any:
+        if config.template == "none":
+            return PlainText(plain_text(record), index, where)
+        return Conversation(messages_of(record), index, where)
+
+    return usable_of(records, limit, take, f"{what} must hold usable conversations")
+
+
+def usable_of(
+    records: Iterable[Record], limit: int | None, take: Callable[[Any, int, str], Any], must: str
+) -> tuple[list[Any], SkipReport]:
+    """Return what `take` makes of each record, its place and its source, and what was skipped.
+
+    take: raises Unusable for a record that is left out. ValueError that begins with `must` and
+    carries the report if nothing is left.
+    """
     report = SkipReport()
     usable: list[Any] = []
     for where, record in records:
@@ -265,15 +282,12 @@ def collect(
         try:
             if isinstance(record, Unusable):
                 raise record
-            if config.template == "none":
-                usable.append(PlainText(plain_text(record), len(usable), where))
-            else:
-                usable.append(Conversation(messages_of(record), len(usable), where))
+            usable.append(take(record, len(usable), where))
         except Unusable as error:
             report.skip(error.reason, where, error.detail)
     if not usable:
         advice = "correct the lines named below" if report.counts else "give it some records"
-        raise NothingUsable(f"{what} must hold usable conversations, got none", report, advice)
+        raise NothingUsable(f"{must}, got none", report, advice)
     return usable, report
 
 

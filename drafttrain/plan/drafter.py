@@ -10,6 +10,7 @@ from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.eagle import EagleConfig
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
+from drafttrain.drafters.shape import LayerShape
 from drafttrain.drafters.small_lm import SmallLMConfig
 from drafttrain.plan.shapes import NORMED, Shape, read_shape
 from drafttrain.types import TargetSpec
@@ -139,17 +140,7 @@ def _eagle3(config: Eagle3Config, drafter: Drafter, spec: TargetSpec, share: flo
         num_parameters=weights,
         num_trained=weights,
         matrices=tuple(matrices),
-        decoder=Decoder(
-            shape.hidden_size,
-            2 * shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            1,
-            unroll,
-            config.qk_norm,
-        ),
+        decoder=_decoder(shape, 2 * shape.hidden_size, 1, unroll, config.qk_norm),
         draft_vocab=kept,
         captures=drafter.captures,
         fused=len(drafter.captures) * spec.hidden_size,
@@ -176,17 +167,7 @@ def _eagle(config: EagleConfig, drafter: Drafter, spec: TargetSpec, share: float
         num_parameters=weights,
         num_trained=weights,
         matrices=tuple(matrices),
-        decoder=Decoder(
-            shape.hidden_size,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            1,
-            1,
-            config.qk_norm,
-        ),
+        decoder=_decoder(shape, shape.hidden_size, 1, 1, config.qk_norm),
         draft_vocab=spec.vocab_size,
         captures=(),
         fused=2 * spec.hidden_size,
@@ -256,16 +237,8 @@ def _small_lm(config: SmallLMConfig, target: Shape, share: float) -> DrafterPart
         num_parameters=shape.num_parameters,
         num_trained=trained,
         matrices=tuple(matrices),
-        decoder=Decoder(
-            shape.hidden_size,
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-            shape.num_layers,
-            1,
-            shape.architecture in NORMED,
+        decoder=_decoder(
+            shape, shape.hidden_size, shape.num_layers, 1, shape.architecture in NORMED
         ),
         draft_vocab=shape.vocab_size,
         captures=(),
@@ -280,6 +253,23 @@ def _small_lm(config: SmallLMConfig, target: Shape, share: float) -> DrafterPart
 
 def _no_layers(width: int) -> Decoder:
     return Decoder(width, width, 0, 0, 0, 0, 0, 1, False)
+
+
+def _decoder(
+    shape: LayerShape | Shape, reads: int, num_layers: int, unroll: int, normed: bool
+) -> Decoder:
+    """Return decoder layers of this shape whose attention reads so wide an input."""
+    return Decoder(
+        shape.hidden_size,
+        reads,
+        shape.intermediate_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.head_dim,
+        num_layers,
+        unroll,
+        normed,
+    )
 
 
 def _adapter_parameters(shape: Shape, rank: int) -> int:
