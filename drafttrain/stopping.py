@@ -28,6 +28,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.name: str | None = None  # of the signal that came first
         self._deferred = False
+        self._raised: Stopped | None = None
         self._terminated: float | None = None  # when SIGTERM came first
 
     @property
@@ -47,6 +48,12 @@ class StopRequest:
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield self
+        except Exception as error:
+            # C code that calls Python for an item (safetensors through torch, reading a storage)
+            # may take what our handler raised for a failure of its own and raise that instead.
+            if self._raised is not None:
+                raise self._raised from error
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -69,7 +76,8 @@ class StopRequest:
             self._terminated = self._terminated or now
         first, self.name = not self.asked, self.name or signal.Signals(number).name
         if first and not self._deferred:
-            raise Stopped(
+            self._raised = Stopped(
                 f"stopped by {self.name} outside the steps of training: checkpoints are as they "
                 "were, and the same command with run.resume=true goes on"
             )
+            raise self._raised

@@ -166,6 +166,31 @@ def test_a_request_is_remembered_while_deferred_and_raised_else() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def test_a_request_that_c_code_takes_for_its_own_failure_stays_a_request() -> None:
+    class Items:
+        """As torch reads a storage: asked for an item by C code, which is when the signal comes."""
+
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 1
+
+    caught = pytest.raises(Stopped, match="stopped by SIGTERM out")
+    with caught as stopped, StopRequest().listening():
+        torch.tensor(Items())
+    assert "could not determine the shape" in str(stopped.value.__cause__)
+
+    def fails_later(stop: StopRequest) -> None:
+        with stop.listening(), stop.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("another failure")
+
+    with pytest.raises(ValueError, match="another failure"):  # what is only remembered hides none
+        fails_later(StopRequest())
+
+
 def test_a_loss_that_is_not_finite_names_its_step_and_conversations(
     place: Path,
     tmp_path: Path,
