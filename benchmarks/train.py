@@ -5,7 +5,8 @@ hidden values. Plain is the definition (tests/plain_training.py): the logits of 
 once, scores of all pairs. Both are timed in turns in one process; medians of `--repeats` turns.
 Before that they must give the same loss and gradient. Memory is the most that torch held beyond
 weights and features during a step, gradients included: on a CPU the sum of its allocator's events
-in a step that is not timed, on CUDA `max_memory_allocated`.
+in a step that is not timed, on CUDA `max_memory_allocated`. Recomputing is what
+hardware.gradient_checkpointing=true does, compiled what hardware.compile=true does.
 
 Then the shape of the best public EAGLE-3 trainer's record: 2,360 tokens/s in float32, 4,500 in
 bfloat16 on two threads, beside the operations that the definition asks for and what the machine
@@ -33,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from plain_training import plain_losses  # noqa: E402
 
-from drafttrain.drafters.base import TrainingChance  # noqa: E402
+from drafttrain.drafters.base import Compiled, TrainingChance  # noqa: E402
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
 from drafttrain.readout import Readout  # noqa: E402
 from drafttrain.types import (  # noqa: E402
@@ -160,26 +161,35 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def forms(setting: Any, dtype: str) -> tuple[Form, Form]:
-    """Return ours and the plain form of one setting, on the same weights."""
+def ours(setting: Any, dtype: str, recompute: bool = False, compiled: str | None = None) -> Form:
+    """Return the drafter's own form, as `hardware` may ask for it."""
     drafter, batch, features = setting
-    return (
-        Form(lambda: drafter(batch, features, NoChance()), drafter, batch, dtype),
-        Form(lambda: plain_losses(drafter, batch, features), drafter, batch, dtype),
-    )
+    programs = Compiled(compiled) if compiled else None
+
+    def losses() -> Losses:
+        drafter.recompute, drafter.compiled = recompute, programs
+        return drafter(batch, features, NoChance())
+
+    return Form(losses, drafter, batch, dtype)
 
 
-def agree(ours: Form, plain: Form) -> float:
+def plain(setting: Any, dtype: str) -> Form:
+    """Return the definition, on the same weights."""
+    drafter, batch, features = setting
+    return Form(lambda: plain_losses(drafter, batch, features), drafter, batch, dtype)
+
+
+def agree(one: Form, other: Form) -> float:
     """Check that loss and gradient are the same; return the gradients' relative distance."""
     found = []
-    for form in (ours, plain):
+    for form in (one, other):
         form.optimizer.zero_grad()
         loss = form.gradient()
         found.append((loss, [p.grad.clone() for p in form.drafter.parameters()]))
         form.optimizer.zero_grad()
-    (one, own), (other, theirs) = found
-    near = 1e-4 if ours.dtype == "float32" else 5e-2
-    assert abs(one - other) <= near * abs(other), (one, other)
+    (loss, own), (expected, theirs) = found
+    near = 1e-4 if one.dtype == "float32" else 5e-2
+    assert abs(loss - expected) <= near * abs(expected), (loss, expected)
     distance = sum(float((a - b).square().sum()) for a, b in zip(own, theirs, strict=True)) ** 0.5
     distance /= sum(float(b.square().sum()) for b in theirs) ** 0.5
     assert distance < 10 * near, distance
@@ -233,20 +243,18 @@ def case(
     if seconds > options.seconds:
         return row | {"skipped": f"about {seconds:.0f} s a step"}
     shape = setting(vocab, vocab, 1, length, unroll, options.device)
-    ours, plain = forms(shape, "float32")
-    fits = plain_bytes(vocab, length, unroll) < options.gigabytes * 1e9
-    if fits:
-        row["gradient_distance"] = agree(ours, plain)
-    repeats = options.repeats if seconds < 2 else 1
-    times = timed([ours, plain] if fits else [ours], repeats)
-    row["tokens_per_s"] = length / statistics.median(times[0])
-    row["peak_mb"] = ours.peak() / 1e6
-    if fits:
-        row["plain_tokens_per_s"] = length / statistics.median(times[1])
+    competitors = {"": ours(shape, "float32"), "recomputing_": ours(shape, "float32", True)}
+    if plain_bytes(vocab, length, unroll) < options.gigabytes * 1e9:
+        competitors["plain_"] = plain(shape, "float32")
+        row["gradient_distance"] = agree(competitors[""], competitors["plain_"])
+    times = timed(list(competitors.values()), options.repeats if seconds < 2 else 1)
+    for (name, form), column in zip(competitors.items(), times, strict=True):
+        row[f"{name}tokens_per_s"] = length / statistics.median(column)
+        row[f"{name}peak_mb"] = form.peak() / 1e6
+    if "plain_" in competitors:
         row["time_ratio"] = statistics.median(
-            a / b for a, b in zip(times[0], times[1], strict=True)
+            a / b for a, b in zip(times[0], times[2], strict=True)
         )
-        row["plain_peak_mb"] = plain.peak() / 1e6
         row["memory_ratio"] = row["peak_mb"] / row["plain_peak_mb"]
     return row
 
@@ -256,26 +264,29 @@ def record(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for dtype, theirs in RECORD.items():
         rate = peak_rate(options.device, dtype)
-        ours, plain = forms(setting(4096, 1024, 4, 256, 7, options.device), dtype)
-        distance = agree(ours, plain)
-        times = timed([ours, plain], options.repeats * 2)
+        shape = setting(4096, 1024, 4, 256, 7, options.device)
+        competitors = {"as written": ours(shape, dtype), "plain": plain(shape, dtype)}
+        if options.compile:
+            competitors["compiled"] = ours(shape, dtype, compiled="inductor")
+        times = timed(list(competitors.values()), options.repeats * 2)
+        rate = max(rate, peak_rate(options.device, dtype))
         each = operations(4096, 1024, 256, 7)
-        speeds = [ours.tokens / statistics.median(column) for column in times]
-        rows.append(
-            {
-                "dtype": dtype,
-                "tokens_per_s": speeds[0],
-                "best_tokens_per_s": ours.tokens / min(times[0]),
-                "plain_tokens_per_s": speeds[1],
-                "public_tokens_per_s": theirs,
-                "mflop_per_token": each / 1e6,
-                "peak_gflops": rate / 1e9,
-                "efficiency": speeds[0] * each / rate,
-                "gradient_distance": distance,
-                "peak_mb": ours.peak() / 1e6,
-                "plain_peak_mb": plain.peak() / 1e6,
-            }
-        )
+        for (name, form), column in zip(competitors.items(), times, strict=True):
+            speed = form.tokens / statistics.median(column)
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "form": name,
+                    "tokens_per_s": speed,
+                    "best_tokens_per_s": form.tokens / min(column),
+                    "public_tokens_per_s": theirs,
+                    "mflop_per_token": each / 1e6,
+                    "peak_gflops": rate / 1e9,
+                    "efficiency": speed * each / rate,
+                    "gradient_distance": agree(form, competitors["plain"]),
+                    "peak_mb": form.peak() / 1e6,
+                }
+            )
     return rows
 
 
@@ -296,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the smaller shapes only")
     parser.add_argument("--only-record", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the record's shape compiled, too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0, help="longest step that is measured")
@@ -315,7 +327,8 @@ def main() -> None:
     if not options.only_record:
         rate = peak_rate(options.device, "float32")
         keys = ["vocab", "length", "unroll", "tokens_per_s", "plain_tokens_per_s", "time_ratio"]
-        keys += ["peak_mb", "plain_peak_mb", "memory_ratio"]
+        keys += ["recomputing_tokens_per_s", "peak_mb", "plain_peak_mb", "memory_ratio"]
+        keys += ["recomputing_peak_mb"]
         print(f"\n| {' | '.join(keys)} | |\n|{'---|' * (len(keys) + 1)}")
         for vocab in VOCABS[:2] if options.quick else VOCABS:
             for length in LENGTHS[:2] if options.quick else LENGTHS:

@@ -45,6 +45,10 @@ class _Unrolled(torch.autograd.Function):
     ) -> Tensor:
         bias = None if mask is None else _additive(mask, queries.dtype)
         first = _attend(queries, keys, values, bias)
+        if not later:
+            ctx.save_for_backward(mask, queries, keys, values, first.mixed, first.logsumexp)
+            ctx.kernel, ctx.extra = first.kernel, first.extra
+            return first.mixed
         scale = queries.shape[-1] ** -0.5
         grouped = _grouped(queries, keys)
         scores = [(grouped * k[:, :, None]).sum(-1, dtype=_wide(queries)) for k in later[0::2]]
@@ -70,6 +74,8 @@ class _Unrolled(torch.autograd.Function):
         bias = None if mask is None else _additive(mask, queries.dtype)
         merged = _Mixture(mixed, total, ctx.kernel, ctx.extra)
         d_queries, d_keys, d_values = _attend_backward(grad, queries, keys, values, bias, merged)
+        if not later:
+            return None, d_queries, d_keys, d_values
         grouped, grads = _grouped(queries, keys), _grouped(grad, keys)
         d_grouped = d_queries.reshape(grouped.shape)
         wide, scale = _wide(queries), queries.shape[-1] ** -0.5

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.cache import KeyValues
-from drafttrain.flash import unrolled_attention
 
 
 class RMSNorm(nn.Module):
@@ -22,9 +21,37 @@ class RMSNorm(nn.Module):
 
     def forward(self, values: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape width"]:
         """Return values scaled to unit root mean square, times the weight."""
+        training = torch.is_grad_enabled() and self.weight.requires_grad
+        if training and values.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _Normed.apply(values, self.weight, self.eps)
         return functional.rms_norm(
             values, self.weight.shape, self.weight.to(values.dtype), self.eps
         )
+
+
+class _Normed(torch.autograd.Function):
+    """The norm in five passes forward and backward: torch has one kernel on a GPU, none on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=wide)
+        scales = norms.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(values, weight, scales)
+        return (values * scales).mul_(weight).to(values.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        values, weight, scales = ctx.saved_tensors
+        unit = values * scales
+        times = grad * unit
+        d_weight = times.flatten(0, -2).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, None
+        along = (times @ weight.to(times.dtype)).div_(-values.shape[-1])
+        d_values = (grad * weight).to(unit.dtype).addcmul_(unit, along[..., None]).mul_(scales)
+        return d_values.to(values.dtype), d_weight, None
 
 
 class Rotation(NamedTuple):
@@ -195,31 +222,18 @@ class Attention(nn.Module):
         )
         return self.merge(mixed)
 
-    def unrolled(
-        self,
-        projected: Float[Tensor, "batch seq heads"],
-        turn: Rotation,
-        mask: Bool[Tensor, "batch 1 seq seq"] | None,
-        past: list[tuple[Tensor, Tensor]],
-    ) -> Float[Tensor, "batch seq width"]:
-        """Attend as a drafter does at a later depth (EAGLE-3's training-time test).
-
-        `projected` is what `joined` makes of the input. `past` holds keys and values of the depths
-        before, this one's are appended. A query at index
-        t sees all of depth 0 up to t, and of each later depth only its own index t: the branch that
-        it drafted itself. One causal attention and a diagonal per depth.
-        """
+    def by_head(
+        self, projected: Float[Tensor, "batch seq heads"], turn: Rotation
+    ) -> tuple[
+        Float[Tensor, "batch head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+    ]:
+        """Return rotated queries and keys, and values, from a projection as `joined` gives it."""
         widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
         queries, keys, own = self._by_head(flat, turn)
-        own = own.clone()  # a view would keep what queries and keys were turned from
-        past.append((keys, own))
-        if len(past) > 1:
-            return self.merge(unrolled_attention(queries, past, mask))
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return self.merge(mixed)
+        return queries, keys, own.clone()  # a view would keep what the others were turned from
 
 
 def within_calls(

@@ -5,7 +5,7 @@ import torch
 from plain_training import attention
 
 from drafttrain.flash import unrolled_attention
-from drafttrain.layers import MLP, document_mask, rotate, rotation
+from drafttrain.layers import MLP, RMSNorm, document_mask, rotate, rotation
 
 
 def heads(depths: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -25,7 +25,7 @@ PACKED = torch.tensor([[0] * 4 + [1] * 7, [2] * 5 + [3] * 3 + [-1] * 3])
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("depths", [2, 3, 7])
+@pytest.mark.parametrize("depths", [1, 2, 7])
 def test_branches_are_attended_as_by_one_softmax(depths: int, kv_heads: int, packed: bool) -> None:
     tensors = heads(depths, kv_heads)
     mask = document_mask(PACKED) if packed else None
@@ -87,3 +87,35 @@ def test_rotation_and_gate_have_the_gradient_of_their_values() -> None:
     with torch.no_grad():
         plain = mlp(given)
     torch.testing.assert_close(mlp(given), plain)
+
+
+def test_norm_has_the_value_and_gradient_of_its_definition() -> None:
+    torch.manual_seed(0)
+    given = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    norm = RMSNorm(8, 1e-2).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(8))
+        by_torch = norm(given)
+    defined = given * (given.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * norm.weight
+    torch.testing.assert_close(norm(given), defined)
+    torch.testing.assert_close(by_torch, defined)
+    weight = norm.weight
+    assert torch.autograd.gradcheck(lambda values, _: norm(values), (given, weight))
+    (alone,) = torch.autograd.grad(norm(given.detach()).sum(), weight)  # of what has no gradient
+    torch.testing.assert_close(alone, torch.autograd.grad(defined.sum(), weight)[0])
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_norm_in_less_precision_is_as_near_to_the_truth(dtype: torch.dtype, near: float) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(50, 64, dtype=dtype, requires_grad=True)
+    norm, wide = RMSNorm(64, 1e-5), RMSNorm(64, 1e-5).double()
+    truth = given.detach().double().requires_grad_()
+    found, expected = norm(given), wide(truth)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
+    grad = torch.randn_like(found)
+    (d_truth,) = torch.autograd.grad(expected, truth, grad.double())
+    (d_found,) = torch.autograd.grad(found, given, grad)
+    assert d_found.dtype == dtype
+    torch.testing.assert_close(d_found.double(), d_truth, rtol=4 * near, atol=4 * near)

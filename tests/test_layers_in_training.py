@@ -115,6 +115,7 @@ def test_compiled_layers_give_the_same_gradients(tiny_target_dir: Path) -> None:
 
 def compare_compiled(variant: str, target: Target, recompute: bool) -> None:
     found = []
+    torch._dynamo.utils.counters.clear()
     for backend in (None, "aot_eager"):
         drafter = make_drafter(variant, target)
         drafter.train_layers(recompute=recompute, compiled=backend)
@@ -130,6 +131,8 @@ def compare_compiled(variant: str, target: Target, recompute: bool) -> None:
     twin = copy.deepcopy(compiled)
     assert twin.compiled is not None
     assert not twin.compiled.made  # what the other's layers became is not its own
+    if variant == "eagle3":  # what is before attention and what is after it, whatever the depth
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

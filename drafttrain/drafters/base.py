@@ -182,12 +182,18 @@ class Drafter(nn.Module, ABC):
 
         Decoding, which needs no gradients, calls it as it is.
         """
-        if not torch.is_grad_enabled():
-            return function(*inputs, **more)
-        if self.compiled is not None:
-            function = self.compiled.of(function)
-        if self.recompute:
+        return self.recomputing(self.compiling, function, *inputs, **more)
+
+    def recomputing(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+        """Call a function as `layer` does, but as it is written: it may `compile` parts of it."""
+        if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *inputs, use_reentrant=False, **more)
+        return function(*inputs, **more)
+
+    def compiling(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+        """Call a function as `layer` does, but keep its activations."""
+        if self.compiled is not None and torch.is_grad_enabled():
+            function = self.compiled.of(function)
         return function(*inputs, **more)
 
     @abstractmethod

@@ -21,6 +21,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.eagle import EagleState
 from drafttrain.drafters.shape import LayerConfig, LayerShape, embed, own_embedding, serving_keys
+from drafttrain.flash import unrolled_attention
 from drafttrain.layers import MLP, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.losses import TokenLossConfig
 from drafttrain.readout import Readout
@@ -122,20 +123,21 @@ class Eagle3Layer(nn.Module):
         """
         return self.self_attn.joined(self.input_layernorm(embedded))
 
-    def step(
+    def enter(
         self,
         projected: Float[Tensor, "batch seq heads"],
         weight: Float[Tensor, "heads hidden"],
         hidden: Float[Tensor, "batch seq hidden"],
         turn: Rotation,
-        mask: Tensor | None,
-        past: list[tuple[Tensor, Tensor]],
-    ) -> Float[Tensor, "batch seq hidden"]:
-        """Run one depth of the unroll on what `unroll` gave, from this depth's own tokens on."""
+    ) -> tuple[Float[Tensor, "batch seq hidden"], Tensor, Tensor, Tensor]:
+        """Return the residual stream, queries, keys and values of one depth of the unroll.
+
+        projected, weight: what `unroll` gave, from this depth's own tokens on.
+        """
         normed = self.hidden_norm(hidden)
         projected = functional.linear(normed, weight) + projected
-        mixed = self.self_attn.unrolled(projected, turn, mask, past)
-        return self.finish(normed if self.norm_before_residual else hidden, mixed)
+        queries, keys, values = self.self_attn.by_head(projected, turn)
+        return normed if self.norm_before_residual else hidden, queries, keys, values
 
     def finish(
         self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
@@ -219,7 +221,7 @@ class Eagle3(Drafter):
         token lies outside contribute zero and are counted. A hard label outside contributes zero.
         """
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
-        hidden = self._fuse(features)[:, :-1]
+        hidden = self._fuse(features, length)
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
         embedded = embed(self.embed_tokens, features.readout, tokens, self.dtype)
         mask = document_mask(batch.document[:, :-1])
@@ -229,9 +231,11 @@ class Eagle3(Drafter):
         for depth in range(steps):
             turn = self.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
             own = projected[:, depth : depth + length]
-            hidden, newest = self.layer(self._step, own, weight, hidden, turn, mask, past)
+            hidden, state, newest = self.recomputing(
+                self._step, own, weight, hidden, turn, mask, past
+            )
             past = [*past, newest]
-            states.append(self._before_head(hidden).flatten(0, 1))
+            states.append(state.flatten(0, 1))
         return self._compare(states, batch, features)
 
     def _step(
@@ -242,11 +246,28 @@ class Eagle3(Drafter):
         turn: Rotation,
         mask: Tensor | None,
         past: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Float[Tensor, "batch seq hidden"], tuple[Tensor, Tensor]]:
-        """Return the state that the next depth reads, and the keys and values of this one."""
-        past = list(past)
-        hidden = self.midlayer.step(projected, weight, hidden, turn, mask, past)
-        return self._leave(hidden), past[-1]
+    ) -> tuple[
+        Float[Tensor, "batch seq hidden"],
+        Float[Tensor, "batch seq hidden"],
+        tuple[Tensor, Tensor],
+    ]:
+        """Return what the next depth reads, what the head reads, and the keys and values.
+
+        A query at index t sees all of depth 0 up to t, and of each later depth only its own index
+        t: the branch that it drafted itself (training-time test, section 3.2).
+        """
+        # Attention is a call of its own between two compiled parts that know of no depth: one
+        # program serves all.
+        entered = self.compiling(self.midlayer.enter, projected, weight, hidden, turn)
+        residual, queries, keys, values = entered
+        mixed = unrolled_attention(queries, [*past, (keys, values)], mask)
+        hidden, state = self.compiling(self._finish, residual, mixed)
+        return hidden, state, (keys, values)
+
+    def _finish(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.midlayer.finish(residual, self.midlayer.self_attn.merge(mixed))
+        hidden = self._leave(hidden)
+        return hidden, self._before_head(hidden)
 
     def _compare(
         self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
@@ -274,8 +295,11 @@ class Eagle3(Drafter):
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
         return {f"depth_{depth + 1}": term for depth, term in enumerate(terms)}
 
-    def _fuse(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
-        captured = [features.captured[layer].to(self.dtype) for layer in self.captures]
+    def _fuse(
+        self, features: TargetFeatures, length: int | None = None
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return the fused features of the first `length` positions; None: of all."""
+        captured = [features.captured[layer][:, :length].to(self.dtype) for layer in self.captures]
         if self.fc_norm is not None:
             captured = [norm(hidden) for norm, hidden in zip(self.fc_norm, captured, strict=True)]
         read = torch.cat(captured, dim=-1)

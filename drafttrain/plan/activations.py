@@ -14,6 +14,7 @@ FEWEST_POSITIONS = 128
 # Float32 tensors as large as a chunk's logits at the peak of a loss: the target's law, the logits,
 # their logarithm and a product. Against the text alone: the logits and their logarithm.
 LOSS_COPIES, LOSS_COPIES_TEXT = 4, 2
+OWN_LAYERS = ("eagle", "eagle3")  # the others' layers are those of Transformers
 
 
 def feature_bytes(parts: DrafterParts, hidden_size: int, dtype_bytes: int) -> int:
@@ -39,7 +40,8 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
     width = 2 if load.dtype == "bfloat16" else 4
     tokens, trained = load.tokens, load.tokens * load.loss_share
     decoder, passes = parts.decoder, parts.decoder.num_layers * parts.decoder.unroll
-    layer = layer_bytes(decoder, width, load.on_cpu, parts.family)
+    in_parts = load.on_cpu and parts.family not in OWN_LAYERS
+    layer = layer_bytes(decoder, width, in_parts, parts.family)
     ends = decoder.width * width  # the stream that enters the first layer
     kept, again = float(passes * layer + ends), 0.0
     if load.checkpointing and passes:
@@ -50,11 +52,10 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
     per_trained = 0.0
     if parts.family == "eagle3":
         per_token += parts.fused * width  # what fc reads
-        # Of the embedding, which all depths read: its norm's input or normed values, and the norm.
-        per_token += decoder.width * (width + (4 if load.on_cpu else width))
-        norm = norm_bytes(decoder.width, width, load.on_cpu)
-        # Of each depth: the norm before the head, the state, and its gradient.
-        per_token += parts.heads * (norm + 2 * decoder.width * width)
+        # Of the embedding, which all depths read: its norm's input and the normed values.
+        per_token += decoder.width * 2 * width
+        # Of each depth: the state before the head, and its gradient.
+        per_token += parts.heads * 2 * decoder.width * width
     elif parts.family == "eagle":
         per_token += parts.fused * width
         per_trained += 3 * decoder.width * width  # predicted, true, and the gradient
@@ -62,7 +63,7 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
         blocks = parts.fused
         per_trained += parts.heads * shape.hidden_size * width * (2 * blocks + 2)
     else:
-        per_token += norm_bytes(decoder.width, width, load.on_cpu) + 2 * decoder.width * width
+        per_token += norm_bytes(decoder.width, width, in_parts) + 2 * decoder.width * width
     joined = 0
     if parts.family == "eagle3":  # the three projections, side by side for all depths
         rows = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
@@ -73,34 +74,35 @@ def drafter_activations(parts: DrafterParts, shape: Shape, load: Load) -> float:
     return kept + loss_bytes(parts, shape, load)
 
 
-def layer_bytes(decoder: Decoder, width: int, on_cpu: bool, family: str) -> int:
+def layer_bytes(decoder: Decoder, width: int, in_parts: bool, family: str) -> int:
     """Return what one layer keeps of one token for the backward pass.
 
     Attention is a flash kernel's: queries, keys, values and the mixture, no scores.
     """
-    seen = width if width == 4 or not on_cpu else 0  # a norm keeps its input as it is
+    seen = width if width == 4 or not in_parts else 0  # a norm keeps its input as it is
     stream = decoder.width * seen
-    norm = norm_bytes(decoder.width, width, on_cpu)
+    norm = norm_bytes(decoder.width, width, in_parts)
     query = decoder.num_heads * decoder.head_dim
     keys = decoder.num_kv_heads * decoder.head_dim
     # Ours keeps gate, up and their product; Transformers' the activated gate as well.
-    inner = decoder.intermediate_size * (3 if family in ("eagle", "eagle3") else 4)
+    inner = decoder.intermediate_size * (3 if family in OWN_LAYERS else 4)
     kept = width * (2 * query + 2 * keys + decoder.width + inner)
     kept += stream + norm  # after attention
     if decoder.qk_norm:
-        kept += (query + keys) * seen + norm_bytes(query + keys, width, on_cpu)
+        kept += (query + keys) * seen + norm_bytes(query + keys, width, in_parts)
     if family == "eagle":  # no norm before attention, which reads the stream itself
         return kept
     kept += decoder.width * width  # what queries, keys and values are made from
     return kept + stream + norm
 
 
-def norm_bytes(size: int, width: int, on_cpu: bool) -> int:
-    """Return what a norm keeps beside its input: a fused kernel nothing.
+def norm_bytes(size: int, width: int, in_parts: bool) -> int:
+    """Return what a norm keeps beside its input: ours and a GPU's kernel nothing.
 
-    On a CPU it is made of parts, in float32: the normed values, and the input where that is not.
+    torch's on a CPU is made of parts, in float32: the normed values, and the input where that is
+    not.
     """
-    if not on_cpu:
+    if not in_parts:
         return 0
     return 4 * size if width == 4 else 8 * size
 
