@@ -7,10 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import drafttrain.__main__ as cli
-from drafttrain.config import COMMANDS
+from drafttrain.config import COMMANDS, TrainConfig, compose, typed
+from drafttrain.material import gather
+from drafttrain.ranks import ALONE
+from drafttrain.terminal import progress
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb")
@@ -275,3 +279,17 @@ def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFix
 
     assert failing(OutOfMemoryError("CUDA out of memory")) == 1
     assert "lower hardware.micro_batch" in capsys.readouterr().err
+
+
+def test_a_log_gets_the_last_line_of_a_progress_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("writing", 4) as tick:
+        tick(4, "9 tokens/s")
+        tick(0)
+    assert capsys.readouterr().out == "writing 4/4 0:00 left 0:00 9 tokens/s\n"
+
+
+def test_too_few_conversations_are_refused_before_the_target_writes_them() -> None:
+    told = ["data.num_conversations=8", "data.holdout=8"]
+    config = typed(compose("train", told), TrainConfig)
+    with pytest.raises(ValueError, match=r"data\.holdout must be less than the 8 usable"):
+        gather(config, True, torch.float32, ALONE, lambda line: None)

@@ -1,6 +1,7 @@
 """A plan says before a run what it takes: beside published sizes and measured bytes."""
 
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -530,6 +531,12 @@ def test_devices_are_known_by_their_names() -> None:
         "NVIDIA H200": "h200",
         "NVIDIA A100-SXM4-80GB": "a100_80gb",
         "NVIDIA A100-SXM4-40GB": "a100_40gb",
+        # Boards: slower than the modules whose marks their names hold too; the longer mark wins.
+        "NVIDIA H100 PCIe": "h100_pcie",
+        "NVIDIA H100 NVL": "h100_nvl",
+        "NVIDIA A100 80GB PCIe": "a100_80gb_pcie",
+        "NVIDIA A100-PCIE-40GB": "a100_40gb_pcie",
+        "NVIDIA B200": "b200",
         "NVIDIA L40S": "l40s",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "AMD Instinct MI300X": "mi300x",
@@ -538,10 +545,6 @@ def test_devices_are_known_by_their_names() -> None:
         assert found is not None
         assert found.name == expected
     assert matching("NVIDIA T4", entries) is None
-    narrower = replace(entries["h100"], name="h100_nvl", matches=["H100 NVL"])
-    found = matching("NVIDIA H100 NVL", {"h100_nvl": narrower, **entries})
-    assert found is not None
-    assert found.name == "h100_nvl", "the longer mark wins"
 
 
 def test_the_processor_is_measured_and_its_memory_read() -> None:
@@ -577,6 +580,43 @@ def test_a_measured_run_says_which_share_of_the_peak_is_reached(tmp_path: Path) 
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"plan\.measured must be a run with tokens/s in its"):
         measured_efficiency(run, chip)
+
+
+def test_what_stored_features_spare_is_not_counted_as_work(tmp_path: Path) -> None:
+    telling = ["hardware=cpu", "features=stored", f"features.dir={tmp_path}"]
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(typed(compose("train", telling), TrainConfig), run / "config.yaml")
+    (run / "provenance.json").write_text(json.dumps({"hardware": {"gpus": [], "cpu": ""}}))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "perf/tokens_per_s": 600.0}) + "\n")
+    found = accelerator_of(typed(compose("train", telling), TrainConfig).hardware, 0.01)
+    chip = replace(found, flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12)
+    job = job_of(typed(compose("train", telling), TrainConfig), default_settings(), chip)
+    stored = cost(job, memory_of(job, PLAIN, "device"), stored=True)
+    assert stored.speed.target_s == 0
+    assert stored.memory.parts["target"] > 0, "validation decodes with it"
+    whole = replace(chip, efficiency=1.0)
+    ideal = cost(replace(job, chip=whole), memory_of(job, PLAIN, "stored")).speed.tokens_per_s
+    assert measured_efficiency(run, chip) == pytest.approx(600.0 / ideal)
+
+
+def test_train_from_stored_features_foresees_no_pass_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chip = accelerator_of(planned_config("hardware=cpu").hardware, 0.01)
+    monkeypatch.setattr("drafttrain.planning.accelerator_of", lambda *_, **__: chip)
+
+    def said(*features: str) -> str:
+        return "\n".join(foresee(typed(compose("train", ["hardware=cpu", *features]), TrainConfig)))
+
+    def speed(text: str) -> float:
+        return float(re.search(r"at ([\d,.]+) tokens/s", text)[1].replace(",", ""))
+
+    online, stored = said(), said("features=stored", "features.dir=x")
+    alone = said("features=stored", "features.dir=x", "features.validate=false")
+    assert speed(stored) == speed(alone) > 1.1 * speed(online)
+    assert "target whole on each" in stored
+    assert "no target is held" in alone
 
 
 # --- before training

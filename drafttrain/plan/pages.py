@@ -221,13 +221,15 @@ def serving(plan: Plan) -> Table:
 def short_form(job: Job, cost: Cost) -> list[str]:
     """Return what `train` says before it loads anything."""
     memory, speed = cost.memory, cost.speed
+    held = memory.placement != "stored"
+    where = f"target {WHERE[memory.placement]}" if held else "no target is held"
     whose = "of this machine" if job.chip.is_cpu else f"on each {job.chip.name}"
     return [
         f"plan: target {count(job.shape.num_parameters)}, drafter "
         f"{count(job.parts.num_parameters)} parameters; {disk(job.token_bytes)} of features a "
         "token",
         f"  memory: about {gib(memory.total)} of {gib(memory.limit)} {whose} "
-        f"({_ranks(job)}, target {WHERE[memory.placement]})",
+        f"({_ranks(job)}, {where})",
         f"  time: about {hours(cost.hours)} at {three(speed.tokens_per_s)} tokens/s; "
         f"{three(cost.kilowatt_hours)} kWh"
         + (f", {money(cost.dollars)}" if cost.dollars else "")
