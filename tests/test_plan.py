@@ -24,7 +24,7 @@ from drafttrain.plan.activations import drafter_activations, feature_bytes, targ
 from drafttrain.plan.build import cost, host_of, memory_of, place
 from drafttrain.plan.drafter import drafter_parts
 from drafttrain.plan.memory import Sharding, training_bytes
-from drafttrain.plan.serving import accepted, break_even, rate_of, serve
+from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
 from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
 from drafttrain.plan.throughput import Load
 from drafttrain.planning import (
@@ -501,6 +501,33 @@ def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     assert serve(host, edge, 4, 0.75, None).speedup > 1
     assert serve(host, edge + 1, 4, 0.75, None).speedup <= 1
     assert break_even(host, 4, 0.0, None) == 0
+
+
+def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> None:
+    plan = planned("model=llama8b", "hardware=h100x1")
+    most = fitting(plan.host)
+    each = 2048 * (32 * 2 * 8 * 128 * 2) + 2048 * 4096  # the target's cache, and the drafter's
+    weights = plan.job.target_bytes + plan.job.parts.num_parameters * 2
+    assert most * each <= 0.9 * 79 * 2**30 - weights < (most + 1) * each
+    assert plan.break_even is None
+    assert any(f"every batch whose cache fits ({most} requests" in t for t in plan.advice)
+
+
+def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
+    plan = planned("model=llama70b", "hardware=h100x8")
+    host, weights = plan.host, affordable(plan.host, 0.1)
+    read = weights * 2 / (4 * 3350e9 * 0.8)
+    plain, _ = host.target_pass(1, 1)
+    assert read + 100e-6 + 2 * 15e-6 == pytest.approx(0.1 * plain)
+    assert any("weights keep a drafted token below 10%" in text for text in plan.advice)
+    slow = replace(host, chip=replace(host.chip, pass_s=1.0))
+    assert affordable(slow, 0.1) == 0
+
+
+def test_advice_cuts_no_vocabulary_that_is_small_already() -> None:
+    text = " ".join(planned("hardware=cpu").advice)
+    assert "A drafted token is dear here: try a smaller drafter.intermediate_size" in text
+    assert "draft_vocab_size" not in text
 
 
 def test_a_given_acceptance_length_is_what_is_counted_with() -> None:

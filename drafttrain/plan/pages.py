@@ -9,7 +9,7 @@ from rich.text import Text
 
 from drafttrain.plan.build import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
-from drafttrain.plan.serving import drafter_bytes
+from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
 from drafttrain.report.markdown import escaped, table
 from drafttrain.report.pages import page
@@ -29,9 +29,11 @@ ASSUMED = (
     "Memory: weights and optimizer state are counted exactly, activations and features in flight "
     "tensor by tensor (within 15 % of what is measured); validation's caches are left out.",
     "Time: arithmetic at a share of the peak ({efficiency:.0%}: {source}), memory and links at "
-    "{bandwidth:.0%} of theirs; loading, validation and saving are left out.",
+    "{bandwidth:.0%} of theirs; loading, validation, saving, waiting for the disk, and the slower "
+    "update of an optimizer on the host (offload) are left out.",
     "Serving: predicted speedup = acceptance_length * t_plain / (t_draft + t_verify); the same "
-    "acceptance at every depth, prefill left out.",
+    "acceptance at every depth; arithmetic hides behind reading, or reading behind arithmetic, "
+    "whole, which flatters batches where both take long; prefill left out.",
 )
 
 
@@ -120,8 +122,9 @@ def components(plan: Plan, placement: str) -> Table:
     if any(memory.host for memory in found):
         rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
     whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
+    held = "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
     return Table(
-        f"Memory of {whole}, target {WHERE[placement]}, by deepspeed=...",
+        f"Memory of {whole}, {held}, by deepspeed=...",
         f"GiB of {_gib(plan.job.chip.memory)}; {_ranks(plan.job)}, micro batch of "
         f"{plan.job.load.rows} x {plan.job.load.length:,} tokens.",
         ["", *(memory.sharding.name.replace("_", "\n") for memory in found)],
@@ -211,7 +214,8 @@ def serving(plan: Plan) -> Table:
     asked = round(first.acceptance_length, 2)
     return Table(
         f"Serving on {machines}: does speculation pay?",
-        f"Acceptance length {asked}, {plan.host.context:,} tokens of context.",
+        f"Acceptance length {asked}, {plan.host.context:,} tokens of context; the memory holds the "
+        f"caches of {fitting(plan.host):,} requests.",
         ["requests", "plain step", "draft", "verify", "waits for", "speedup", "best depth", "then"],
         rows,
         [],
