@@ -11,7 +11,7 @@ from drafttrain.assemble import describe_drafter, describe_target, load_samples,
 from drafttrain.config import TrainConfig
 from drafttrain.data.batches import token_counts
 from drafttrain.data.chat import check_holdout, split_holdout
-from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, find_files
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
@@ -55,6 +55,9 @@ def gather(
     online = not isinstance(config.features, StoredFeaturesConfig)
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
         check_holdout(config.data.num_conversations, config.data.holdout)
+    if online and isinstance(config.data, JsonlConfig):  # nor is a target loaded for missing files
+        for path in config.data.paths:
+            find_files(path)
     started = time.monotonic()
     store, target = open_features(
         config.features,

@@ -1,5 +1,6 @@
 """A plan says before a run what it takes: beside published sizes and measured bytes."""
 
+import io
 import json
 import re
 import time
@@ -12,6 +13,7 @@ import torch
 import transformers
 import yaml
 from memory_tracker import PeakBytes, bytes_of
+from rich.console import Console
 from tests_support import drafter_config
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from drafttrain.plan.activations import drafter_activations, feature_bytes, targ
 from drafttrain.plan.build import cost, host_of, memory_of, place
 from drafttrain.plan.drafter import drafter_parts
 from drafttrain.plan.memory import Sharding, training_bytes
+from drafttrain.plan.pages import pieces, printed, tables
 from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
 from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
 from drafttrain.plan.throughput import Load
@@ -644,6 +647,23 @@ def test_train_from_stored_features_foresees_no_pass_of_the_target(
     assert speed(stored) == speed(alone) > 1.1 * speed(online)
     assert "target whole on each" in stored
     assert "no target is held" in alone
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_loses_no_number(width: int) -> None:
+    plan = planned("model=llama70b", "hardware=h100x8")
+    into = io.StringIO()
+    console = Console(width=width, file=into)
+    for content in tables(plan):
+        before = into.tell()
+        for piece in pieces(content, console):
+            console.print(printed(piece))
+        shown = into.getvalue()[before:]
+        assert "\u2026" not in shown, content.title
+        words = {word for row in content.rows for cell in row for word in cell.split()}
+        lost = words - set(shown.split())
+        assert not any(len(word) < 10 for word in lost), lost  # longer ones may be broken
+        assert max(map(len, shown.splitlines())) <= width
 
 
 # --- before training

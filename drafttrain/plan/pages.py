@@ -1,9 +1,12 @@
 """A plan on the terminal and on disk."""
 
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -62,7 +65,40 @@ def printed(content: Table) -> RichTable:
         texts = max(len(cell) for cell in cells) > LONGEST_NUMBER
         column.justify = "right" if place and numbers > len(cells) / 2 and not texts else "left"
         column.no_wrap = place != len(content.columns) - 1
+        column.overflow = "fold"  # a word that is too long is broken, not cut
     return shown
+
+
+def pieces(content: Table, console: Console) -> Iterator[Table]:
+    """Yield a table of numbers in as many parts as the width needs, what names a row in each.
+
+    A table whose last column is sentences folds there instead.
+    """
+    names = 2 if content.columns[1] == "deepspeed" else 1
+    folds = max(len(row[-1]) for row in content.rows) > LONGEST_NUMBER
+    start, count = names, len(content.columns)
+    while start < count:
+        end = count
+        while (
+            not folds and end > start + 1 and _wide(_columns(content, names, start, end), console)
+        ):
+            end -= 1
+        yield _columns(content, names, start, end)
+        start = end if not folds else count
+
+
+def _columns(content: Table, names: int, start: int, end: int) -> Table:
+    def cut(cells: Sequence[str]) -> list[str]:
+        return [*cells[:names], *cells[start:end]]
+
+    caption = content.caption if start == names else "continued"
+    rows = [cut(row) for row in content.rows]
+    return replace(content, columns=cut(content.columns), rows=rows, caption=caption)
+
+
+def _wide(content: Table, console: Console) -> bool:
+    free = console.options.update(max_width=10_000)
+    return Measurement.get(console, free, printed(content)).maximum > console.width
 
 
 def what(plan: Plan) -> Table:
