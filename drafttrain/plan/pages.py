@@ -262,7 +262,7 @@ def short_form(job: Job, cost: Cost) -> list[str]:
     """Return what `train` says before it loads anything."""
     memory, speed = cost.memory, cost.speed
     held = memory.placement != "stored"
-    where = f"target {WHERE[memory.placement]}" if held else "no target is held"
+    where = f"target {WHERE[memory.placement]}" if held else "stored features, no target"
     whose = "of this machine" if job.chip.is_cpu else f"on each {job.chip.name}"
     return [
         f"plan: target {count(job.shape.num_parameters)}, drafter "
