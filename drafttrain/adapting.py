@@ -13,7 +13,7 @@ from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.assemble import expected_spec
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
-from drafttrain.config import TrainConfig, UsageError, load_choice
+from drafttrain.config import TrainConfig, UsageError, load_choice, recorded
 from drafttrain.disk import write_whole
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.run import CHECKPOINTS, CONFIG
@@ -55,6 +55,12 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
         raise ValueError(
             f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
             "first, or leave out run.init_from"
+        )
+    trained = recorded(folder, TrainConfig).drafter
+    if type(trained) is not type(config):
+        raise ValueError(
+            f"run.init_from={folder} holds a drafter of the family {trained.name}, got "
+            f"drafter={config.name}; give drafter={trained.name}"
         )
     drafter = config.build(spec)
     try:

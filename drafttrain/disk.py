@@ -31,6 +31,23 @@ def reason(error: Exception, place: Path) -> str:
     return f"the disk is full ({free:.2f} GB free): make room there"
 
 
+def require_writable(folder: Path, key: str) -> None:
+    """Raise ValueError unless files can be written in `folder`, which need not be there yet.
+
+    Said before a target is loaded for what could not be kept. key: the setting that names it.
+    """
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return
+    why = "is read-only for you" if place.is_dir() else "is no folder"
+    raise ValueError(
+        f"{key} must lie where files can be written, got {folder}: {place} {why}; "
+        "name another place"
+    )
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the operating system says against writing `path` into a DiskError."""

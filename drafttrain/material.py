@@ -10,14 +10,15 @@ from drafttrain.adapting import Start, coverage, what_is_started_from
 from drafttrain.assemble import describe_drafter, describe_target, load_samples, open_features
 from drafttrain.config import TrainConfig
 from drafttrain.data.batches import token_counts
-from drafttrain.data.chat import split_holdout
+from drafttrain.data.chat import check_holdout, split_holdout
+from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, find_files
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
 from drafttrain.hardware import choose_draft_dtype
 from drafttrain.ranks import Ranks
 from drafttrain.stopping import StopRequest
-from drafttrain.target.store import StoredTarget
+from drafttrain.target.store import StoredFeaturesConfig, StoredTarget
 from drafttrain.target.target import Target
 from drafttrain.teacher_forced import TeacherForced
 from drafttrain.types import FeatureSource, Sample
@@ -51,6 +52,12 @@ def gather(
 
     fresh: whether the drafter begins without weights. ValueError for whatever does not fit.
     """
+    online = not isinstance(config.features, StoredFeaturesConfig)
+    if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
+        check_holdout(config.data.num_conversations, config.data.holdout)
+    if online and isinstance(config.data, JsonlConfig):  # nor is a target loaded for missing files
+        for path in config.data.paths:
+            find_files(path)
     started = time.monotonic()
     store, target = open_features(
         config.features,

@@ -67,11 +67,13 @@ def foresee(config: TrainConfig) -> list[str]:
     except UnknownShapeError as error:
         return [f"plan: none, {error}"]
     own, placement = _sharding(config.deepspeed), hardware.target_placement
-    if isinstance(config.features, StoredFeaturesConfig) and not config.features.validate:
+    features = config.features
+    stored = isinstance(features, StoredFeaturesConfig)
+    if isinstance(features, StoredFeaturesConfig) and not features.validate:
         placement = "stored"  # no target is loaded
     if hardware.check_fit:
         refuse_unless_fitting(job, own, placement)
-    return short_form(job, cost(job, place(job, own, placement)))
+    return short_form(job, cost(job, place(job, own, placement), stored))
 
 
 def default_settings() -> PlanSettings:
@@ -160,8 +162,9 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
             f"{folder}, which ran on {', '.join(record['gpus']) or record['cpu']}"
         )
     job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
-    own = _sharding(config.deepspeed)
-    ideal = cost(job, place(job, own, config.hardware.target_placement)).speed.tokens_per_s
+    found = place(job, _sharding(config.deepspeed), config.hardware.target_placement)
+    stored = isinstance(config.features, StoredFeaturesConfig)
+    ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
 
 

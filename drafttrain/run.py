@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 import drafttrain
-from drafttrain.disk import append_text, write_whole
+from drafttrain.disk import append_text, require_writable, write_whole
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -98,6 +98,7 @@ def check_run_folder(config: Any) -> None:
     config: what `train` is told, with the sections run, drafter and data.
     """
     folder = Path(config.run.dir)
+    require_writable(folder, "run.dir")
     checkpoints = folder / CHECKPOINTS
     if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
         return

@@ -63,7 +63,7 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
         nonlocal last, count
         count += advance
         now = time.monotonic()
-        if count < total and now - last < LINE_EVERY_S:
+        if (count < total or not advance) and now - last < LINE_EVERY_S:
             return
         last = now
         left = (now - start) / max(count - done, 1) * (total - count)

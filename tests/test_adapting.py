@@ -194,7 +194,11 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
         ("empty", [], "must hold config.json"),
         ("evaluation", [], "run.init_from must be the folder of a run that was trained"),
         ("untrained", [], "must hold a trained drafter, but has no checkpoint"),
-        ("run", ["drafter=medusa"], "must fit drafter=medusa"),
+        (
+            "run",
+            ["drafter=medusa"],
+            "holds a drafter of the family eagle3, got drafter=medusa; give",
+        ),
         ("run", ["drafter.intermediate_size=24"], "must fit drafter=eagle3"),
         ("run", ["drafter.unrol=3"], "has no key unrol; did you mean unroll?"),
         ("served", ["drafter=medusa"], "holds a drafter of the family eagle3, got drafter=medusa"),

@@ -7,10 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import drafttrain.__main__ as cli
-from drafttrain.config import COMMANDS
+from drafttrain.config import COMMANDS, TrainConfig, compose, typed
+from drafttrain.material import gather
+from drafttrain.ranks import ALONE
+from drafttrain.terminal import progress
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb")
@@ -275,3 +279,56 @@ def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFix
 
     assert failing(OutOfMemoryError("CUDA out of memory")) == 1
     assert "lower hardware.micro_batch" in capsys.readouterr().err
+
+
+def test_a_log_gets_the_last_line_of_a_progress_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("writing", 4) as tick:
+        tick(4, "9 tokens/s")
+        tick(0)
+    assert capsys.readouterr().out == "writing 4/4 0:00 left 0:00 9 tokens/s\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (["data.num_conversations=8", "data.holdout=8"], "data.holdout must be less than the 8"),
+        (["data=jsonl", "data.path=nowhere.jsonl"], "data.path must name existing files"),
+    ],
+)
+def test_data_that_cannot_do_are_refused_before_a_target_is_loaded(
+    told: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("drafttrain.material.open_features")
+    config = typed(compose("train", told), TrainConfig)
+    with pytest.raises(ValueError, match=said):
+        gather(config, True, torch.float32, ALONE, lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["train", "run.dir=FILE/run"],
+        ["capture", "store.dir=FILE/store"],
+        ["regenerate", "data=jsonl", "data.path=FILE", "regenerate.out=FILE/out.jsonl"],
+        ["plan", "hardware=cpu", "plan.dir=FILE/plan"],
+    ],
+    ids=lambda told: told[0],
+)
+def test_a_place_that_cannot_be_written_is_named_before_the_work(
+    told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    assert cli.main([text.replace("FILE", str(file)) for text in told]) == 1
+    text = capsys.readouterr().err
+    assert f"must lie where files can be written, got {file}" in text
+    assert f": {file} is no folder; name another place\n" in text
+
+
+def test_a_run_is_no_place_for_stored_features(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert cli.main(["capture", f"store.dir={tmp_path}"]) == 1
+    assert f"a folder of its own, got {tmp_path}, which holds a run" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]

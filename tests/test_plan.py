@@ -1,6 +1,8 @@
 """A plan says before a run what it takes: beside published sizes and measured bytes."""
 
+import io
 import json
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 import transformers
 import yaml
 from memory_tracker import PeakBytes, bytes_of
+from rich.console import Console
 from tests_support import drafter_config
 from torch import Tensor
 
@@ -23,7 +26,8 @@ from drafttrain.plan.activations import drafter_activations, feature_bytes, targ
 from drafttrain.plan.build import cost, host_of, memory_of, place
 from drafttrain.plan.drafter import drafter_parts
 from drafttrain.plan.memory import Sharding, training_bytes
-from drafttrain.plan.serving import accepted, break_even, rate_of, serve
+from drafttrain.plan.pages import pieces, printed, tables
+from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
 from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
 from drafttrain.plan.throughput import Load
 from drafttrain.planning import (
@@ -502,6 +506,36 @@ def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     assert break_even(host, 4, 0.0, None) == 0
 
 
+def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> None:
+    plan = planned("model=llama8b", "hardware=h100x1")
+    most = fitting(plan.host)
+    each = 2048 * (32 * 2 * 8 * 128 * 2) + 2048 * 4096  # the target's cache, and the drafter's
+    weights = plan.job.target_bytes + plan.job.parts.num_parameters * 2
+    assert most * each <= 0.9 * 79 * 2**30 - weights < (most + 1) * each
+    assert plan.break_even is None
+    assert any(f"every batch whose cache fits ({most} requests" in t for t in plan.advice)
+    beyond = planned("model=llama70b", "hardware=h100x8")  # would pay at more than fit
+    assert fitting(beyond.host) < (beyond.break_even or 0)
+    assert any("every batch whose cache fits" in text for text in beyond.advice)
+
+
+def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
+    plan = planned("model=llama70b", "hardware=h100x8")
+    host, weights = plan.host, affordable(plan.host, 0.1)
+    read = weights * 2 / (4 * 3350e9 * 0.8)
+    plain, _ = host.target_pass(1, 1)
+    assert read + 100e-6 + 2 * 15e-6 == pytest.approx(0.1 * plain)
+    assert any("weights keep a drafted token below 10%" in text for text in plan.advice)
+    slow = replace(host, chip=replace(host.chip, pass_s=1.0))
+    assert affordable(slow, 0.1) == 0
+
+
+def test_advice_cuts_no_vocabulary_that_is_small_already() -> None:
+    text = " ".join(planned("hardware=cpu").advice)
+    assert "A drafted token is dear here: try a smaller drafter.intermediate_size" in text
+    assert "draft_vocab_size" not in text
+
+
 def test_a_given_acceptance_length_is_what_is_counted_with() -> None:
     plan = planned("model=llama8b", "hardware=h100x1", "plan.acceptance_length=2.5")
     assert {row.acceptance_length for row in plan.serving} == {2.5}
@@ -530,6 +564,12 @@ def test_devices_are_known_by_their_names() -> None:
         "NVIDIA H200": "h200",
         "NVIDIA A100-SXM4-80GB": "a100_80gb",
         "NVIDIA A100-SXM4-40GB": "a100_40gb",
+        # Boards: slower than the modules whose marks their names hold too; the longer mark wins.
+        "NVIDIA H100 PCIe": "h100_pcie",
+        "NVIDIA H100 NVL": "h100_nvl",
+        "NVIDIA A100 80GB PCIe": "a100_80gb_pcie",
+        "NVIDIA A100-PCIE-40GB": "a100_40gb_pcie",
+        "NVIDIA B200": "b200",
         "NVIDIA L40S": "l40s",
         "NVIDIA GeForce RTX 4090": "rtx4090",
         "AMD Instinct MI300X": "mi300x",
@@ -538,10 +578,6 @@ def test_devices_are_known_by_their_names() -> None:
         assert found is not None
         assert found.name == expected
     assert matching("NVIDIA T4", entries) is None
-    narrower = replace(entries["h100"], name="h100_nvl", matches=["H100 NVL"])
-    found = matching("NVIDIA H100 NVL", {"h100_nvl": narrower, **entries})
-    assert found is not None
-    assert found.name == "h100_nvl", "the longer mark wins"
 
 
 def test_the_processor_is_measured_and_its_memory_read() -> None:
@@ -577,6 +613,60 @@ def test_a_measured_run_says_which_share_of_the_peak_is_reached(tmp_path: Path) 
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"plan\.measured must be a run with tokens/s in its"):
         measured_efficiency(run, chip)
+
+
+def test_what_stored_features_spare_is_not_counted_as_work(tmp_path: Path) -> None:
+    telling = ["hardware=cpu", "features=stored", f"features.dir={tmp_path}"]
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(typed(compose("train", telling), TrainConfig), run / "config.yaml")
+    (run / "provenance.json").write_text(json.dumps({"hardware": {"gpus": [], "cpu": ""}}))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "perf/tokens_per_s": 600.0}) + "\n")
+    found = accelerator_of(typed(compose("train", telling), TrainConfig).hardware, 0.01)
+    chip = replace(found, flops={"float32": 1e12, "bfloat16": 1e12}, bandwidth=1e12)
+    job = job_of(typed(compose("train", telling), TrainConfig), default_settings(), chip)
+    stored = cost(job, memory_of(job, PLAIN, "device"), stored=True)
+    assert stored.speed.target_s == 0
+    assert stored.memory.parts["target"] > 0, "validation decodes with it"
+    whole = replace(chip, efficiency=1.0)
+    ideal = cost(replace(job, chip=whole), memory_of(job, PLAIN, "stored")).speed.tokens_per_s
+    assert measured_efficiency(run, chip) == pytest.approx(600.0 / ideal)
+
+
+def test_train_from_stored_features_foresees_no_pass_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chip = accelerator_of(planned_config("hardware=cpu").hardware, 0.01)
+    monkeypatch.setattr("drafttrain.planning.accelerator_of", lambda *_, **__: chip)
+
+    def said(*features: str) -> str:
+        return "\n".join(foresee(typed(compose("train", ["hardware=cpu", *features]), TrainConfig)))
+
+    def speed(text: str) -> float:
+        return float(re.search(r"at ([\d,.]+) tokens/s", text)[1].replace(",", ""))
+
+    online, stored = said(), said("features=stored", "features.dir=x")
+    alone = said("features=stored", "features.dir=x", "features.validate=false")
+    assert speed(stored) == speed(alone) > 1.1 * speed(online)
+    assert "target whole on each" in stored
+    assert "stored features, no target" in alone
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_narrow_terminal_loses_no_number(width: int) -> None:
+    plan = planned("model=llama70b", "hardware=h100x8")
+    into = io.StringIO()
+    console = Console(width=width, file=into)
+    for content in tables(plan):
+        before = into.tell()
+        for piece in pieces(content, console):
+            console.print(printed(piece))
+        shown = into.getvalue()[before:]
+        assert "\u2026" not in shown, content.title
+        words = {word for row in content.rows for cell in row for word in cell.split()}
+        lost = words - set(shown.split())
+        assert not any(len(word) < 10 for word in lost), lost  # longer ones may be broken
+        assert max(map(len, shown.splitlines())) <= width
 
 
 # --- before training

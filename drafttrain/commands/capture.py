@@ -19,9 +19,10 @@ from drafttrain.capture.asked import asked_by
 from drafttrain.capture.capture import capture as write_store
 from drafttrain.config import CaptureConfig, load_choice
 from drafttrain.data.template import template_fingerprint
+from drafttrain.disk import require_writable
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import join_ranks
-from drafttrain.run import provenance
+from drafttrain.run import CHECKPOINTS, CONFIG, provenance
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
@@ -43,6 +44,7 @@ def capture(config: CaptureConfig) -> None:
         f"{config.model.name} ({config.model.origin})"
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
+    check_store_folder(folder)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
     started, longest = time.monotonic(), config.data.max_length
@@ -77,3 +79,13 @@ def capture(config: CaptureConfig) -> None:
         f"next: python -m drafttrain train features=stored features.dir={folder} "
         f"drafter={drafters[0].name}"
     )
+
+
+def check_store_folder(folder: Path) -> None:
+    """Refuse a place that cannot be written, or that is a run's, before a target is loaded."""
+    require_writable(folder, "store.dir")
+    if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
+        raise ValueError(
+            f"store.dir must be a folder of its own, got {folder}, which holds a run; "
+            "as in store.dir=outputs/store"
+        )

@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from drafttrain.config import PlanConfig
-from drafttrain.plan.pages import notes, printed, tables, write_plan
+from drafttrain.disk import require_writable
+from drafttrain.plan.pages import notes, pieces, printed, tables, write_plan
 from drafttrain.planning import plan_of
 from drafttrain.terminal import console
 
@@ -16,11 +17,14 @@ WIDTH = 100
 
 def plan(config: PlanConfig) -> None:
     """Say what a run would take and bring, from its configuration alone; write it where asked."""
+    if config.plan.dir is not None:
+        require_writable(Path(config.plan.dir), "plan.dir")
     found, source = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     wide = Console(width=width, highlight=False)
     for table in tables(found):
-        wide.print(printed(table))
+        for piece in pieces(table, wide):
+            wide.print(printed(piece))
     wide.print(listed("Advice", found.advice, width))
     wide.print(listed("What the numbers assume", notes(found, source), width))
     if config.plan.dir is not None:

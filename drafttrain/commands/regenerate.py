@@ -13,6 +13,7 @@ from drafttrain.assemble import load_alone, name_of
 from drafttrain.config import RegenerateConfig
 from drafttrain.data.asked import read_asked
 from drafttrain.data.template import require_template
+from drafttrain.disk import require_writable
 from drafttrain.hardware import DTYPES, choose_device
 from drafttrain.regenerate.answers import Answers
 from drafttrain.regenerate.config import OPENAI, VLLM
@@ -33,6 +34,7 @@ def regenerate(config: RegenerateConfig) -> None:
         f"drafttrain {__version__}: regenerate by {settings.backend}  data={config.data.name}  "
         f"temperature={settings.temperature:g}  to {out}"
     )
+    require_writable(out.parent, "regenerate.out")
     asked, skipped = read_asked(config.data, settings.turns)
     for line in skipped.lines():
         console.print(line)

@@ -116,6 +116,8 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         say(f"skipped, as run.skip_damaged says: {line}")
     if latest is not None:
         say(f"resuming from {latest}")
+    elif config.run.resume:  # a batch script asks for it always, and a mistyped name looks like it
+        say(f"nothing to resume in {folder}: training begins at step 0")
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)

@@ -161,13 +161,18 @@ def prompt_of(sample: Sample) -> list[int]:
     return sample.tokens[:first].tolist()
 
 
-def split_holdout(items: Sequence[Item], count: int, seed: int) -> tuple[list[Item], list[Item]]:
-    """Return the items for training and the `count` held out, both in their old order."""
-    if count >= len(items):
+def check_holdout(available: int, count: int) -> None:
+    """Raise ValueError if holding out `count` conversations leaves none to train on."""
+    if count >= available:
         raise ValueError(
-            f"data.holdout must be less than the {len(items)} usable conversations, got {count};"
+            f"data.holdout must be less than the {available} usable conversations, got {count};"
             " lower it, or give more data"
         )
+
+
+def split_holdout(items: Sequence[Item], count: int, seed: int) -> tuple[list[Item], list[Item]]:
+    """Return the items for training and the `count` held out, both in their old order."""
+    check_holdout(len(items), count)
     chosen = set(np.random.default_rng(seed).permutation(len(items))[:count].tolist())
     kept = [item for place, item in enumerate(items) if place not in chosen]
     return kept, [item for place, item in enumerate(items) if place in chosen]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from drafttrain.plan import PlanConfig
 from drafttrain.plan.build import Job, Plan, cost, memory_of
 from drafttrain.plan.memory import Memory
+from drafttrain.plan.serving import affordable, fitting
 from drafttrain.plan.units import count, disk, gib
 
 OVERRIDES = {
@@ -15,7 +16,9 @@ OVERRIDES = {
     "stored": "features=stored features.validate=false",
 }
 LARGEST_MICRO_BATCH = 256
+CHEAP_DRAFT = 0.1  # of a target pass: what a drafted token should cost at most
 COSTLY_DRAFT = 0.15  # of a target pass: a drafted token that costs more wants another drafter
+SMALL_VOCABULARY = 8_000  # what a draft vocabulary can be cut to
 WHOLE_VOCABULARY = 50_000  # draft vocabularies beyond it are worth a word
 
 
@@ -119,11 +122,12 @@ def about_features(plan: Plan) -> Iterator[str]:
         return
     stored = cost(job, memory_of(job, chosen.memory.sharding, "stored"))
     share = chosen.speed.target_s / chosen.speed.step_s
+    reading = disk(job.token_bytes * stored.speed.tokens_per_s)
     yield (
         f"The target's pass is {share:.0%} of the time. Stored features would take "
         f"{disk(job.token_bytes * plan.store_tokens)} of disk for {count(plan.store_tokens)} "
         f"tokens; training from them {stored.hours / chosen.hours:.0%} of the time, each run "
-        "after the first."
+        f"after the first, from a disk that reads {reading}/s."
     )
 
 
@@ -144,10 +148,20 @@ def about_drafter(plan: Plan, settings: PlanConfig) -> Iterator[str]:
             f"The drafter has {share:.1%} of the target's weights, and a drafted token costs "
             f"{each:.0%} of a target pass at batch 1; aim at 1% to 5%, in few layers."
         )
+    most = affordable(host, CHEAP_DRAFT)
+    yield (
+        f"Up to about {count(most)} weights keep a drafted token below {CHEAP_DRAFT:.0%} of a "
+        "target pass."
+        if most > 1e6
+        else f"No drafter keeps a drafted token below {CHEAP_DRAFT:.0%} of a target pass: it "
+        "takes as long before it computes anything."
+    )
     if each > COSTLY_DRAFT:
-        smaller = (
-            "drafter.draft_vocab_size=8000" if job.parts.family == "eagle3" else "fewer layers"
-        )
+        if job.parts.family == "eagle3" and job.parts.draft_vocab > SMALL_VOCABULARY:
+            smaller = f"drafter.draft_vocab_size={SMALL_VOCABULARY}"
+        else:
+            eagle = job.parts.family.startswith("eagle")
+            smaller = "a smaller drafter.intermediate_size" if eagle else "fewer layers"
         yield f"A drafted token is dear here: try {smaller}, or chains of depth 1 or 2."
     if job.parts.family == "eagle3" and job.parts.draft_vocab > WHOLE_VOCABULARY:
         yield (
@@ -161,8 +175,12 @@ def about_speculation(plan: Plan, settings: PlanConfig) -> Iterator[str]:
     """Up to which batch speculation pays, and what acceptance it needs beyond."""
     length = plan.serving[0].acceptance_length
     given = f"at depth {settings.depth} and an acceptance length of {length:.2f}"
-    if plan.break_even is None:
-        yield f"Speculation pays at every batch weighed, {given}."
+    most = fitting(plan.host)
+    if plan.break_even is None or plan.break_even >= most:
+        yield (
+            f"Speculation pays at every batch whose cache fits ({most} requests of "
+            f"{plan.host.context:,} tokens), {given}."
+        )
     elif plan.break_even == 0:
         yield f"Speculation does not pay at any batch, {given}."
     else:

@@ -129,8 +129,11 @@ def place(job: Job, sharding: Sharding, placement: str) -> Memory:
     return memory_of(job, sharding, "zero3")
 
 
-def cost(job: Job, found: Memory) -> Cost:
-    """Return time, energy and money of a job, one way to shard."""
+def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
+    """Return time, energy and money of a job, one way to shard.
+
+    stored: features come from the disk, and a target that is held is held for validation alone.
+    """
     load = job.load if found.placement != "device_map" else replace(job.load, ranks=1)
     speed = throughput(
         job.shape,
@@ -139,7 +142,7 @@ def cost(job: Job, found: Memory) -> Cost:
         job.chip,
         target_bytes=job.target_bytes,
         sharded=found.placement == "zero3",
-        stored=found.placement == "stored",
+        stored=stored or found.placement == "stored",
     )
     hours = job.max_steps * job.load.tokens_per_step / speed.tokens_per_s / 3600
     each = hours * job.load.ranks  # accelerators wait for each other, and are paid while they do

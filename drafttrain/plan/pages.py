@@ -1,15 +1,18 @@
 """A plan on the terminal and on disk."""
 
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from drafttrain.plan.build import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
-from drafttrain.plan.serving import drafter_bytes
+from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
 from drafttrain.report.markdown import escaped, table
 from drafttrain.report.pages import page
@@ -29,9 +32,11 @@ ASSUMED = (
     "Memory: weights and optimizer state are counted exactly, activations and features in flight "
     "tensor by tensor (within 15 % of what is measured); validation's caches are left out.",
     "Time: arithmetic at a share of the peak ({efficiency:.0%}: {source}), memory and links at "
-    "{bandwidth:.0%} of theirs; loading, validation and saving are left out.",
+    "{bandwidth:.0%} of theirs; loading, validation, saving, waiting for the disk, and the slower "
+    "update of an optimizer on the host (offload) are left out.",
     "Serving: predicted speedup = acceptance_length * t_plain / (t_draft + t_verify); the same "
-    "acceptance at every depth, prefill left out.",
+    "acceptance at every depth; arithmetic hides behind reading, or reading behind arithmetic, "
+    "whole, which flatters batches where both take long; prefill left out.",
 )
 
 
@@ -60,7 +65,40 @@ def printed(content: Table) -> RichTable:
         texts = max(len(cell) for cell in cells) > LONGEST_NUMBER
         column.justify = "right" if place and numbers > len(cells) / 2 and not texts else "left"
         column.no_wrap = place != len(content.columns) - 1
+        column.overflow = "fold"  # a word that is too long is broken, not cut
     return shown
+
+
+def pieces(content: Table, console: Console) -> Iterator[Table]:
+    """Yield a table of numbers in as many parts as the width needs, what names a row in each.
+
+    A table whose last column is sentences folds there instead.
+    """
+    names = 2 if content.columns[1] == "deepspeed" else 1
+    folds = max(len(row[-1]) for row in content.rows) > LONGEST_NUMBER
+    start, count = names, len(content.columns)
+    while start < count:
+        end = count
+        while (
+            not folds and end > start + 1 and _wide(_columns(content, names, start, end), console)
+        ):
+            end -= 1
+        yield _columns(content, names, start, end)
+        start = end if not folds else count
+
+
+def _columns(content: Table, names: int, start: int, end: int) -> Table:
+    def cut(cells: Sequence[str]) -> list[str]:
+        return [*cells[:names], *cells[start:end]]
+
+    caption = content.caption if start == names else "continued"
+    rows = [cut(row) for row in content.rows]
+    return replace(content, columns=cut(content.columns), rows=rows, caption=caption)
+
+
+def _wide(content: Table, console: Console) -> bool:
+    free = console.options.update(max_width=10_000)
+    return Measurement.get(console, free, printed(content)).maximum > console.width
 
 
 def what(plan: Plan) -> Table:
@@ -120,8 +158,9 @@ def components(plan: Plan, placement: str) -> Table:
     if any(memory.host for memory in found):
         rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
     whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
+    held = "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
     return Table(
-        f"Memory of {whole}, target {WHERE[placement]}, by deepspeed=...",
+        f"Memory of {whole}, {held}, by deepspeed=...",
         f"GiB of {_gib(plan.job.chip.memory)}; {_ranks(plan.job)}, micro batch of "
         f"{plan.job.load.rows} x {plan.job.load.length:,} tokens.",
         ["", *(memory.sharding.name.replace("_", "\n") for memory in found)],
@@ -211,7 +250,8 @@ def serving(plan: Plan) -> Table:
     asked = round(first.acceptance_length, 2)
     return Table(
         f"Serving on {machines}: does speculation pay?",
-        f"Acceptance length {asked}, {plan.host.context:,} tokens of context.",
+        f"Acceptance length {asked}, {plan.host.context:,} tokens of context; the memory holds the "
+        f"caches of {fitting(plan.host):,} requests.",
         ["requests", "plain step", "draft", "verify", "waits for", "speedup", "best depth", "then"],
         rows,
         [],
@@ -221,13 +261,15 @@ def serving(plan: Plan) -> Table:
 def short_form(job: Job, cost: Cost) -> list[str]:
     """Return what `train` says before it loads anything."""
     memory, speed = cost.memory, cost.speed
+    held = memory.placement != "stored"
+    where = f"target {WHERE[memory.placement]}" if held else "stored features, no target"
     whose = "of this machine" if job.chip.is_cpu else f"on each {job.chip.name}"
     return [
         f"plan: target {count(job.shape.num_parameters)}, drafter "
         f"{count(job.parts.num_parameters)} parameters; {disk(job.token_bytes)} of features a "
         "token",
         f"  memory: about {gib(memory.total)} of {gib(memory.limit)} {whose} "
-        f"({_ranks(job)}, target {WHERE[memory.placement]})",
+        f"({_ranks(job)}, {where})",
         f"  time: about {hours(cost.hours)} at {three(speed.tokens_per_s)} tokens/s; "
         f"{three(cost.kilowatt_hours)} kWh"
         + (f", {money(cost.dollars)}" if cost.dollars else "")

@@ -9,6 +9,7 @@ from drafttrain.plan.shapes import Shape
 DEEPEST = 8  # chains that are weighed for the best depth
 LARGEST_BATCH = 4096
 ROOM = 0.8  # of the memory: weights may take this much, the rest is for the cache
+FILLED = 0.9  # of the memory: what engines fill with weights and cache, the rest is for their work
 SPREADS = (1, 2, 4, 8, 16, 32)
 
 
@@ -156,6 +157,25 @@ def break_even(host: Host, depth: int, rate: float, length: float | None) -> int
         middle = (low + high) // 2
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low
+
+
+def fitting(host: Host) -> int:
+    """Return how many requests' caches the memory holds beside target and drafter; at least 1."""
+    weights, cache = drafter_bytes(host)
+    each = host.context * host.shape.key_value_bytes(host.dtype_bytes) + cache
+    room = host.spread * host.chip.memory * FILLED - host.target_bytes - weights
+    return max(1, int(room / each))
+
+
+def affordable(host: Host, share: float) -> float:
+    """Return the weights of which a drafted token takes this share of a plain step at batch 1.
+
+    One layer of them, read or multiplied once; 0 where the pass takes longer without any.
+    """
+    plain, _ = host.target_pass(1, 1)
+    fixed, _ = host._pass(0.0, 0.0, 2)
+    each = max(host.dtype_bytes / host.bandwidth, 2 / host.speed)
+    return max(0.0, (share * plain - fixed) / each)
 
 
 def drafter_bytes(host: Host) -> tuple[float, float]:

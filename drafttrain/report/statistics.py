@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import DegenerateDataWarning, bootstrap
 
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.types import Counters, PromptResult
@@ -179,6 +178,9 @@ def interval(
     """
     if len(columns[0]) < 2:
         return None
+    # A second of importing, which commands that only lay out tables (plan, --help) do not pay.
+    from scipy.stats import DegenerateDataWarning, bootstrap
+
     arrays = [np.asarray(column, dtype=np.float64) for column in columns]
     with warnings.catch_warnings():
         # All prompts alike: no acceleration can be estimated, and the interval is one point.

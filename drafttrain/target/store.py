@@ -55,7 +55,7 @@ class StoredFeaturesConfig(FeaturesConfig):
         super().__post_init__()
         if not self.dir:
             raise ValueError(
-                f"features.dir must name the folder of a store, got {self.dir}; as in "
+                f"features.dir must name the folder of a store, got {self.dir or 'null'}; as in "
                 "features.dir=outputs/store, which `capture store.dir=outputs/store` makes"
             )
 
