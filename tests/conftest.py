@@ -14,6 +14,7 @@ os.environ.update(
 )
 
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,17 @@ CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Undo what a command that ran in this process set: a fork waits for threads it does not have.
+
+    (libgomp's team is the parent's; a child that asks for as many threads waits for them forever.)
+    """
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
