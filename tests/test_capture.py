@@ -1,5 +1,6 @@
 """A store is written once, whole or not at all, whatever kills the process that writes it."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -27,11 +28,12 @@ from tests_support import drafter_config, model_config
 from drafttrain.__main__ import main
 from drafttrain.assemble import shape_of
 from drafttrain.capture.asked import Asked, StoreConfig, asked_by
-from drafttrain.capture.capture import capture
+from drafttrain.capture.capture import Writer, capture
 from drafttrain.data.batches import collate
 from drafttrain.ranks import Ranks
+from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.target import shards
-from drafttrain.target.shards import Manifest, kept_positions, plan_shards, read_manifest
+from drafttrain.target.shards import Manifest, kept_positions, plan_shards, read_journals, read_manifest
 from drafttrain.target.store import StoredTarget
 from drafttrain.target.target import Target, load_target
 
@@ -75,6 +77,7 @@ def write(
         record=RECORD,
         micro_batch=4,
         ranks=ALONE,
+        stop=StopRequest(),
         say=(lines if lines is not None else []).append,
     )
 
@@ -372,6 +375,57 @@ def test_kept_positions_are_those_before_trained_tokens() -> None:
     assert kept_positions(mask, 1).int().tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
     assert kept_positions(mask, 99).int().tolist() == [1] * 9 + [0]
     assert kept_positions(mask, None).all()
+
+
+def command_line(folder: Path, target_dir: Path, *more: str) -> list[str]:
+    """Return a `capture` of 20 conversations in a dozen shards."""
+    data = folder / "data.jsonl"
+    with data.open("w") as file:
+        for number in range(20):
+            messages = [
+                {"role": "user", "content": f"What is {number} plus {number}?"},
+                {"role": "assistant", "content": f"It is {2 * number}. " * (1 + number % 4)},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    keys = ["store.drafters=[eagle3,medusa]", "store.shard_mb=0.02", "drafter.layers=[1,2,3]"]
+    keys += [f"model.path={target_dir}", "data=jsonl", f"data.path={data}", "hardware=cpu"]
+    keys += ["hardware.threads=1", "hardware.train_dtype=float32"]
+    return ["capture", *keys, *more]
+
+
+def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = command_line(tmp_path, tiny_target_dir)
+    assert main([*call, f"store.dir={tmp_path / 'alone'}"]) == 0
+    compute, calls, swallows = Writer.compute, 0, contextlib.nullcontext()
+
+    def asked_midway(writer: Writer, places: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the first two are the measurement
+            with swallows:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return compute(writer, places)
+
+    monkeypatch.setattr(Writer, "compute", asked_midway)
+    folder = tmp_path / "stopped"
+    for swallows, more in ((swallows, 2), (contextlib.suppress(Stopped), 3)):  # as libraries do
+        calls = 0
+        capsys.readouterr()
+        assert main([*call, f"store.dir={folder}"]) == 143
+        assert capsys.readouterr().err == (
+            "stopped by SIGTERM: what is stored stays, and the same command goes on where it "
+            "stopped\n"
+        )
+        assert len(read_journals(folder)) == more
+    assert main([*call, f"store.dir={folder}"]) == 0
+    first, second = content(tmp_path / "alone"), content(folder)
+    for name in first.keys() | second.keys():
+        assert name == "provenance.json" or first[name] == second[name], name
 
 
 @pytest.mark.slow
