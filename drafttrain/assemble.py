@@ -322,9 +322,12 @@ def load_target_to_decode(
 def load_alone(
     model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
 ) -> Target:
-    """Return the target of a command that is a single process, where there is room for it."""
-    alone = Ranks(0, 0, 1, device)
-    placement = choose_placement(hardware.target_placement, model, dtype, alone)
+    """Return the target of a command that is a single process, where there is room for it.
+
+    A run of several ranks records zero3, which one process cannot do: then as with "auto".
+    """
+    alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
+    placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
     return load_placed(model, dtype, alone, placement)

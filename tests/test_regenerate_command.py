@@ -472,19 +472,19 @@ def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    add, swallows = Answers.add, contextlib.nullcontext()
+    add = Answers.add
 
     def asked_midway(answers: Answers, outcomes: Sequence[Outcome]) -> None:
         add(answers, outcomes)
         if len(answers.rows) in (2, 4):
-            with swallows:
+            with contextlib.suppress(*[Stopped] * (len(answers.rows) == 4)):  # as asyncio may
                 os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Answers, "add", asked_midway)
     call = ["regenerate", f"model.path={tiny_target_dir}", "hardware=cpu", "hardware.threads=1"]
     call += [f"data.path={written(tmp_path, PROMPTS)}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
     call += ["regenerate.max_new_tokens=4", "regenerate.batch_size=2"]
-    for swallows, answered in ((swallows, 2), (contextlib.suppress(Stopped), 4)):  # as asyncio does
+    for answered in (2, 4):
         assert cli.main(call) == 143
         assert capsys.readouterr().err == (
             "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
