@@ -1,8 +1,9 @@
 """A run that is killed and resumed, again and again, beside one that is left alone.
 
-As a script: `python lives.py kill|stop FOLDER TIMES RANKS SEED [override ...]` trains undisturbed,
-then kills ranks with SIGKILL, or asks them to stop, at so many instants, compares, and prints what
-it saw as JSON. Torch is imported once and every life is a fork: it costs a fraction of a second.
+As a script: `python lives.py kill|stop FOLDER TIMES RANKS SEED [override ...] [-- override ...]`
+trains undisturbed, then kills ranks with SIGKILL, or asks them to stop, at so many instants,
+compares, and prints what it saw as a line of JSON; then the same for the overrides after each --.
+Torch is imported once and every life is a fork: it costs a fraction of a second.
 """
 
 import faulthandler
@@ -337,5 +338,14 @@ def compare(alone: Path, other: Path) -> None:
 
 if __name__ == "__main__":
     what, place, number, world, drawn = sys.argv[1:6]
-    seen = disturb_and_resume(what, Path(place), int(number), int(world), int(drawn), sys.argv[6:])
-    print(json.dumps(seen))
+    groups: list[list[str]] = [[]]
+    for text in sys.argv[6:]:
+        if text == "--":
+            groups.append([])
+        else:
+            groups[-1].append(text)
+    for count, group in enumerate(groups):
+        run = Path(place) / str(count)
+        run.mkdir(parents=True)
+        seen = disturb_and_resume(what, run, int(number), int(world), int(drawn) + count, group)
+        print(json.dumps({"overrides": group, **seen}), flush=True)

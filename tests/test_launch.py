@@ -293,7 +293,8 @@ def script(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that prints a batch script and has bash read it."""
 
     def write(*arguments: str) -> str:
-        assert cli.main(["train", "data=jsonl", *arguments]) == 0
+        command = [] if arguments[0] == "capture" else ["train", "data=jsonl"]
+        assert cli.main([*command, *arguments]) == 0
         text = capsys.readouterr().out
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         if shutil.which("shellcheck"):
@@ -329,6 +330,14 @@ def test_slurms_script_starts_a_rank_for_every_gpu_of_a_node(script: Any) -> Non
     assert "--nproc-per-node 2" in text
     assert "gpus" not in text
     assert "run.resume=true" not in text.split("-m drafttrain")[1]
+
+
+def test_slurms_script_captures_too(script: Any) -> None:
+    text = script("capture", "store.dir=features", "hardware=cpu", "hardware.ranks=2", "--slurm")
+    assert "#SBATCH --job-name=capture-tiny\n" in text
+    assert "resume" not in text
+    call = text[text.index("-m drafttrain") : text.index(" &\n")].replace("\\\n", " ")
+    assert shlex.split(call)[2:4] == ["capture", "store.dir=features"]
 
 
 def test_slurm_is_for_what_ranks_do_together(capsys: pytest.CaptureFixture[str]) -> None:
