@@ -211,6 +211,12 @@ STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
             1,
             r"error: rank 1 of 2 ended with exit code 1: disk full; [^\n]*\n",
         ),
+        (  # a signal to one process, of which rank 0 knows nothing
+            "if rank: os._exit(143)\n"
+            "else: time.sleep(0.5); leave_word('lost another', 1, True, True); os._exit(1)",
+            143,
+            r"rank 1 of 2 alone was asked to end; there is no checkpoint yet: start again\n",
+        ),
     ],
 )
 def test_a_rank_that_dies_ends_all_and_its_error_is_said_once(
@@ -240,6 +246,12 @@ STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
 """
+LOSES = """
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if rank else pathlib.Path("told").touch())
+pathlib.Path(f"ready{rank}").touch()
+while not pathlib.Path("told").exists(): time.sleep(0.01)
+leave_word("lost another", 1, True, True); os._exit(1)
+"""
 DIES = """
 pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
 """
@@ -250,6 +262,7 @@ pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
     [
         (SAVES, "", signal.SIGTERM, 143),
         (DIES, "ended by SIGTERM; there is no checkpoint yet", signal.SIGTERM, 143),
+        (LOSES, "ended by SIGTERM; there is no checkpoint yet", signal.SIGTERM, 143),
         (STUBBORN, "error: 2 of 2 ranks did not end within 1 s of SIGTERM", signal.SIGTERM, 143),
     ],
 )
