@@ -24,8 +24,9 @@ from typing import Any
 
 STARTING, STEP, VALIDATING, SAVING, PRUNING, METRICS, ENDING = range(7)
 PHASES = ("starting", "step", "validation", "saving", "pruning", "metrics", "ending")
-# Where to strike: mostly anywhere, and on purpose where time alone would seldom lead.
-AIMS = (None, SAVING, PRUNING, METRICS, None, VALIDATING, STARTING, None)
+# Where to strike: mostly anywhere, and on purpose where time alone would seldom lead. The first
+# time (the second of these) there is a checkpoint to go on from.
+AIMS = (None, PRUNING, METRICS, SAVING, None, VALIDATING, STARTING, None)
 MOST_STEPS = 6  # of a life: the run is not over before it has been killed often enough
 PATIENCE_S = 90.0  # while this process runs: one that is stopped for a while may be stopped
 
@@ -107,7 +108,7 @@ class Board:
         self.watch(rank, tracker, "_rewrite", METRICS)
 
 
-def warm_up() -> None:
+def warm_up(with_deepspeed: bool) -> None:
     """Import what every life needs, and compute nothing: threads do not survive a fork."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
@@ -119,6 +120,9 @@ def warm_up() -> None:
     import drafttrain.commands.train
     import drafttrain.drafters.eagle
     import drafttrain.drafters.eagle3  # noqa: F401
+
+    if with_deepspeed:
+        import deepspeed  # noqa: F401
 
 
 def begin(board: Board, rank: int, ranks: int, port: int, command: list[str], log: Path) -> int:
@@ -223,9 +227,6 @@ def disturb_and_resume(
 ) -> dict[str, Any]:
     """Return what was seen: where signals landed, how survivors ended, seconds."""
     started = time.monotonic()
-    warm_up()
-    if any("=zero" in override for override in more):
-        import deepspeed  # noqa: F401
     data = folder / "data.jsonl"
     write_conversations(data)
     board, chance = Board(ranks), random.Random(seed)
@@ -338,6 +339,7 @@ def compare(alone: Path, other: Path) -> None:
 
 if __name__ == "__main__":
     what, place, number, world, drawn = sys.argv[1:6]
+    warm_up(any("=zero" in text for text in sys.argv[6:]))
     groups: list[list[str]] = [[]]
     for text in sys.argv[6:]:
         if text == "--":
