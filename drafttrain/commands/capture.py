@@ -56,14 +56,15 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
     check_store_folder(folder)
-    check_engine(config.hardware, config.vllm, ranks)
+    if served := config.hardware.target_placement == "vllm":
+        refuse_selfgen(config.data)
+        check_engine(config.hardware, config.vllm, ranks)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
     started, longest = time.monotonic(), config.data.max_length
     with ExitStack() as stack:
         target: Target | ServedTarget
-        if config.hardware.target_placement == "vllm":  # no other copy of it is needed here
-            refuse_selfgen(config.data)
+        if served:  # no other copy of it is needed here
             engine = served_to(
                 ranks, config.model, config.vllm, dtype, asked.layers, longest, folder
             )
