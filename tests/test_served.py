@@ -168,13 +168,14 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = "hardware.target_placement=vllm"
+    data, asked = tmp_path / "data.jsonl", "hardware.target_placement=vllm"
+    data.write_text('{"prompt": "Hello"}\n')
     call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", "data=jsonl"]
-    call += ["data.path=missing.jsonl", asked, f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
+    call += [f"data.path={data}", asked, f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
     if command == "regenerate":
         asked = "regenerate.backend=vllm"
         call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", asked]
-        call += ["data.path=missing.jsonl", f"regenerate.out={tmp_path / 'out.jsonl'}"]
+        call += [f"data.path={data}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
     monkeypatch.setattr(pretrained, "load_tokenizer", None)  # what loads anything asks for this
     monkeypatch.delenv(VARIABLE, raising=False)
     without = tmp_path / "python"
