@@ -30,6 +30,7 @@ from drafttrain.engine import build_engine
 from drafttrain.hardware import DTYPES
 from drafttrain.ranks import Ranks
 from drafttrain.run import provenance
+from drafttrain.stopping import StopRequest
 from drafttrain.target.store import StoredTarget
 from drafttrain.target.target import Target, load_target
 from drafttrain.train import StepChance, optimizer_step
@@ -117,6 +118,7 @@ def write_store(
         record={},
         micro_batch=8,
         ranks=Ranks(0, 0, 1, CPU),
+        stop=StopRequest(),
         say=print,
     )
     return sum(len(s.tokens) for s in samples) / (time.perf_counter() - started)

@@ -221,7 +221,8 @@ def _slurm_script(request: Request, config: Any) -> str:
         raise UsageError(f"--slurm is for {', '.join(TOGETHER)}, got {request.command}")
     folder = [f"--config-dir={request.config_dir}"] if request.config_dir else []
     call = [str(request.command), *folder, *request.overrides]
-    return batch_script(call, request.slurm or "", config.hardware, config.run.name)
+    name = config.run.name if request.command == "train" else f"capture-{config.model.name}"
+    return batch_script(call, request.slurm or "", config.hardware, name)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
-from drafttrain.serving import VllmConfig
+from drafttrain.serving import VllmConfig, require_vllm
 from drafttrain.target.describe import describe
 from drafttrain.target.placement import choose_placement, load_placed
 from drafttrain.target.served import ServedTarget, open_served
@@ -140,6 +140,21 @@ def source_of_features(
         yield served
 
 
+def check_engine(hardware: HardwareConfig, vllm: VllmConfig, ranks: Ranks) -> None:
+    """Raise ValueError, before anything is loaded, where an engine is asked for that cannot start.
+
+    It needs an interpreter that has vLLM, and is one on each rank.
+    """
+    if hardware.target_placement != "vllm":
+        return
+    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
+        raise ValueError(
+            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
+            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
+        )
+    require_vllm(vllm.python, "hardware.target_placement=vllm")
+
+
 def served_to(
     ranks: Ranks,
     model: ModelConfig,
@@ -150,11 +165,6 @@ def served_to(
     folder: Path,
 ) -> ServedTarget:
     """Start this rank's engine, with the target in it; its log goes to `folder`."""
-    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
-        raise ValueError(
-            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
-            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
-        )
     return open_served(
         model,
         vllm,
@@ -312,9 +322,12 @@ def load_target_to_decode(
 def load_alone(
     model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
 ) -> Target:
-    """Return the target of a command that is a single process, where there is room for it."""
-    alone = Ranks(0, 0, 1, device)
-    placement = choose_placement(hardware.target_placement, model, dtype, alone)
+    """Return the target of a command that is a single process, where there is room for it.
+
+    A run of several ranks records zero3, which one process cannot do: then as with "auto".
+    """
+    alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
+    placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
     return load_placed(model, dtype, alone, placement)

@@ -231,7 +231,9 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
 
     rank = min(agent.ended, key=order)
     code, word = agent.ended[rank][0], words[rank]
-    if code in ENDED_ON_REQUEST and not word:  # it has said so itself
+    if code in ENDED_ON_REQUEST and not word:
+        if agent.ended.get(0, (1,))[0] not in ENDED_ON_REQUEST:  # else rank 0 has said so
+            _say(f"rank {rank} of {count} alone was asked to end{_how_to_go_on(folder)}")
         return code
     if word.get("foreseen"):
         _say(f"error: {word['message']}")
@@ -264,7 +266,7 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
             f"{stop.name} and were killed{_how_to_go_on(folder)}; "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
         )
-    elif codes.get(0, -1) >= 0:
+    elif codes.get(0, -1) >= 0 and not words[0][1]:
         return codes[0]
     else:
         _say(f"ended by {stop.name}{_how_to_go_on(folder)}")

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from drafttrain.adapting import Start, coverage, what_is_started_from
-from drafttrain.assemble import describe_drafter, describe_target, load_samples, open_features
+from drafttrain.assemble import (
+    check_engine,
+    describe_drafter,
+    describe_target,
+    load_samples,
+    open_features,
+)
 from drafttrain.config import TrainConfig
 from drafttrain.data.batches import token_counts
 from drafttrain.data.chat import check_holdout, split_holdout
@@ -59,6 +65,8 @@ def gather(
         for path in config.data.paths:
             find_files(path)
     started = time.monotonic()
+    if not isinstance(config.features, StoredFeaturesConfig):  # else no engine is started
+        check_engine(config.hardware, config.vllm, ranks)
     store, target = open_features(
         config.features,
         config.model,

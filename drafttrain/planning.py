@@ -89,6 +89,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
             "choose another drafter"
         )
     hardware = config.hardware
+    ranks, here = ranks_of(hardware, chip)
     return describe_job(
         config.model,
         config.drafter,
@@ -96,21 +97,28 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         settings,
         chip,
         dtype=_dtype(hardware, chip.is_cpu),
-        ranks=ranks_of(hardware, chip),
+        ranks=ranks,
+        ranks_here=here,
         max_length=config.data.max_length,
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
     )
 
 
-def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> int:
-    """Return the ranks that hardware.ranks says; auto: as launched, or one per GPU found."""
-    if hardware.ranks != "auto":
-        return int(hardware.ranks)
-    launched = os.environ.get("WORLD_SIZE")
+def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
+    """Return the ranks of the run, and how many of them are on this machine.
+
+    As launched; else hardware.ranks of them, or with auto one per GPU found, all here.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or launched
+    if hardware.ranks != "auto":  # of each machine
+        each = int(hardware.ranks)
+        return each * max(1, launched // max(1, here)), each
     if launched:
-        return int(launched)
-    return 1 if chip.is_cpu else max(1, torch.cuda.device_count())
+        return launched, here
+    found = 1 if chip.is_cpu else max(1, torch.cuda.device_count())
+    return found, found
 
 
 def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:

@@ -34,6 +34,7 @@ class Ranks:
     world_size: int
     device: torch.device
     _messages: Any = field(default=None, repr=False)  # gloo group; None when alone
+    goes_on: str = "start the run again with run.resume=true"  # what to do when a rank is lost
 
     @property
     def is_main(self) -> bool:
@@ -135,8 +136,8 @@ class Ranks:
     def _loss(self, error: RuntimeError) -> LostRankError:
         return LostRankError(
             f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
-            "among the outputs of the other ranks is the cause; start the run again with "
-            f"run.resume=true. ({str(error).splitlines()[0]})"
+            f"among the outputs of the other ranks is the cause; {self.goes_on}. "
+            f"({str(error).splitlines()[0]})"
         )
 
 

@@ -26,7 +26,7 @@ export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-{cpus}}}"
 # How long torchrun waits for ranks that save before it kills them.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}
 
-# run.resume=true starts anew where there is no checkpoint, and goes on where there is one.
+# {again}
 srun --kill-on-bad-exit=1 \\
     {python} -m torch.distributed.run \\
     --nnodes "$SLURM_NNODES" --nproc-per-node {per_node} \\
@@ -52,17 +52,17 @@ exit "$code"
 """
 
 
-def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, run_name: str) -> str:
+def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, name: str) -> str:
     """Return a script for sbatch that runs `python -m drafttrain CALL...` on every node it gets.
 
     options: KEY=VALUE,... of sbatch, such as "nodes=2,time=4:00:00,account=me", beside or in place
-    of the script's own. The run folder must lie on a file system that all nodes share. Raises
-    ValueError for what cannot be an option of sbatch.
+    of the script's own. name: of the job. The folder that is written must lie on a file system
+    that all nodes share. Raises ValueError for what cannot be an option of sbatch.
     """
     on_cpu = hardware.device == "cpu"
     ranks = hardware.ranks if hardware.ranks != "auto" else 1 if on_cpu else GPUS
     lines = {
-        "job-name": run_name,
+        "job-name": name,
         "nodes": "1",
         "ntasks-per-node": "1",
         "cpus-per-task": str(ranks * CPUS_PER_RANK),
@@ -78,8 +78,14 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, ru
         gpus = lines["gpus-per-node"].rpartition(":")[2]  # h100:4
         ranks = int(gpus) if gpus.isdecimal() else ranks
     call = list(call)
-    if not any(text.startswith("run.resume=") for text in call):
-        call.append("run.resume=true")
+    again = "Queued again, it goes on where it stopped."
+    if call[0] == "train":
+        again = (
+            "run.resume=true starts anew where there is no checkpoint, and goes on where there is"
+            " one."
+        )
+        if not any(text.startswith("run.resume=") for text in call):
+            call.append("run.resume=true")
     written = [
         f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in lines.items()
     ]
@@ -89,6 +95,7 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, ru
         ranks=ranks,
         per_node=ranks,
         python=shlex.quote(sys.executable),
+        again=again,
         call=" \\\n    ".join(shlex.quote(text) for text in call),
         saving=SAVING_S,
         warning=WARNING_S,

@@ -13,6 +13,11 @@ EXIT_CODE = 128 + signal.SIGTERM  # 143: not finished, so not 0; nor an error, w
 # A scheduler, a launcher and a shell may each pass the same request on: within this time a signal
 # that comes again is an echo.
 ECHO_S = 3.0
+# What `Stopped` says after the name of the signal, where nothing more is known.
+OF_TRAINING = (
+    " outside the steps of training: checkpoints are as they were, and the same command with "
+    "run.resume=true goes on"
+)
 
 
 class Stopped(BaseException):
@@ -23,9 +28,13 @@ class Stopped(BaseException):
 
 
 class StopRequest:
-    """Whether this process was asked to stop, once `listening`; other ranks may not know yet."""
+    """Whether this process was asked to stop, once `listening`; other ranks may not know yet.
 
-    def __init__(self) -> None:
+    goes_on: what to say after "stopped by SIGNAL".
+    """
+
+    def __init__(self, goes_on: str = OF_TRAINING) -> None:
+        self.goes_on = goes_on
         self.name: str | None = None  # of the signal that came first
         self._deferred = False
         self._raised: Stopped | None = None
@@ -67,6 +76,11 @@ class StopRequest:
         finally:
             self._deferred = False
 
+    def obey(self) -> None:
+        """Raise Stopped if a signal has come: asyncio, for one, keeps what a handler raises."""
+        if self.asked:
+            raise Stopped(f"stopped by {self.name}{self.goes_on}")
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGTERM:
@@ -76,8 +90,5 @@ class StopRequest:
             self._terminated = self._terminated or now
         first, self.name = not self.asked, self.name or signal.Signals(number).name
         if first and not self._deferred:
-            self._raised = Stopped(
-                f"stopped by {self.name} outside the steps of training: checkpoints are as they "
-                "were, and the same command with run.resume=true goes on"
-            )
+            self._raised = Stopped(f"stopped by {self.name}{self.goes_on}")
             raise self._raised

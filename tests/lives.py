@@ -1,10 +1,12 @@
 """A run that is killed and resumed, again and again, beside one that is left alone.
 
-As a script: `python lives.py kill|stop FOLDER TIMES RANKS SEED [override ...]` trains undisturbed,
-then kills ranks with SIGKILL, or asks them to stop, at so many instants, compares, and prints what
-it saw as JSON. Torch is imported once and every life is a fork: it costs a fraction of a second.
+As a script: `python lives.py kill|stop FOLDER TIMES RANKS SEED [override ...] [-- override ...]`
+trains undisturbed, then kills ranks with SIGKILL, or asks them to stop, at so many instants,
+compares, and prints what it saw as a line of JSON; then the same for the overrides after each --.
+Torch is imported once and every life is a fork: it costs a fraction of a second.
 """
 
+import faulthandler
 import json
 import mmap
 import os
@@ -16,23 +18,30 @@ import struct
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 STARTING, STEP, VALIDATING, SAVING, PRUNING, METRICS, ENDING = range(7)
 PHASES = ("starting", "step", "validation", "saving", "pruning", "metrics", "ending")
-# Where to strike: mostly anywhere, and on purpose where time alone would seldom lead.
-AIMS = (None, SAVING, PRUNING, METRICS, None, VALIDATING, STARTING, None)
+# Where to strike: mostly anywhere, and on purpose where time alone would seldom lead. The first
+# time (the second of these) there is a checkpoint to go on from.
+AIMS = (None, PRUNING, METRICS, SAVING, None, VALIDATING, STARTING, None)
 MOST_STEPS = 6  # of a life: the run is not over before it has been killed often enough
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0  # while this process runs: one that is stopped for a while may be stopped
 
 
 def settings(run: Path, data: Path, *more: str) -> list[str]:
     """The command line of a run of 40 steps with much to interrupt."""
+    drawn = [
+        "model=random", "model.vocab_size=4096", "model.hidden_size=32", "model.head_dim=8",
+        "model.num_layers=3",
+    ]  # fmt: skip
+    if any(override.startswith("model.path=") for override in more):
+        drawn = []  # a target that is read
     return [
-        "train", f"run.dir={run}", "run.resume=true", "model=random", "model.vocab_size=4096",
-        "model.hidden_size=32", "model.head_dim=8", "model.num_layers=3", "drafter=eagle",
-        "data=jsonl", f"data.path={data}", "data.holdout=2", "hardware=cpu", "hardware.threads=1",
+        "train", f"run.dir={run}", "run.resume=true", *drawn, "drafter=eagle", "data=jsonl",
+        f"data.path={data}", "data.holdout=2", "hardware=cpu", "hardware.threads=1",
         "hardware.micro_batch=2", "trainer.max_steps=40", "trainer.tokens_per_step=128",
         "trainer.save_every=3", "trainer.log_every=2", "trainer.validate_every=7",
         "trainer.validation_prompts=2", "trainer.validation_tokens=6", *more,
@@ -99,7 +108,7 @@ class Board:
         self.watch(rank, tracker, "_rewrite", METRICS)
 
 
-def warm_up() -> None:
+def warm_up(with_deepspeed: bool) -> None:
     """Import what every life needs, and compute nothing: threads do not survive a fork."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
@@ -112,6 +121,9 @@ def warm_up() -> None:
     import drafttrain.drafters.eagle
     import drafttrain.drafters.eagle3  # noqa: F401
 
+    if with_deepspeed:
+        import deepspeed  # noqa: F401
+
 
 def begin(board: Board, rank: int, ranks: int, port: int, command: list[str], log: Path) -> int:
     """Fork a process that trains; return its id."""
@@ -122,6 +134,7 @@ def begin(board: Board, rank: int, ranks: int, port: int, command: list[str], lo
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        faulthandler.enable()  # a process that hangs is aborted, and says where
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -170,13 +183,23 @@ class Life:
                 del self.running[rank]
         return bool(self.running)
 
-    def wait(self) -> None:
-        limit = time.monotonic() + PATIENCE_S
+    def polls(self, pause: float) -> Iterator[None]:
+        """Yield again and again while a process runs; AssertionError where it takes too long."""
+        waited, last = 0.0, time.monotonic()
         while self.poll():
-            if time.monotonic() > limit:
+            now = time.monotonic()
+            waited, last = waited + min(now - last, 1.0), now
+            if waited > PATIENCE_S:
+                self.send(signal.SIGABRT)
+                time.sleep(1.0)
                 self.send(signal.SIGKILL)
                 raise AssertionError("a process did not end:\n" + self.said())
-            time.sleep(0.002)
+            yield
+            time.sleep(pause)
+
+    def wait(self) -> None:
+        for _ in self.polls(0.002):
+            pass
 
     def send(self, number: int, ranks: list[int] | None = None) -> None:
         for rank in list(self.running) if ranks is None else ranks:
@@ -189,14 +212,13 @@ class Life:
 
     def until(self, strike: int | None, most_steps: int, delay: float) -> None:
         """Wait for a phase of rank 0, or some steps and a while; or until it ends by itself."""
-        limit = time.monotonic() + PATIENCE_S
-        while self.poll() and len(self.running) == self.ranks:
-            assert time.monotonic() < limit, self.said()
+        for _ in self.polls(0.0002):
+            if len(self.running) < self.ranks:
+                break
             if strike is not None and self.board.phase(0) == strike:
                 break
             if self.board.steps(0) >= (MOST_STEPS + 2 if strike else most_steps):
                 break
-            time.sleep(0.0002)
         time.sleep(delay)
 
 
@@ -205,9 +227,6 @@ def disturb_and_resume(
 ) -> dict[str, Any]:
     """Return what was seen: where signals landed, how survivors ended, seconds."""
     started = time.monotonic()
-    warm_up()
-    if any(override.startswith("deepspeed=zero") for override in more):
-        import deepspeed  # noqa: F401
     data = folder / "data.jsonl"
     write_conversations(data)
     board, chance = Board(ranks), random.Random(seed)
@@ -320,5 +339,15 @@ def compare(alone: Path, other: Path) -> None:
 
 if __name__ == "__main__":
     what, place, number, world, drawn = sys.argv[1:6]
-    seen = disturb_and_resume(what, Path(place), int(number), int(world), int(drawn), sys.argv[6:])
-    print(json.dumps(seen))
+    warm_up(any("=zero" in text for text in sys.argv[6:]))
+    groups: list[list[str]] = [[]]
+    for text in sys.argv[6:]:
+        if text == "--":
+            groups.append([])
+        else:
+            groups[-1].append(text)
+    for count, group in enumerate(groups):
+        run = Path(place) / str(count)
+        run.mkdir(parents=True)
+        seen = disturb_and_resume(what, run, int(number), int(world), int(drawn) + count, group)
+        print(json.dumps({"overrides": group, **seen}), flush=True)

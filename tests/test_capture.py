@@ -1,5 +1,6 @@
 """A store is written once, whole or not at all, whatever kills the process that writes it."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -27,11 +28,19 @@ from tests_support import drafter_config, model_config
 from drafttrain.__main__ import main
 from drafttrain.assemble import shape_of
 from drafttrain.capture.asked import Asked, StoreConfig, asked_by
-from drafttrain.capture.capture import capture
+from drafttrain.capture.capture import Writer, capture
 from drafttrain.data.batches import collate
+from drafttrain.launched import end
 from drafttrain.ranks import Ranks
+from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.target import shards
-from drafttrain.target.shards import Manifest, kept_positions, plan_shards, read_manifest
+from drafttrain.target.shards import (
+    Manifest,
+    kept_positions,
+    plan_shards,
+    read_journals,
+    read_manifest,
+)
 from drafttrain.target.store import StoredTarget
 from drafttrain.target.target import Target, load_target
 
@@ -75,6 +84,7 @@ def write(
         record=RECORD,
         micro_batch=4,
         ranks=ALONE,
+        stop=StopRequest(),
         say=(lines if lines is not None else []).append,
     )
 
@@ -374,9 +384,9 @@ def test_kept_positions_are_those_before_trained_tokens() -> None:
     assert kept_positions(mask, None).all()
 
 
-@pytest.mark.slow
-def test_two_ranks_write_the_store_of_one(tiny_target_dir: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
+def command_line(folder: Path, target_dir: Path, *more: str) -> list[str]:
+    """Return a `capture` of 20 conversations in a dozen shards."""
+    data = folder / "data.jsonl"
     with data.open("w") as file:
         for number in range(20):
             messages = [
@@ -384,31 +394,92 @@ def test_two_ranks_write_the_store_of_one(tiny_target_dir: Path, tmp_path: Path)
                 {"role": "assistant", "content": f"It is {2 * number}. " * (1 + number % 4)},
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
+    keys = ["store.drafters=[eagle3,medusa]", "store.shard_mb=0.02", "drafter.layers=[1,2,3]"]
+    keys += [f"model.path={target_dir}", "data=jsonl", f"data.path={data}", "hardware=cpu"]
+    keys += ["hardware.threads=1", "hardware.train_dtype=float32"]
+    return ["capture", *keys, *more]
 
-    def run(name: str, *launcher: str) -> Path:
-        arguments = [sys.executable, "-m", *launcher, "drafttrain", "capture", "hardware=cpu"]
-        arguments += [f"store.dir={tmp_path / name}", "store.drafters=[eagle3,medusa]"]
-        arguments += [f"model.path={tiny_target_dir}", "data=jsonl", f"data.path={data}"]
-        arguments += ["hardware.threads=1", "store.shard_mb=0.02", "hardware.train_dtype=float32"]
-        arguments += ["drafter.layers=[1,2,3]"]
-        done = subprocess.run(
-            arguments,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
+
+def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    call = command_line(tmp_path, tiny_target_dir)
+    assert main([*call, f"store.dir={tmp_path / 'alone'}"]) == 0
+    compute, calls, swallowed = Writer.compute, 0, False
+
+    def asked_midway(writer: Writer, places: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the first two are the measurement
+            # A library that keeps what its callbacks raise does not keep us.
+            with contextlib.suppress(*[Stopped] * swallowed):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return compute(writer, places)
+
+    monkeypatch.setattr(Writer, "compute", asked_midway)
+    folder = tmp_path / "stopped"
+    for more in (2, 3):
+        calls, swallowed = 0, more == 3
+        capsys.readouterr()
+        assert main([*call, f"store.dir={folder}"]) == 143
+        assert capsys.readouterr().err == (
+            "stopped by SIGTERM: what is stored stays, and the same command goes on where it "
+            "stopped\n"
+        )
+        assert len(read_journals(folder)) == more
+    assert main([*call, f"store.dir={folder}"]) == 0
+    first, second = content(tmp_path / "alone"), content(folder)
+    for name in first.keys() | second.keys():
+        assert name == "provenance.json" or first[name] == second[name], name
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_store_of_one_with_the_target_in_pieces_and_through_kills(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    # Ranks run the target unequally often: a shard has one to four passes.
+    more = ["store.shard_mb=0.06", "hardware.micro_batch=1"]
+    call = command_line(tmp_path, tiny_target_dir, *more)
+    assert main([*call, f"store.dir={tmp_path / 'one'}"]) == 0
+    expected, folder = content(tmp_path / "one"), tmp_path / "two"
+    assert len(expected) > 8
+
+    def run(dies: str, placement: str) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc_per_node", "2", __file__, *call, f"store.dir={folder}"]
+        return subprocess.run(
+            [*launcher, f"hardware.target_placement={placement}"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "DIES": dies},
             capture_output=True,
             text=True,
             timeout=240,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("next: python -m drafttrain train features=stored") == 1
-        return tmp_path / name
 
-    one = run("one")
-    two = run("two", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
-    first, second = content(one), content(two)
-    assert len(first) > 8
-    for name in first.keys() | second.keys():
-        assert name == "provenance.json" or first[name] == second[name], name
+    for dies, placement, kept in (("1", "device", 1), ("0", "zero3", 2)):
+        done = run(dies, placement)
+        assert done.returncode != 0
+        assert "the same command goes on where it stopped" in done.stderr, done.stderr
+        assert "run.resume" not in done.stderr
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        there = {shard.file for shard in (*manifest.shards, *read_journals(folder))}
+        assert kept <= len(there) < len(plan_of(tmp_path / "one"))
+    done = run("", "zero3")
+    assert done.returncode == 0, done.stderr
+    assert "target placement: zero3 (as hardware.target_placement says)" in done.stdout
+    assert done.stdout.count("next: python -m drafttrain train features=stored") == 1
+    found = content(folder)
+    for name in expected.keys() | found.keys():
+        assert name == "provenance.json" or expected[name] == found[name], name
+
+
+def plan_of(folder: Path) -> list[Any]:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return manifest.shards
 
 
 @pytest.fixture(autouse=True)
@@ -426,3 +497,22 @@ def test_only_conversations_that_are_there_are_captured_by_vllm(
     call = ["capture", f"store.dir={tmp_path / 'store'}", "hardware=cpu"]
     assert main([*call, "hardware.target_placement=vllm"]) == 1
     assert "data must be conversations that are there" in capsys.readouterr().err
+
+
+def die_after_the_first_shard() -> None:
+    """Let the rank that DIES names be killed when it has written one: with the others under way."""
+    import drafttrain.capture.capture as module
+
+    append = module.append_line
+
+    def and_die(path: Path, record: Any) -> None:
+        append(path, record)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["DIES"] == os.environ["RANK"]:
+        module.append_line = and_die
+
+
+if __name__ == "__main__":
+    die_after_the_first_shard()
+    end(main(sys.argv[1:]))

@@ -211,6 +211,12 @@ STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
             1,
             r"error: rank 1 of 2 ended with exit code 1: disk full; [^\n]*\n",
         ),
+        (  # a signal to one process, of which rank 0 knows nothing
+            "if rank: os._exit(143)\n"
+            "else: time.sleep(0.5); leave_word('lost another', 1, True, True); os._exit(1)",
+            143,
+            r"rank 1 of 2 alone was asked to end; there is no checkpoint yet: start again\n",
+        ),
     ],
 )
 def test_a_rank_that_dies_ends_all_and_its_error_is_said_once(
@@ -240,6 +246,12 @@ STUBBORN = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
 """
+LOSES = """
+signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if rank else pathlib.Path("told").touch())
+pathlib.Path(f"ready{rank}").touch()
+while not pathlib.Path("told").exists(): time.sleep(0.01)
+leave_word("lost another", 1, True, True); os._exit(1)
+"""
 DIES = """
 pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
 """
@@ -250,6 +262,7 @@ pathlib.Path(f"ready{rank}").touch(); time.sleep(60)
     [
         (SAVES, "", signal.SIGTERM, 143),
         (DIES, "ended by SIGTERM; there is no checkpoint yet", signal.SIGTERM, 143),
+        (LOSES, "ended by SIGTERM; there is no checkpoint yet", signal.SIGTERM, 143),
         (STUBBORN, "error: 2 of 2 ranks did not end within 1 s of SIGTERM", signal.SIGTERM, 143),
     ],
 )
@@ -293,7 +306,8 @@ def script(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that prints a batch script and has bash read it."""
 
     def write(*arguments: str) -> str:
-        assert cli.main(["train", "data=jsonl", *arguments]) == 0
+        command = [] if arguments[0] == "capture" else ["train", "data=jsonl"]
+        assert cli.main([*command, *arguments]) == 0
         text = capsys.readouterr().out
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         if shutil.which("shellcheck"):
@@ -329,6 +343,14 @@ def test_slurms_script_starts_a_rank_for_every_gpu_of_a_node(script: Any) -> Non
     assert "--nproc-per-node 2" in text
     assert "gpus" not in text
     assert "run.resume=true" not in text.split("-m drafttrain")[1]
+
+
+def test_slurms_script_captures_too(script: Any) -> None:
+    text = script("capture", "store.dir=features", "hardware=cpu", "hardware.ranks=2", "--slurm")
+    assert "#SBATCH --job-name=capture-tiny\n" in text
+    assert "resume" not in text
+    call = text[text.index("-m drafttrain") : text.index(" &\n")].replace("\\\n", " ")
+    assert shlex.split(call)[2:4] == ["capture", "store.dir=features"]
 
 
 def test_slurm_is_for_what_ranks_do_together(capsys: pytest.CaptureFixture[str]) -> None:

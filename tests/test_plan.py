@@ -37,6 +37,7 @@ from drafttrain.planning import (
     job_of,
     measured_efficiency,
     plan_of,
+    ranks_of,
 )
 from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig
 from drafttrain.readout import Readout
@@ -185,7 +186,7 @@ class Step:
         trained = int((mask & (self.batch.positions >= 2)).sum())
         name_of = str(dtype).removeprefix("torch.")
         share = trained / mask.numel()
-        self.load = Load(rows, length, 1, mask.numel(), share, name_of, False, False, True)
+        self.load = Load(rows, length, 1, 1, mask.numel(), share, name_of, False, False, True)
         self.parts = drafter_parts(self.config, of, self.spec, share)
 
     def inputs(self) -> list[Tensor]:
@@ -324,7 +325,7 @@ def test_a_targets_weights_features_and_pass_are_within_15_percent(
     weights = list(target.model.parameters())
     assert of.bytes(kind.itemsize, None) == bytes_of(weights)
     parts = drafter_parts(drafter_config("eagle3"), of, of.spec("x", None), 0.75)
-    load = Load(4, 256, 1, 1024, 0.75, dtype, False, False, True)
+    load = Load(4, 256, 1, 1, 1024, 0.75, dtype, False, False, True)
     tokens = torch.randint(0, of.vocab_size, (4, 256))
     document = torch.arange(4)[:, None].repeat(1, 256)
     batch = Batch(tokens, tokens >= 0, torch.arange(256).repeat(4, 1), document)
@@ -704,6 +705,37 @@ def test_train_refuses_what_cannot_fit_and_says_so_before_the_hub_is_asked(
     small += ["drafter.num_attention_heads=1", "drafter.num_key_value_heads=1"]
     config = typed(compose("train", [*train[1:], *stored, *small]), TrainConfig)
     assert "stored features" in " ".join(foresee(config)), "the target is not loaded"
+
+
+def test_a_machines_memory_is_that_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = typed(
+        compose("train", ["hardware=cpu", "data.max_length=64", "trainer.tokens_per_step=4096"]),
+        TrainConfig,
+    )
+    chip = accelerator_of(config.hardware, 0.01)
+
+    def planned(world: int, here: int | None) -> tuple[Any, list[str]]:
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if here is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        job = job_of(config, default_settings(), chip)
+        return memory_of(job, PLAIN, "device"), foresee(config)
+
+    alone, lines = planned(1, 1)
+    assert "(1 rank, target whole" in lines[1]
+    both, lines = planned(2, 2)
+    assert both.parts == {name: 2 * size for name, size in alone.parts.items()}
+    apart, lines = planned(8, 2)
+    assert apart.parts == both.parts
+    assert "(8 ranks, 2 on each machine, target whole" in lines[1]
+    assert planned(8, None)[0].parts["target"] == 4 * both.parts["target"], "who knows where"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    stated = replace(config.hardware, ranks=2)
+    assert ranks_of(stated, chip) == (8, 2)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert ranks_of(stated, chip) == (2, 2)
 
 
 def test_a_target_of_an_unknown_form_is_trained_unplanned(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Answers to prompts: whoever gives them, whenever it was interrupted, the file is the same."""
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from drafttrain.regenerate.answers import Answers
 from drafttrain.regenerate.dialogue import Dialogue, Outcome, Row
 from drafttrain.regenerate.endpoint import by_endpoint, served_by
 from drafttrain.regenerate.local import by_transformers, take_tokens
+from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.target.target import Target, load_target
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -85,7 +87,7 @@ def run(
     out: Path, asked: Sequence[Asked], backend: Any, config: RegenerateConfig
 ) -> list[dict[str, Any]]:
     with Answers(out, config.identity()) as answers:
-        regenerate(asked, answers, backend, show=False)
+        regenerate(asked, answers, backend, StopRequest(), show=False)
     return lines(out)
 
 
@@ -464,6 +466,34 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
 
 
+def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    add = Answers.add
+
+    def asked_midway(answers: Answers, outcomes: Sequence[Outcome]) -> None:
+        add(answers, outcomes)
+        if len(answers.rows) in (2, 4):
+            with contextlib.suppress(*[Stopped] * (len(answers.rows) == 4)):  # as asyncio may
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Answers, "add", asked_midway)
+    call = ["regenerate", f"model.path={tiny_target_dir}", "hardware=cpu", "hardware.threads=1"]
+    call += [f"data.path={written(tmp_path, PROMPTS)}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
+    call += ["regenerate.max_new_tokens=4", "regenerate.batch_size=2"]
+    for answered in (2, 4):
+        assert cli.main(call) == 143
+        assert capsys.readouterr().err == (
+            "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
+        )
+        assert len(lines(tmp_path / "out.jsonl")) == answered
+    assert cli.main(call) == 0
+    assert [row["index"] for row in lines(tmp_path / "out.jsonl")] == list(range(5))
+
+
 @pytest.mark.slow
 def test_a_killed_process_loses_nothing_and_doubles_nothing(
     endpoint: chat_server.Endpoint, tmp_path: Path
@@ -474,15 +504,16 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
     call = [sys.executable, "-m", "drafttrain", "regenerate", f"data.path={file}"]
     call += [f"regenerate.out={out}", "regenerate.backend=openai", "regenerate.concurrency=2"]
     call += [f"regenerate.base_url={endpoint.url}"]
-    for wanted in (5, 25):
-        process = subprocess.Popen(call, stdout=subprocess.DEVNULL, env={**os.environ})
+    for wanted, number, code in ((5, signal.SIGKILL, -9), (25, signal.SIGTERM, 143)):
+        process = subprocess.Popen(call, stdout=-3, stderr=-1, text=True, env={**os.environ})
         deadline = time.monotonic() + 60
         while not out.is_file() or out.read_bytes().count(b"\n") < wanted:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert process.returncode != 0
+        process.send_signal(number)
+        _, said = process.communicate()
+        assert process.returncode == code
+    assert said == "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
     kept = out.read_bytes().count(b"\n")
     subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
     assert [row["index"] for row in lines(out)] == list(range(60))

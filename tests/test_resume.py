@@ -1,4 +1,8 @@
-"""A run that is killed again and again, and resumed, ends where one that was left alone ends."""
+"""A run that is killed again and again, and resumed, ends where one that was left alone ends.
+
+DRAFTTRAIN_KILLS=20 kills every kind of run at twenty instants; by default some are killed less
+often (with DeepSpeed once), since each life takes seconds.
+"""
 
 import json
 import os
@@ -10,39 +14,44 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+KILLS = int(os.environ.get("DRAFTTRAIN_KILLS", "0"))  # at least so many in every test
+LOW = ("hardware.train_dtype=bfloat16", "hardware.weights_dtype=bfloat16")
+# Else DeepSpeed keeps parameters as small as these whole.
+PARTED = "+deepspeed.config.zero_optimization.stage3_param_persistence_threshold=0"
 
 
-def lives(task: str, folder: Path, times: int, ranks: int, seed: int, *more: str) -> dict[str, Any]:
-    """Disturb a run so many times, in a process of its own; it fails unless all is equal after."""
+def lives(
+    task: str, folder: Path, times: int, ranks: int, seed: int, *kinds: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Disturb runs of these overrides so many times; it fails unless all is equal after."""
+    times = max(times, KILLS)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     script = str(ROOT / "tests/lives.py")
-    numbers = [str(number) for number in (times, ranks, seed)]
+    call = [sys.executable, script, task, str(folder), str(times), str(ranks), str(seed)]
+    call += [text for kind in kinds for text in ("--", *kind)][1:]
     done = subprocess.run(
-        [sys.executable, script, task, str(folder), *numbers, *more],
+        call,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=(300 + 60 * times) * len(kinds),
         check=False,
     )
+    print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
-    print(task, ranks, *more, seen)
-    assert seen["times"] >= times
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [each["times"] >= times for each in seen] == [True] * len(kinds)
     return seen
 
 
 def test_a_run_killed_thrice_goes_on_to_the_bit(tmp_path: Path) -> None:
-    lives("kill", tmp_path, 3, 1, 0, "trainer.max_steps=18")
+    lives("kill", tmp_path, 3, 1, 0, ("trainer.max_steps=18",))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", ["online", "stored"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(
-    ranks: int, features: str, tmp_path: Path
-) -> None:
-    seen = lives("kill", tmp_path, 20, ranks, ranks, f"features={features}")
+def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    (seen,) = lives("kill", tmp_path, 20, ranks, ranks, ("features=online",))
     assert "saving" in seen["landed"]
     assert len(seen["landed"]) >= 4  # of six kinds of places; which ones, time decides
     if ranks > 1:
@@ -50,10 +59,26 @@ def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2])
-def test_deepspeed_killed_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
-    short = ("trainer.max_steps=12", f"deepspeed=zero{stage}")
-    lives("kill", tmp_path, 3, 2, stage, *short)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_stored_features_it_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
+    lives("kill", tmp_path, 6, ranks, ranks, ("features=stored",))
+
+
+@pytest.mark.slow
+def test_every_engine_killed_on_two_ranks_goes_on_to_the_bit(
+    tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    short = "trainer.max_steps=12" if KILLS < 20 else "trainer.max_steps=40"
+    pieces = (f"model.path={tiny_target_dir}", "hardware.target_placement=zero3")
+    kinds: list[tuple[str, ...]] = [
+        ("deepspeed=zero1",),
+        ("deepspeed=zero2", *LOW),
+        ("deepspeed=zero2_offload",),
+        ("deepspeed=zero3", PARTED, *pieces),
+        ("deepspeed=zero3_offload", PARTED, *LOW),
+        LOW,
+    ]
+    lives("kill", tmp_path, 1, 2, 1, *((short, *kind) for kind in kinds))
 
 
 @pytest.mark.slow
@@ -61,5 +86,5 @@ def test_deepspeed_killed_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None
 def test_ranks_asked_to_stop_agree_on_the_step_and_go_on_to_the_bit(
     ranks: int, tmp_path: Path
 ) -> None:
-    seen = lives("stop", tmp_path, 6, ranks, 3 + ranks)
+    (seen,) = lives("stop", tmp_path, 6, ranks, 3 + ranks, ())
     assert seen["slowest_end_s"] < 20

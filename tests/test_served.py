@@ -1,6 +1,8 @@
 """What stands beside a served target: its two ends, its documents, the process that serves it."""
 
+import importlib.util
 import json
+import re
 import shutil
 import stat
 import sys
@@ -15,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from tests_support import model_config
 
 from drafttrain import pretrained
+from drafttrain.__main__ import PLACES, main
 from drafttrain.data.batches import collate, pack
 from drafttrain.pretrained import RandomModelConfig
-from drafttrain.serving import Engine, VllmConfig
+from drafttrain.serving import VARIABLE, Engine, VllmConfig, require_vllm
+from drafttrain.serving.process import HAS_VLLM
 from drafttrain.target.describe import read_out
 from drafttrain.target.served import documents_of, spec_on_disk, visible_name
 from drafttrain.target.target import load_target
@@ -154,6 +158,41 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
         engine_of(tmp_path, "time.sleep(60)", patience=0.5)
     request = json.loads((tmp_path / "log" / "vllm_request.json").read_text())
     assert request["max_model_len"] == 10
+
+
+@pytest.mark.parametrize("command", ["train", "capture", "regenerate"])
+def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
+    command: str,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data, asked = tmp_path / "data.jsonl", "hardware.target_placement=vllm"
+    data.write_text('{"prompt": "Hello"}\n')
+    call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", "data=jsonl"]
+    call += [f"data.path={data}", asked, f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
+    if command == "regenerate":
+        asked = "regenerate.backend=vllm"
+        call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", asked]
+        call += [f"data.path={data}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
+    monkeypatch.setattr(pretrained, "load_tokenizer", None)  # what loads anything asks for this
+    monkeypatch.delenv(VARIABLE, raising=False)
+    without = tmp_path / "python"
+    without.symlink_to("/bin/true")
+    for python, said in (
+        ("null", rf"{asked} must know an interpreter with vLLM: vllm is not installed here"),
+        ("nowhere", "vllm.python must name the .* got 'nowhere', which is not a program"),
+        (without, rf"vllm.python must name the .* got {without}, which has none: install it"),
+    ):
+        if python == "null" and importlib.util.find_spec("vllm"):
+            continue
+        assert main([*call, f"vllm.python={python}"]) == 1
+        assert re.match(f"error: {said}", capsys.readouterr().err)
+    with_vllm = tmp_path / "with"
+    with_vllm.write_text(f"#!/bin/sh\necho {HAS_VLLM}\n")
+    with_vllm.chmod(0o755)
+    require_vllm(str(with_vllm), asked)
 
 
 def test_an_engine_that_dies_at_work_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def store_samples(
         record={},
         micro_batch=8,
         ranks=ALONE,
+        stop=StopRequest(),
         say=lambda line: None,
     )
 

@@ -18,6 +18,7 @@ from drafttrain.capture.asked import Asked, StoreConfig
 from drafttrain.capture.prepare import duration, finish, prepare, size_of
 from drafttrain.data.batches import collate
 from drafttrain.ranks import Ranks
+from drafttrain.stopping import StopRequest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.shards import (
     FINAL,
@@ -52,6 +53,7 @@ def capture(
     record: dict[str, Any],
     micro_batch: int,
     ranks: Ranks,
+    stop: StopRequest,
     say: Callable[[str], None],
 ) -> Manifest:
     """Write the store, or what is missing of it; every rank takes its share of the shards.
@@ -59,7 +61,7 @@ def capture(
     A conversation is computed beside those of its own shard only, so a shard has the same bytes
     whenever it is written. template: fingerprint of the chat template. record: provenance, its
     command in it. micro_batch: conversations in one pass. Raises ValueError where the disk cannot
-    hold it, and where the folder holds a store of other settings.
+    hold it, and where the folder holds a store of other settings; Stopped where `stop` was asked.
     """
     folder = Path(config.dir)
     rows = [int(kept_positions(sample.loss_mask, asked.reach).sum()) for sample in samples]
@@ -88,6 +90,7 @@ def capture(
                 append_line(folder / f"journal-{ranks.rank}.jsonl", asdict(shard))
                 done += shard.tokens
                 tick(shard.tokens, f"{done / (time.monotonic() - started):,.0f} tokens/s")
+                stop.obey()
         ranks.barrier()
         if ranks.is_main:
             finish(folder, manifest, plan)

@@ -3,10 +3,12 @@
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from drafttrain import __version__
 from drafttrain.assemble import (
+    check_engine,
     describe_target,
     expected_spec,
     load_on_ranks,
@@ -21,8 +23,9 @@ from drafttrain.config import CaptureConfig, load_choice
 from drafttrain.data.template import template_fingerprint
 from drafttrain.disk import require_writable
 from drafttrain.hardware import choose_device, choose_train_dtype
-from drafttrain.ranks import join_ranks
+from drafttrain.ranks import Ranks, join_ranks
 from drafttrain.run import CHECKPOINTS, CONFIG, provenance
+from drafttrain.stopping import StopRequest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
@@ -30,7 +33,15 @@ from drafttrain.terminal import console
 
 def capture(config: CaptureConfig) -> None:
     """Write what drafters read of the target to store.dir, once; go on where a capture stopped."""
-    ranks = join_ranks(choose_device(config.hardware))
+    found = join_ranks(choose_device(config.hardware))
+    ranks = replace(found, goes_on="the same command goes on where it stopped")
+    stop = StopRequest(": what is stored stays, and the same command goes on where it stopped")
+    with stop.listening(), ranks.naming_a_loss():
+        capture_until(stop, ranks, config)
+
+
+def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> None:
+    """Write what is missing of the store, unless a scheduler asks to stop meanwhile."""
     dtype = choose_train_dtype(config.hardware, ranks.device)
 
     def say(line: str) -> None:
@@ -45,13 +56,15 @@ def capture(config: CaptureConfig) -> None:
     )
     say(f"  data={config.data.name}  hardware={config.hardware.name}  store: {folder}")
     check_store_folder(folder)
+    if served := config.hardware.target_placement == "vllm":
+        refuse_selfgen(config.data)
+        check_engine(config.hardware, config.vllm, ranks)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
     started, longest = time.monotonic(), config.data.max_length
     with ExitStack() as stack:
         target: Target | ServedTarget
-        if config.hardware.target_placement == "vllm":  # no other copy of it is needed here
-            refuse_selfgen(config.data)
+        if served:  # no other copy of it is needed here
             engine = served_to(
                 ranks, config.model, config.vllm, dtype, asked.layers, longest, folder
             )
@@ -72,6 +85,7 @@ def capture(config: CaptureConfig) -> None:
             record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
             micro_batch=config.hardware.micro_batch,
             ranks=ranks,
+            stop=stop,
             say=say,
         )
     say(manifest.summary())

@@ -21,13 +21,20 @@ from drafttrain.regenerate.endpoint import by_endpoint, served_by
 from drafttrain.regenerate.local import by_transformers, by_vllm
 from drafttrain.regenerate.work import Backend
 from drafttrain.regenerate.work import regenerate as answer_all
-from drafttrain.serving import Engine
+from drafttrain.serving import Engine, require_vllm
+from drafttrain.stopping import StopRequest
 from drafttrain.target.served import spec_on_disk
 from drafttrain.terminal import console
 
 
 def regenerate(config: RegenerateConfig) -> None:
     """Have the target answer prompts in its own words, and write conversations for data=jsonl."""
+    with StopRequest(": what is answered stays, and the same command goes on").listening() as stop:
+        regenerate_until(stop, config)
+
+
+def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
+    """Answer what is not answered yet, unless a scheduler asks to stop meanwhile."""
     settings = config.regenerate
     out = Path(settings.out).expanduser()
     console.print(
@@ -35,6 +42,8 @@ def regenerate(config: RegenerateConfig) -> None:
         f"temperature={settings.temperature:g}  to {out}"
     )
     require_writable(out.parent, "regenerate.out")
+    if settings.backend == VLLM:
+        require_vllm(config.vllm.python, "regenerate.backend=vllm")
     asked, skipped = read_asked(config.data, settings.turns)
     for line in skipped.lines():
         console.print(line)
@@ -46,7 +55,7 @@ def regenerate(config: RegenerateConfig) -> None:
         )
         if num_missing:
             with opened as backend:
-                work = answer_all(asked, answers, backend)
+                work = answer_all(asked, answers, backend, stop)
             console.print(
                 f"answered {work.num_answered:,} conversations with {work.num_tokens:,} tokens in "
                 f"{work.seconds:,.1f} s ({work.speed:,.0f} tokens/s)"

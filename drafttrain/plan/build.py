@@ -71,12 +71,14 @@ def describe_job(
     *,
     dtype: str,
     ranks: int,
+    ranks_here: int,
     max_length: int,
     max_steps: int,
     tokens_per_step: int,
 ) -> Job:
     """Count target and drafter. UnknownShapeError where the target's architecture is not known.
 
+    ranks_here: of the run's, those that share a machine, and on a CPU its memory.
     max_length: of the data's conversations, in tokens.
     """
     plain = shape_of(model)
@@ -90,6 +92,7 @@ def describe_job(
         rows=rows,
         length=length,
         ranks=ranks,
+        ranks_here=ranks_here,
         tokens_per_step=tokens_per_step,
         loss_share=share,
         dtype=dtype,

@@ -126,7 +126,8 @@ def memory(
     found["overhead"] = chip.overhead
     host = found.pop("host")
     limit = chip.memory
-    times = ranks if chip.is_cpu else 1  # one host memory holds what all ranks need
+    # One host memory holds what all ranks of the machine need.
+    times = min(ranks, load.ranks_here) if chip.is_cpu else 1
     found = {name: float(value * times) for name, value in found.items()}
     return Memory(sharding, placement, ranks, found, limit, host * ranks)
 

@@ -354,8 +354,9 @@ def money(dollars: float) -> str:
 
 
 def _ranks(job: Job) -> str:
-    number = job.load.ranks
-    return f"{number} rank{'s' if number > 1 else ''}"
+    number, here = job.load.ranks, job.load.ranks_here
+    told = f"{number} rank{'s' if number > 1 else ''}"
+    return f"{told}, {here} on each machine" if here < number else told
 
 
 def _gib(value: float) -> str:

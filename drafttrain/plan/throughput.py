@@ -14,6 +14,7 @@ class Load:
     rows: int
     length: int
     ranks: int
+    ranks_here: int  # those of them that are on one machine
     tokens_per_step: int
     loss_share: float
     dtype: str

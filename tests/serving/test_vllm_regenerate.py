@@ -36,6 +36,7 @@ from drafttrain.regenerate.endpoint import by_endpoint
 from drafttrain.regenerate.local import by_transformers, by_vllm
 from drafttrain.serving import Engine, VllmConfig
 from drafttrain.serving.engine import ENVIRONMENT
+from drafttrain.stopping import StopRequest
 from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Batch, Sample
@@ -153,7 +154,9 @@ def run(
     out: Path, asked: Sequence[Asked], config: RegenerateConfig, backend: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     with Answers(out, config.identity()) as answers:
-        work = regenerate(asked, answers, partial(backend, config=config), show=False)
+        work = regenerate(
+            asked, answers, partial(backend, config=config), StopRequest(), show=False
+        )
     print(f"{config.backend}: {work.num_tokens} tokens, {work.speed:.0f} tokens/s")
     return [json.loads(line) for line in out.read_text().splitlines()]
 
