@@ -67,8 +67,8 @@ def rotation(
     """Return the rotation of each position (RoFormer; Llama's half-split layout), in `dtype`."""
     half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     angles = positions[..., None].float() * theta ** (-half / head_dim)
-    angles = torch.cat([angles, angles], dim=-1)
-    return Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return Rotation(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
 
 
 def rotate(
