@@ -170,12 +170,14 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
 ) -> None:
     data, asked = tmp_path / "data.jsonl", "hardware.target_placement=vllm"
     data.write_text('{"prompt": "Hello"}\n')
-    call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", "data=jsonl"]
-    call += [f"data.path={data}", asked, f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
+    # One thread, as in all tests: what forks later in this process would wait for the others.
+    call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", "hardware.threads=1"]
     if command == "regenerate":
         asked = "regenerate.backend=vllm"
-        call = [command, f"model.path={tiny_target_dir}", "hardware=cpu", asked]
-        call += [f"data.path={data}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
+        call += [f"regenerate.out={tmp_path / 'out.jsonl'}"]
+    else:
+        call += ["data=jsonl", f"{PLACES.get(command, 'run')}.dir={tmp_path}"]
+    call += [f"data.path={data}", asked]
     monkeypatch.setattr(pretrained, "load_tokenizer", None)  # what loads anything asks for this
     monkeypatch.delenv(VARIABLE, raising=False)
     without = tmp_path / "python"
