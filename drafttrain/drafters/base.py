@@ -89,7 +89,7 @@ class Compiled:
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
-        # A depth of an unrolled forward, with a mask and without: as many variants, and more.
+        # A block per head, a layer with a mask and without: as many variants, and more.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ class Drafter(nn.Module, ABC):
         return self.recomputing(self.compiling, function, *inputs, **more)
 
     def recomputing(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """Call a function as `layer` does, but as it is written: it may `compile` parts of it."""
+        """Call a function as `layer` does, but as it is written: parts of it may be `compiling`."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(function, *inputs, use_reentrant=False, **more)
         return function(*inputs, **more)
