@@ -277,7 +277,7 @@ def test_beating_ngram_is_decided_by_the_interval_of_the_paired_difference(varie
         ]
     )
     assert swapped["beats_ngram"]["answer"] == "no"
-    assert "learned nothing" in swapped["beats_ngram"]["statement"]
+    assert "does not beat prompt lookup" in swapped["beats_ngram"]["statement"]
     alone = report_of([r for r in many_prompts() if r.method != "ngram"])
     assert alone["beats_ngram"]["answer"] is None
     assert "not measured" in alone["beats_ngram"]["statement"]

@@ -205,7 +205,7 @@ def _beats_ngram(totals: dict[str, Totals], drafter: str, resampling: Resampling
         answer["answer"] = "yes" if ci95[0] > 0 else "no" if ci95[1] < 0 else "undecided"
     words = {
         "yes": f"{drafter} beats prompt lookup (ngram)",
-        "no": f"{drafter} does not beat prompt lookup (ngram), so it has learned nothing",
+        "no": f"{drafter} does not beat prompt lookup (ngram), which needs no training",
     }.get(answer["answer"], f"Whether {drafter} beats prompt lookup (ngram) is undecided")
     return {**answer, "statement": f"{words}: speedup difference {number(value)}, {which}."}
 

@@ -58,7 +58,7 @@ DEFINITIONS: dict[str, str] = {
     "greedy outputs were token for token those of the plain loop, in the dtype stated there, which "
     "is not always the dtype of the timing.",
     "beats_ngram": "Speedup of the drafter minus speedup of prompt lookup (ngram), paired by "
-    "prompt: a drafter that does not beat it has learned nothing worth its weights.",
+    "prompt: a drafter that does not beat it is not worth its cost, whatever it has learned.",
     "money": "Price per hour over output tokens per hour, for a million of them: of one stream of "
     "batches as they were measured. A server that runs larger batches pays less per token, with "
     "and without a drafter. saving: share of the plain price that speculation saves.",
