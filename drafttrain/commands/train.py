@@ -60,7 +60,8 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
             "choose another drafter"
         )
-    ranks = join_ranks(choose_device(config.hardware))
+    with stop.at_once():
+        ranks = join_ranks(choose_device(config.hardware))
     dtype = choose_train_dtype(config.hardware, ranks.device)
     compiler = choose_compiler(config.hardware, ranks.device)
     if compiler:
