@@ -12,6 +12,7 @@ import mmap
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -272,7 +273,11 @@ def disturb_and_resume(
             struck_ranks = []
         life.wait()
         if set(life.codes.values()) == {0}:  # nobody was struck, or too late to stop
-            break
+            compare(folder / "alone", folder / "killed")
+            if landed.total() >= times:
+                break
+            shutil.rmtree(folder / "killed")  # its end came first: another one is struck
+            continue
         landed[where] += 1
         if task == "stop":
             check_stopped(life, folder / "killed", where)
@@ -284,7 +289,6 @@ def disturb_and_resume(
             assert life.codes[rank] == 1, (life.codes, life.said())
             assert "lost another of the" in life.log(rank).read_text(), life.said()
             lost.append(round(time.monotonic() - struck, 2))
-    compare(folder / "alone", folder / "killed")
     return {
         "times": landed.total(),
         "landed": dict(landed),

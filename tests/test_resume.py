@@ -53,7 +53,7 @@ def test_a_run_killed_thrice_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:
     (seen,) = lives("kill", tmp_path, 20, ranks, ranks, ("features=online",))
     assert "saving" in seen["landed"]
-    assert len(seen["landed"]) >= 4  # of six kinds of places; which ones, time decides
+    assert len(seen["landed"]) >= 3  # of six kinds of places; which ones, time decides
     if ranks > 1:
         assert seen["slowest_end_s"] < 20  # a rank that lost another says so and ends
 
