@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -167,37 +166,20 @@ def test_a_request_is_remembered_while_deferred_and_raised_else() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_rank_that_waits_for_others_ends_when_asked(place: Path, tmp_path: Path) -> None:
-    reader, writer = os.pipe()
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_while_ranks_meet_a_request_ends_the_process_at_once(number: signal.Signals) -> None:
+    """They wait for each other in C++, where no handler runs: one whose peer is gone would hang."""
     child = os.fork()
     if child == 0:
-        real = command.join_ranks
-
-        def join(device: str) -> Any:
-            os.write(writer, b".")
-            return real(device)
-
-        command.join_ranks = join
-        with socket.socket() as nobody:
-            nobody.bind(("127.0.0.1", 0))  # taken, and not answered: rank 0 is gone
-            port = str(nobody.getsockname()[1])
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="1", WORLD_SIZE="2")
-            main(settings(tmp_path / "run", place / "data.jsonl"))
+        with StopRequest().listening() as stop, stop.at_once():
+            os.kill(os.getpid(), number)
         os._exit(2)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        assert pipe.read(1) == "."
-    time.sleep(0.5)  # it is connecting, in C++, where no handler runs
-    os.kill(child, signal.SIGTERM)
-    for _ in range(100):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+    with StopRequest().listening() as stop:
+        with stop.at_once():
+            pass
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), number)
 
 
 def test_a_request_that_c_code_takes_for_its_own_failure_stays_a_request() -> None:
