@@ -21,9 +21,7 @@ def reason(error: Exception, place: Path) -> str:
     number = getattr(error, "errno", None)
     if number not in FULL and "No space left" not in str(error):
         return getattr(error, "strerror", None) or str(error)
-    while not place.exists():  # a folder that could not be made
-        place = place.parent
-    free = shutil.disk_usage(place).free / 1e9
+    free = shutil.disk_usage(_existing(place)).free / 1e9
     if number == errno.EDQUOT:
         return "the quota is used up: make room there"
     if number == errno.EFBIG:
@@ -36,9 +34,7 @@ def require_writable(folder: Path, key: str) -> None:
 
     Said before a target is loaded for what could not be kept. key: the setting that names it.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
+    place = _existing(folder.absolute())
     if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
         return
     why = "is read-only for you" if place.is_dir() else "is no folder"
@@ -46,6 +42,13 @@ def require_writable(folder: Path, key: str) -> None:
         f"{key} must lie where files can be written, got {folder}: {place} {why}; "
         "name another place"
     )
+
+
+def _existing(place: Path) -> Path:
+    """Return `place`, or what is there of the folders above it."""
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 @contextmanager

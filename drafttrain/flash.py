@@ -45,23 +45,9 @@ class _Unrolled(torch.autograd.Function):
     ) -> Tensor:
         bias = None if mask is None else _additive(mask, queries.dtype)
         first = _attend(queries, keys, values, bias)
-        if not later:
-            ctx.save_for_backward(mask, queries, keys, values, first.mixed, first.logsumexp)
-            ctx.kernel, ctx.extra = first.kernel, first.extra
-            return first.mixed
-        scale = queries.shape[-1] ** -0.5
-        grouped = _grouped(queries, keys)
-        scores = [(grouped * k[:, :, None]).sum(-1, dtype=_wide(queries)) for k in later[0::2]]
-        lse = first.logsumexp.reshape(grouped.shape[:-1])
-        stacked = torch.stack([lse, *(score * scale for score in scores)], dim=-1)
-        total = stacked.logsumexp(-1)
-        weights = (stacked - total[..., None]).exp().to(queries.dtype).unbind(-1)
-        mixed = first.mixed.reshape(grouped.shape) * weights[0][..., None]
-        for weight, v in zip(weights[1:], later[1::2], strict=True):
-            mixed.addcmul_(weight[..., None], v[:, :, None])
-        # As the flash kernels lay it out: heads beside each other, ready for the projection.
-        mixed = mixed.reshape(queries.shape)
-        total = total.reshape(first.logsumexp.shape)
+        mixed, total = first.mixed, first.logsumexp
+        if later:
+            mixed, total = _merged(first, queries, keys, later)
         # The mask stands for its additive form, which is made again: as large as a layer's scores.
         ctx.save_for_backward(mask, queries, keys, values, mixed, total, *later)
         ctx.kernel, ctx.extra = first.kernel, first.extra
@@ -90,6 +76,24 @@ class _Unrolled(torch.autograd.Function):
             d_grouped.addcmul_(d_score, k)
             d_later += [_over_group(d_score, grouped), _over_group(weight, grads)]
         return None, d_grouped.reshape(queries.shape), d_keys, d_values, *d_later
+
+
+def _merged(
+    first: _Mixture, queries: Tensor, keys: Tensor, later: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the mixture over the first keys and the later diagonals, and its log-sum-exp."""
+    scale = queries.shape[-1] ** -0.5
+    grouped = _grouped(queries, keys)
+    scores = [(grouped * k[:, :, None]).sum(-1, dtype=_wide(queries)) for k in later[0::2]]
+    lse = first.logsumexp.reshape(grouped.shape[:-1])
+    stacked = torch.stack([lse, *(score * scale for score in scores)], dim=-1)
+    total = stacked.logsumexp(-1)
+    weights = (stacked - total[..., None]).exp().to(queries.dtype).unbind(-1)
+    mixed = first.mixed.reshape(grouped.shape) * weights[0][..., None]
+    for weight, v in zip(weights[1:], later[1::2], strict=True):
+        mixed.addcmul_(weight[..., None], v[:, :, None])
+    # As the flash kernels lay it out: heads beside each other, ready for the projection.
+    return mixed.reshape(queries.shape), total.reshape(first.logsumexp.shape)
 
 
 def _wide(values: Tensor) -> torch.dtype:

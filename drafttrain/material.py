@@ -65,7 +65,7 @@ def gather(
         for path in config.data.paths:
             find_files(path)
     started = time.monotonic()
-    if not isinstance(config.features, StoredFeaturesConfig):  # else no engine is started
+    if online:  # else no engine is started
         check_engine(config.hardware, config.vllm, ranks)
     store, target = open_features(
         config.features,

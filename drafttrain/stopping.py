@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what SLURM's --signal often sends
 EXIT_CODE = 128 + signal.SIGTERM  # 143: not finished, so not 0; nor an error, which is 1
@@ -51,21 +52,15 @@ class StopRequest:
 
         A second SIGTERM ends the process at once.
         """
-        if threading.current_thread() is not threading.main_thread():  # which alone gets signals
-            yield self
-            return
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
-            yield self
+            with _answered_by(self._receive):
+                yield self
         except Exception as error:
             # C code that calls Python for an item (safetensors through torch, reading a storage)
             # may take what our handler raised for a failure of its own and raise that instead.
             if self._raised is not None:
                 raise self._raised from error
             raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -82,20 +77,16 @@ class StopRequest:
 
         For calls that let no handler run while they wait: ranks that meet, when one is gone.
         """
-        if threading.current_thread() is not threading.main_thread():
+        with _answered_by(signal.SIG_DFL):
             yield
-            return
-        before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def obey(self) -> None:
         """Raise Stopped if a signal has come: asyncio, for one, keeps what a handler raises."""
         if self.asked:
-            raise Stopped(f"stopped by {self.name}{self.goes_on}")
+            raise self._stopped()
+
+    def _stopped(self) -> Stopped:
+        return Stopped(f"stopped by {self.name}{self.goes_on}")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -106,5 +97,19 @@ class StopRequest:
             self._terminated = self._terminated or now
         first, self.name = not self.asked, self.name or signal.Signals(number).name
         if first and not self._deferred:
-            self._raised = Stopped(f"stopped by {self.name}{self.goes_on}")
+            self._raised = self._stopped()
             raise self._raised
+
+
+@contextmanager
+def _answered_by(answer: Any) -> Iterator[None]:
+    """While this is open, let a handler (or SIG_DFL) answer the signals."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    before = {number: signal.signal(number, answer) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
