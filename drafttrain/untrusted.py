@@ -227,7 +227,7 @@ def _entry(key: str, plain: Any, name: str) -> TensorEntry:
 
 
 def lines_of(stream: Any, most: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
-    """Yield the lines of a binary stream, None for one of more than `most` bytes, which is passed over."""
+    """Yield the lines of a binary stream; None for one of more than `most` bytes, passed over."""
     while line := stream.readline(most + 1):
         if len(line) <= most:
             yield line
