@@ -19,6 +19,7 @@ from drafttrain.capture.prepare import duration, finish, prepare, size_of
 from drafttrain.data.batches import collate
 from drafttrain.ranks import Ranks
 from drafttrain.stopping import StopRequest
+from drafttrain.target.manifest import read_manifest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.shards import (
     FINAL,
@@ -31,7 +32,6 @@ from drafttrain.target.shards import (
     encode,
     kept_positions,
     plan_shards,
-    read_manifest,
     shard_name,
     write_tensors,
 )
