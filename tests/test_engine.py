@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.engine import DeepSpeedConfig, Engine, NonFiniteError, build_engine
+from drafttrain.engine.deepspeed import import_deepspeed
+from drafttrain.ranks import Ranks
 from drafttrain.types import Losses, LossTerm, weighted_sum
 
 ROOT = Path(__file__).parents[1]
@@ -303,6 +305,17 @@ def test_float16_is_refused() -> None:
         ValueError, match=r"hardware\.train_dtype must be .* or bfloat16, got float16"
     ):
         make_engine("none", dtype=torch.float16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "told"), [("cuda:1", "1"), ("cpu", "0")])
+def test_deepspeed_is_told_the_gpu_that_the_user_names(
+    device: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as a launcher of one process says
+    import_deepspeed(Ranks(0, 0, 1, torch.device(device)))
+    assert os.environ["LOCAL_RANK"] == told
 
 
 @pytest.mark.slow

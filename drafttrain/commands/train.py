@@ -116,7 +116,9 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     for line in checkpoints.skipped:
         say(f"skipped, as run.skip_damaged says: {line}")
     if latest is not None:
-        say(f"resuming from {latest}")
+        step = load_state(latest).step
+        done = f": at or past trainer.max_steps={trainer.max_steps}, nothing is left to train"
+        say(f"resuming from {latest}{done if step >= trainer.max_steps else ''}")
     elif config.run.resume:  # a batch script asks for it always, and a mistyped name looks like it
         say(f"nothing to resume in {folder}: training begins at step 0")
     if engine.is_main:
