@@ -28,6 +28,7 @@ from drafttrain.hardware import (
 from drafttrain.material import first_weights, gather, validation_of
 from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
+from drafttrain.resume import check_resumed
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
@@ -55,6 +56,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     if start is not None:
         config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
+    changes = check_resumed(config)
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
@@ -73,7 +75,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
             console.print(line)
             said.append(line)
 
-    for line in intentions(config):
+    for line in [*intentions(config), *changes]:
         say(line)
     for line in foresee(config):
         say(line)
