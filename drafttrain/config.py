@@ -25,6 +25,7 @@ from drafttrain.overrides import (
     with_start,
     wrong_value,
 )
+from drafttrain.resume import run_to_resume, values_of_run, with_saved
 from drafttrain.run import CONFIG, RunConfig, load_config
 
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
@@ -211,7 +212,17 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
         parsed = with_drafter(parsed)
         head = _head(parsed)
     groups = command_groups(head)
-    start = start_of(parsed) if command == "train" else None
+    resumed = start = None
+    if command == "train":
+        resumed = run_to_resume(
+            parsed, lambda texts: str(compose(command, texts, config_dir).run.dir)
+        )
+        start = start_of(parsed) if resumed is None else None
+    if resumed is not None:
+        restored = [group for group in groups if group in resumed]
+        offer_saved(resumed, restored, sections)
+        parsed = with_saved(parsed, restored)
+        groups |= {group: SAVED for group in restored}
     if start is not None:
         offered = STARTED_FROM if (start / CONFIG).is_file() else ()
         if offered:
@@ -237,7 +248,7 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
             raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
         saved = [SAVED] if groups[section] == SAVED else []
         _check_choice(override, [*sorted(choices(section, config_dir)), *saved])
-        if command == "train" and start is None and override.value() == ADMITTED:
+        if command == "train" and not (start or resumed) and override.value() == ADMITTED:
             raise UsageError(
                 "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
                 "drafter.path=DIR, or train it further, python -m drafttrain train "
@@ -248,6 +259,8 @@ def compose(command: str, overrides: Sequence[str], config_dir: Path | None = No
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = hydra.compose(head, overrides=[*search, *chosen])
+        for key, value in values_of_run(resumed).items() if resumed else ():
+            OmegaConf.update(config, key, value)
         for override in values:
             key, added = override.key_or_group, override.type != OverrideType.CHANGE
             _check_key(key, added, config)

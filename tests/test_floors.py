@@ -31,6 +31,7 @@ FLOORS = {
     "3, before the work": ["plan"],
     "4, what was typed": ["overrides"],
     "4, what can be chosen": ["choices"],
+    "4, what is resumed": ["resume"],
     "4, configuration": ["assemble", "config"],
     "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring", "planning"],
@@ -44,7 +45,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"__main__", "choices", "config", "overrides"},
+    "hydra": {"__main__", "choices", "config", "overrides", "resume"},
     "omegaconf": {"__main__", "config"},
     "deepspeed": {"engine.deepspeed"},
     "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
