@@ -132,6 +132,15 @@ class Drafter(nn.Module, ABC):
         return None
 
     @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """Names of the terms of `forward` on drafted tokens, the first depth first.
+
+        Validation without the target reads them, computed with the loss `rejection`; a drafter that
+        names none is judged in the decode loop alone.
+        """
+        return ()
+
+    @property
     def begins_from_target(self) -> bool:
         """Whether `initialise` needs the target's own model and tokenizer."""
         return False

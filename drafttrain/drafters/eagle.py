@@ -147,6 +147,11 @@ class Eagle(Drafter):
         embedded = embed(self.embed_tokens, readout, tokens, self.dtype)
         return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
 
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """One: training shows it one depth."""
+        return ("depth_1",)
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""
         inputs = features.final_hidden.to(self.dtype)

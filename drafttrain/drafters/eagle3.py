@@ -157,6 +157,11 @@ class Eagle3(Drafter):
             self._reduce(DraftVocab.of(ids.to(self.device), self.spec.vocab_size))
         load_exactly(self, tensors)
 
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """A term for each unrolled depth."""
+        return tuple(f"depth_{depth + 1}" for depth in range(self.config.unroll))
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
 
@@ -236,7 +241,7 @@ class Eagle3(Drafter):
             return chunked_losses(self.config, weights, [head], states, places, labels, law)
 
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
-        return {f"depth_{depth + 1}": term for depth, term in enumerate(terms)}
+        return dict(zip(self.depth_terms, terms, strict=True))
 
     def _fuse(
         self, features: TargetFeatures, length: int | None = None

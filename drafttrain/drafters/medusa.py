@@ -137,6 +137,11 @@ class Medusa(Drafter):
             with torch.no_grad():
                 head.weight.copy_(readout.head)
 
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """A term for each head."""
+        return tuple(f"head_{k + 1}" for k in range(self.config.num_heads))
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
 
@@ -169,7 +174,10 @@ class Medusa(Drafter):
             )
 
         terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))
-        return {f"head_{k + 1}": replace(term, uncovered=None) for k, term in enumerate(terms)}
+        return {
+            name: replace(term, uncovered=None)
+            for name, term in zip(self.depth_terms, terms, strict=True)
+        }
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int

@@ -224,6 +224,11 @@ class SmallLM(CausalDrafter):
         for layer in stacks[0]:
             layer.forward = partial(self.layer, layer.forward)
 
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """One: training shows it one depth."""
+        return ("depth_1",)
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of the next token at every trained position against the target's law."""
         rows, ahead = positions_to_predict(batch, 1)
