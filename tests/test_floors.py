@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "below ground": ["disk", "stopping"],
+    "below ground": ["disk", "stopping", "untrusted"],
     "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
@@ -53,6 +53,8 @@ DOORS = {
     "huggingface_hub": {"pretrained.hub", "export.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
+    "pydantic": {"untrusted"},
+    "pydantic_core": {"untrusted"},
     "openai": {"regenerate.endpoint"},
     "vllm": {
         "serving.worker",
