@@ -29,6 +29,7 @@ def export(config: ExportConfig) -> None:
     card = CardData(
         title=f"{config.drafter.name} for {config.model.name}",
         family=config.drafter.name,
+        about=drafter.about,
         target=config.model.name,
         base_model=None if config.model.path else config.model.repo,
         license=settings.license,

@@ -12,6 +12,7 @@ from drafttrain import losses
 from drafttrain.cache import KeyValues
 from drafttrain.chunked import OutputHead, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     DraftState,
@@ -124,6 +125,7 @@ class EagleState(DraftState):
 class Eagle(Drafter):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
+    about = About("An EAGLE", "2401.15077")
     captures = ()
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     Expansion,
@@ -92,6 +93,8 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 class Eagle3(Drafter):
     """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
+
+    about = About("An EAGLE-3", "2503.01840")
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     DrafterConfig,
@@ -86,6 +87,7 @@ class MedusaState(DraftState):
 class Medusa(Drafter):
     """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
 
+    about = About("A Medusa", "2401.10774")
     captures = ()
 
     def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drafttrain import pretrained
 from drafttrain.chunked import Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     DrafterConfig,
     TrainingChance,
     load_exactly,
@@ -119,6 +120,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
 
 class SmallLM(CausalDrafter):
     """A causal language model of the target's vocabulary, trained to say what the target says."""
+
+    about = About("A distilled", "2310.08461")
 
     def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, None)

@@ -17,11 +17,14 @@ from drafttrain.report.wording import (
     positions,
     speed,
 )
+from drafttrain.untrusted import shown
+
+LONGEST_TEXT = 100_000  # characters; what is longer is no text of a report
 
 
 def escaped(value: object) -> str:
-    """Return text that neither Markdown nor HTML takes for markup; line ends become spaces."""
-    text = escape(" ".join(str(value).split()), quote=False)
+    """Return text in one line that neither Markdown, HTML nor a terminal takes for markup."""
+    text = escape(shown(" ".join(str(value).split()), LONGEST_TEXT), quote=False)
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text) or NOTHING
 
 
