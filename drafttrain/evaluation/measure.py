@@ -13,12 +13,14 @@ from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.journal import Journal, Key
+from drafttrain.report.statistics import disturbed_turns
 from drafttrain.target.target import Target
-from drafttrain.terminal import progress
+from drafttrain.terminal import console, progress
 from drafttrain.types import Decoded, PromptResult, Sampling
 
 PLAIN = "autoregressive"
+TRIES_AGAIN = 2  # how often what was disturbed is measured again
 
 Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # prompts, row names
 
@@ -196,7 +198,8 @@ def measure(
     blocks, each into `config.repeats` of them. Within a block each batch goes through all methods
     one after the other, in an order that rotates, so that a change in the machine's speed meets
     all of them. Later turns follow the plain loop's answers, the same for every method. What the
-    journal holds already is not measured again.
+    journal holds already is not measured again. Batches in which one method was disturbed are,
+    whole: what they took the second time stands, whatever it is.
     """
     decode = decoders(target, methods, config, sampling, seed)
     names = list(decode)
@@ -204,7 +207,7 @@ def measure(
     for name in names:  # first calls pay for allocations that later ones do not
         warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
         decode[name](warm, [0] * len(warm))
-    results: list[PromptResult] = []
+    measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
         for block in range(config.blocks)
@@ -212,25 +215,50 @@ def measure(
         if (block - place) % config.blocks < config.repeats
     ]
     label = "evaluate" if batch_size == 1 else f"evaluate, batch {batch_size}"
+
+    def take(done: int, key: Key) -> None:
+        block, place = key
+        shift = (done + block) % len(names)
+        order = names[shift:] + names[:shift]
+        measured[key] = _group(target, decode, order, groups[place], template, block)
+        if journal:
+            journal.add(key, measured[key])
+        gc.collect()
+
     gc.collect()
     gc.disable()  # a collection inside a timed cycle would be charged to one method
     try:
         with progress(label, len(work), show=show) as tick:
-            for done, (block, place) in enumerate(work):
-                key = (block, place)
+            for done, key in enumerate(work):
                 known = journal.get(key) if journal else None
                 if known is None:
-                    shift = (done + block) % len(names)
-                    order = names[shift:] + names[:shift]
-                    known = _group(target, decode, order, groups[place], template, block)
-                    if journal:
-                        journal.add(key, known)
-                    gc.collect()
-                results.extend(known)
+                    take(done, key)
+                else:
+                    measured[key] = known
                 tick(1)
+        for _ in range(TRIES_AGAIN):
+            again = disturbed_keys(measured)
+            if not again:
+                break
+            console.print(
+                f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
+                "kept the machine busy while one method decoded them"
+            )
+            for key in again:
+                take(work.index(key), key)
     finally:
         gc.enable()
-    return results
+    return [result for key in work for result in measured[key]]
+
+
+def disturbed_keys(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
+    """Return the batches in which a method took far longer than the others on the same prompt."""
+    found = disturbed_turns(result for results in measured.values() for result in results)
+    return [
+        key
+        for key, results in measured.items()
+        if any((r.block, r.prompt_id, r.turn) in found for r in results)
+    ]
 
 
 def _group(

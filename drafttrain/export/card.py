@@ -11,7 +11,8 @@ from drafttrain.drafters.base import About
 from drafttrain.pretrained import EMBEDDED, ModelConfig
 from drafttrain.report.certificate import certificate_rows
 from drafttrain.report.definitions import DEFINITIONS
-from drafttrain.report.markdown import LONGEST_TEXT, escaped, table
+from drafttrain.report.markdown import LONGEST_TEXT, depth_told, escaped, table
+from drafttrain.report.verdict import main_depth, rows_by_depth
 from drafttrain.report.wording import estimate, flat, number, positions, speed
 from drafttrain.untrusted import read_object, shown
 
@@ -191,8 +192,10 @@ def _measured(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
     header = ["task", "acceptance length", "macro", "per position", "tokens/s plain"]
     header += ["tokens/s drafted", "speedup"]
-    rows = [_row("**all**", report["summary"])]
-    rows += [_row(escaped(task), row) for task, row in report["tasks"].items()]
+    rows = [
+        _row("**all**" if task == "all" else escaped(task), row)
+        for task, row in rows_by_depth(report)[main_depth(report)].items()
+    ]
     for method, other in report["methods"].items():
         if "speedup" in other["summary"]:
             rows.append(_row(f"all, by {escaped(method)}", other["summary"]))
@@ -200,8 +203,8 @@ def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
     greedy = sampling["temperature"] == 0
     settings = ", ".join(f"{key} {value}" for key, value in sampling.items())
     return [
-        f"Evaluation **{escaped(name)}**: {escaped(report['drafter'])} at depth "
-        f"{escaped(report['depth'])}, {'greedy' if greedy else escaped(settings)}, "
+        f"Evaluation **{escaped(name)}**: {escaped(report['drafter'])} at "
+        f"{escaped(depth_told(report))}, {'greedy' if greedy else escaped(settings)}, "
         f"batch {escaped(report['batch_size'])}. {escaped(report['verdict'])}",
         "\n".join(table(header, rows)),
         f"Lossless: {escaped(lossless['statement'])}.",

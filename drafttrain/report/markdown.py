@@ -6,6 +6,7 @@ from typing import Any
 
 from drafttrain.report.rows import Row
 from drafttrain.report.statistics import PLAIN
+from drafttrain.report.verdict import main_depth, rows_by_depth
 from drafttrain.report.wording import (
     NOTHING,
     estimate,
@@ -35,10 +36,23 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def methods_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
-    """Return the rows of each drafting method, the report's drafter first, "all" first in each."""
-    drafted = {report["drafter"]: report}
-    drafted |= {name: rows for name, rows in report["methods"].items() if name != PLAIN}
-    return {name: {"all": rows["summary"], **rows["tasks"]} for name, rows in drafted.items()}
+    """Return the rows of each drafting method, the report's drafter first, "all" first in each.
+
+    The drafter's are those of the headline's depth, the others' those of the report's.
+    """
+    others = {name: rows for name, rows in report["methods"].items() if name != PLAIN}
+    return {report["drafter"]: rows_by_depth(report)[main_depth(report)]} | {
+        name: {"all": rows["summary"], **rows["tasks"]} for name, rows in others.items()
+    }
+
+
+def depth_told(report: dict[str, Any]) -> str:
+    """Return the depth that the drafter is shown at, and of which it is the fastest."""
+    depth, depths = main_depth(report), report["verdicts"]["all"]["of_depths"]
+    told = f"depth {depth}"
+    if len(depths) > 1:
+        told += f", the fastest of {', '.join(map(str, depths))}"
+    return told if depth == report["depth"] else f"{told} (ngram drafts at {report['depth']})"
 
 
 def measured_table(report: dict[str, Any]) -> list[str]:
@@ -209,7 +223,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"Lossless: {escaped(report['lossless']['statement'])}.",
         "",
-        f"Depth {report['depth']}, temperature {sampling['temperature']}, top-k "
+        f"D{depth_told(report)[1:]}; temperature {sampling['temperature']}, top-k "
         f"{sampling['top_k']}, top-p {sampling['top_p']}, at most {sampling['max_new_tokens']} new "
         f"tokens, batch {report['batch_size']}. Timed in {escaped(timing['dtype'])} on "
         f"{escaped(timing['device'])}, {timing['threads']} threads, "
