@@ -17,7 +17,7 @@ from drafttrain.evaluation.journal import Journal, Key
 from drafttrain.report.statistics import disturbed_turns
 from drafttrain.target.target import Target
 from drafttrain.terminal import console, progress
-from drafttrain.types import Decoded, PromptResult, Sampling
+from drafttrain.types import Decoded, PromptResult, Sampling, TargetSpec
 
 PLAIN = "autoregressive"
 TRIES_AGAIN = 2  # how often what was disturbed is measured again
@@ -54,10 +54,7 @@ def check_settings(
 
     The drafter may not be able to draft as deep, the target's context may be too short.
     """
-    try:
-        check_depth(drafter, max(config.every_depth))
-    except ValueError as error:
-        raise ValueError(f"eval.{error}") from None
+    check_depths(drafter, config)
     for prompt in prompts:
         complaint = too_long(prompt, target, template, config, [drafter])
         if complaint:
@@ -65,6 +62,38 @@ def check_settings(
                 f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
                 "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
             )
+
+
+def check_depths(drafter: Drafter, config: EvalConfig) -> None:
+    """Refuse a depth beyond what the drafter can draft, or what the contexts can hold.
+
+    Nothing of the target is needed: its shape is the one that the drafter was built for.
+    """
+    deepest = max(config.every_depth)
+    key = "depth" if deepest == config.depth else "depths"
+    try:
+        check_depth(drafter, deepest)
+    except ValueError as error:
+        raise ValueError(f"eval.{key}{str(error).removeprefix('depth')}") from None
+    positions, who = context_of(drafter.spec, [drafter])
+    most = positions - config.max_new_tokens - 1
+    if deepest > most:
+        raise ValueError(
+            f"eval.{key} must be at most {max(most, 0)}, got {deepest}: {who} has {positions} "
+            f"positions, of which eval.max_new_tokens={config.max_new_tokens} and a prompt take "
+            "their part"
+        )
+
+
+def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
+    """Return the shortest context of a target and its drafters in positions, and whose it is."""
+    contexts = [(spec.max_positions, spec.name)]
+    contexts += [
+        (drafter.max_positions, f"drafter={drafter.config.name}")
+        for drafter in drafters
+        if drafter.max_positions is not None
+    ]
+    return min(contexts)
 
 
 def too_long(
@@ -76,13 +105,7 @@ def too_long(
 ) -> str:
     """Return why a prompt may not fit target's and drafters' contexts, or nothing where it fits."""
     deepest = max(config.every_depth)
-    contexts = [(target.spec.max_positions, target.spec.name)]
-    contexts += [
-        (drafter.max_positions, f"drafter={drafter.config.name}")
-        for drafter in drafters
-        if drafter.max_positions is not None
-    ]
-    positions, who = min(contexts)
+    positions, who = context_of(target.spec, drafters)
     room = positions - config.max_new_tokens - deepest
     # Later turns carry the answers before them, each at its longest.
     needed = len(first_turn(prompt, target, template)) + sum(

@@ -185,7 +185,10 @@ def _plain(plain: Totals) -> dict[str, Any]:
 
 
 def _lossless_statement(check: LosslessCheck) -> str:
-    rule = f"rule {check.rule} is {'lossless' if check.lossless else 'NOT lossless'}"
+    # Names of rules say it in brackets: "greedy match (lossless)".
+    rule = f"rule: {check.rule}"
+    if "lossless" not in check.rule:
+        rule += f" ({'lossless' if check.lossless else 'NOT lossless'})"
     if not check.greedy_total:
         return f"{rule}; greedy outputs were not checked"
     counted = f"{check.greedy_identical} of {check.greedy_total} greedy outputs identical"
@@ -230,7 +233,9 @@ def _flags(
         for name, row in {"all": rows["summary"], **rows["tasks"]}.items():
             if method == PLAIN:
                 continue
-            found = {"handicapped_baseline": handicap(row), "disturbed": disturbance(row)}
+            found = {"handicapped_baseline": handicap(row)}
+            if method == report["drafter"]:  # the others were decoded beside it
+                found["disturbed"] = disturbance(row)
             if name == "all":
                 found["blocks_disagree"] = disagreement(row)
             flags += [
@@ -258,6 +263,8 @@ def _flags(
                 f"{differing['num']} of {differing['of']} greedy outputs differ from the plain "
                 f"loop's in {timing.dtype}, the dtype of the timing"
             )
+            if timing.dtype not in ("float32", "float64"):
+                text += ": rounding decides between two tokens that are nearly tied"
             flags.append({"kind": "outputs_differing", "row": row, "text": text})
     return flags
 

@@ -16,6 +16,7 @@ from drafttrain.report.wording import (
     number,
     percent,
     positions,
+    shortened,
     speed,
 )
 from drafttrain.untrusted import shown
@@ -130,10 +131,10 @@ def repetition_table(report: dict[str, Any]) -> list[str]:
         "acceptance length outside [95 %]",
         "rate outside",
         "share of drafts",
-        "length less ngram's [95 %]",
-        "the same outside",
-        "tokens per pass less ngram's [95 %]",
-        "the same outside",
+        "acceptance length minus ngram's [95 %]",
+        "the same, outside repetition",
+        "tokens per pass minus ngram's [95 %]",
+        "the same, outside repetition",
     ]
     lines: list[str] = []
     for method, rows in methods_of(report).items():
@@ -206,7 +207,9 @@ def markdown(report: dict[str, Any]) -> str:
         "Flags": flags,
         "Greedy divergences": divergences,
         "Notes": [f"- {escaped(note)}" for note in report["notes"]],
-        "Prompts": [f"- {escaped(key)}: {escaped(text)}" for key, text in flat(report["prompts"])],
+        "Prompts": [
+            f"- {escaped(key)}: {escaped(text)}" for key, text in shortened(report["prompts"])
+        ],
         "Definitions": [
             f"- `{key}`: {escaped(text)}" for key, text in report["definitions"].items()
         ],

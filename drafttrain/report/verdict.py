@@ -10,6 +10,12 @@ from drafttrain.report.wording import TOO_FEW, between, number, percent
 
 SPECULATE, MARGINAL, DO_NOT, UNKNOWN = "speculate", "marginal", "do not", "unknown"
 DECISIONS = (SPECULATE, MARGINAL, DO_NOT, UNKNOWN)
+IN_WORDS = {
+    SPECULATE: "Speculate",
+    MARGINAL: "Marginal",
+    DO_NOT: "Do not speculate",
+    UNKNOWN: "Undecided",
+}
 SECONDS_PER_HOUR = 3600
 FEWEST_BLOCKS = 3  # to see whether they agree
 DISAGREEING = 1.5  # times as fast in one block as in another
@@ -180,12 +186,7 @@ def call(verdict: Verdict) -> str:
     depth, measured = f"at depth {verdict['depth']}", verdict["of_depths"]
     if len(measured) > 1:
         depth += f", the fastest of {', '.join(map(str, measured))}"
-    return {
-        SPECULATE: f"Speculate {depth}",
-        MARGINAL: f"Marginal {depth}",
-        DO_NOT: f"Do not speculate {depth}",
-        UNKNOWN: f"Undecided {depth}",
-    }[verdict["decision"]]
+    return f"{IN_WORDS[verdict['decision']]} {depth}"
 
 
 def _statement(verdict: Verdict) -> str:
@@ -279,6 +280,17 @@ def headline(report: Mapping[str, Any]) -> str:
     return f"{call(verdict)}: {times} (95 % interval {between(ci95)}){sure}{doubt}{law}."
 
 
+def is_serious(flag: Mapping[str, str], report: Mapping[str, Any]) -> bool:
+    """Return whether a flag puts a report's numbers in doubt.
+
+    Few timing blocks, and greedy outputs that rounding changed in a narrow dtype where the rule is
+    lossless and the check found no difference, do not.
+    """
+    check = report["lossless"]
+    sound = check["lossless"] and check["greedy_identical"] == check["greedy_total"]
+    return not (flag["kind"] == "timing" or (flag["kind"] == "outputs_differing" and sound))
+
+
 def grouped(verdicts: Mapping[str, Verdict]) -> list[str]:
     """Return one line per decision with the tasks it holds for; none where there is one task."""
     tasks = {name: verdict for name, verdict in verdicts.items() if name != "all"}
@@ -288,7 +300,6 @@ def grouped(verdicts: Mapping[str, Verdict]) -> list[str]:
     for decision in DECISIONS:
         names = [name for name, verdict in tasks.items() if verdict["decision"] == decision]
         if names:
-            words = decision[0].upper() + decision[1:]
             listed = "every task" if len(names) == len(tasks) else ", ".join(names)
-            lines.append(f"{words}: {listed}.")
+            lines.append(f"{IN_WORDS[decision]}: {listed}.")
     return lines

@@ -1,5 +1,6 @@
 """How the report writes a number: one rounding for terminal, Markdown and HTML."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,18 @@ def positions(values: Sequence[Number | None]) -> str:
     """Return rates by position, without their leading zeros to fit a narrow column."""
     texts = [number(value) for value in values]
     return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+
+
+def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the leaves of nested mappings; a hash as its first digits, for it names and no more.
+
+    What is empty is left out.
+    """
+    return [
+        (key, f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{40,}", text) else text)
+        for key, text in flat(tree)
+        if text not in (NOTHING, "")
+    ]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
