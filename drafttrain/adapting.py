@@ -94,7 +94,10 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
         layers=given.layers if isinstance(given, AdmittedConfig) else None,
         allow_pickle=given.allow_pickle if isinstance(given, AdmittedConfig) else False,
     )
-    found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    try:
+        found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    except ValueError as error:  # the directory was given under this name
+        raise ValueError(str(error).replace("drafter.path", "run.init_from")) from error
     if not found.drafter.config.trainable:
         raise UsageError(
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "

@@ -60,6 +60,21 @@ def writing(path: Path) -> Iterator[None]:
         raise DiskError(f"{path} could not be written: {reason(error, path)}") from error
 
 
+@contextmanager
+def written(folder: Path, key: str) -> Iterator[None]:
+    """Turn what the operating system, or safetensors, says against writing into a DiskError.
+
+    It names the folder that the user named by `key`, not one beside it that holds the draft.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
+        if not known and "No space left" not in str(error):
+            raise
+        raise DiskError(f"{key}={folder} could not be written: {reason(error, folder)}") from error
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder with the files in it, is on the disk."""
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:

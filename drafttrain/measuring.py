@@ -28,7 +28,7 @@ from drafttrain.data.prompts import (
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.measure import check_settings, skip_long
+from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
@@ -81,6 +81,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     drafter = given.drafter
     for line in given.lines:
         console.print(line)
+    check_depths(drafter, settings)  # before the target, which takes its time
     target, choice = load_target_to_decode(model, config.hardware, device)
     check_fingerprint(given.checkpoint, target.spec)
     drafter.attach(target.tokenizer)

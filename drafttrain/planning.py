@@ -17,6 +17,7 @@ from drafttrain.config import (
     load_choice,
     recorded,
 )
+from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.engine import DeepSpeedConfig
 from drafttrain.hardware import HardwareConfig, choose_train_dtype
 from drafttrain.plan import PlanConfig as PlanSettings
@@ -26,7 +27,7 @@ from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.memory import Sharding
 from drafttrain.plan.pages import short_form
 from drafttrain.plan.shapes import UnknownShapeError
-from drafttrain.run import PROVENANCE
+from drafttrain.run import CONFIG, PROVENANCE
 from drafttrain.target.store import StoredFeaturesConfig
 from drafttrain.tracker import METRICS_FILE, read_metrics
 
@@ -100,6 +101,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         ranks=ranks,
         ranks_here=here,
         max_length=config.data.max_length,
+        conversations=_conversations(config.data),
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
     )
@@ -155,7 +157,15 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     The median of its lines of metrics, the first ones left out. ValueError where the folder has
     none, or its run was on another kind of machine.
     """
-    config = recorded(folder, TrainConfig)
+    if not (folder / CONFIG).is_file():
+        state = "has no config.yaml" if folder.is_dir() else "does not exist"
+        raise ValueError(f"plan.measured must be the folder of a run, got {folder}, which {state}")
+    try:
+        config = recorded(folder, TrainConfig)
+    except ValueError as error:
+        raise ValueError(
+            f"plan.measured must be a run that was trained, got {folder}: {error}"
+        ) from error
     file = folder / METRICS_FILE
     rows = read_metrics(file) if file.is_file() else []
     speeds = [row["perf/tokens_per_s"] for row in rows if row.get("perf/tokens_per_s")]
@@ -174,6 +184,13 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     stored = isinstance(config.features, StoredFeaturesConfig)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
+
+
+def _conversations(data: DataConfig) -> int | None:
+    """Return how many conversations there are at most, None where only reading them would say."""
+    if isinstance(data, SelfgenConfig):
+        return data.num_conversations
+    return data.limit if isinstance(data, JsonlConfig | HubConfig) else None
 
 
 def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from drafttrain.config import PlanConfig
 from drafttrain.disk import require_writable
-from drafttrain.plan.pages import notes, pieces, printed, tables, write_plan
+from drafttrain.plan.pages import headline, notes, pieces, printed, tables, write_plan
 from drafttrain.planning import plan_of
 from drafttrain.terminal import console
 
@@ -22,6 +22,7 @@ def plan(config: PlanConfig) -> None:
     found, source = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     wide = Console(width=width, highlight=False)
+    wide.print(textwrap.fill(headline(found), width), "")
     for table in tables(found):
         for piece in pieces(table, wide):
             wide.print(printed(piece))
