@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain.capture.asked import Asked, StoreConfig
+from drafttrain.disk import write_whole
 from drafttrain.readout import Readout
 from drafttrain.target.manifest import read_journals, read_manifest
 from drafttrain.target.shards import (
@@ -34,7 +35,6 @@ from drafttrain.target.shards import (
     problem_of,
     tensor_names,
     write_tensors,
-    write_text,
 )
 from drafttrain.target.store import rows_per_shard, samples_to_tensors
 from drafttrain.types import FeatureSource, Sample
@@ -67,7 +67,7 @@ def prepare(
     settings = settings_of(target, tensors, asked, config, template)
     if earlier is not None:
         require_same(folder, earlier.settings, settings)
-    write_text(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
+    write_whole(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
     head, about = readout_to_tensors(target.readout)
     names = tensor_names(asked.layers, config.final_hidden)
     size = bytes_per_row(config.dtype, target.spec.hidden_size, len(names))

@@ -18,7 +18,7 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import chat_format
-from drafttrain.disk import append_text
+from drafttrain.disk import append_text, write_whole
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
@@ -71,7 +71,8 @@ def selfgen(
     frame = frame_of(target)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    written = ranks.broadcast_object(load(folder) if ranks.is_main else {})
+    cached = [vars(one) for one in load(folder).values()] if ranks.is_main else []
+    written = {one["index"]: Written(**one) for one in ranks.broadcast_object(cached)}
     missing = [index for index in range(config.num_conversations) if index not in written]
     show = show and ranks.is_main
     if show and not missing:
@@ -91,7 +92,8 @@ def selfgen(
             with target.in_step():
                 if start < len(missing):
                     own = write(target, config, frame, missing[start : start + size], tick)
-            batches = ranks.gather_objects(own)
+            found = ranks.gather_objects([vars(one) for one in own])
+            batches = [[Written(**one) for one in batch] for batch in found]
             for batch in filter(None, batches):
                 if ranks.is_main:
                     append(folder, batch, frame, target.tokenizer)
@@ -268,7 +270,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     """Write for a reader what the fingerprint stands for."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"model": target.spec.name, **settings_of(target, config)}
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:

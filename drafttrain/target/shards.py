@@ -13,7 +13,6 @@ is in a journal or in the manifest. So a capture that is killed loses at most th
 
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from jaxtyping import Bool, Float
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafttrain.disk import append_text, flush, replacing, write_whole
 from drafttrain.types import TargetSpec
 from drafttrain.untrusted import (
     Count,
@@ -158,7 +158,7 @@ class Manifest:
             "relative_error": self.relative_errors(),
         }
         text = json.dumps(head, indent=1)[:-2] + ',\n "shards": [\n  '
-        write_text(folder / MANIFEST, text + ",\n  ".join(shards) + "\n ]\n}\n")
+        write_whole(folder / MANIFEST, text + ",\n  ".join(shards) + "\n ]\n}\n")
 
 
 def tensor_names(layers: Sequence[int], final_hidden: bool) -> list[str]:
@@ -242,33 +242,15 @@ def own_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> File:
     """Write a file that appears whole or not at all; OSError where the disk is full."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.unlink(missing_ok=True)  # it would be written through, were it a link
-    save_file(tensors, beside)
-    beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
-    flush(beside)
-    written = File(path.name, beside.stat().st_size, sha256(beside))
-    os.replace(beside, path)
-    flush(path.parent)
-    return written
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text that appears whole or not at all."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.unlink(missing_ok=True)
-    beside.write_text(text)
-    flush(beside)
-    os.replace(beside, path)
-    flush(path.parent)
+    with replacing(path) as beside:
+        save_file(tensors, beside)
+        beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
+        return File(path.name, beside.stat().st_size, sha256(beside))
 
 
 def append_line(path: Path, record: Any) -> None:
     """Add a record to a journal, and wait until it is on the disk."""
-    with path.open("a") as stream:
-        stream.write(json.dumps(record) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_text(path, json.dumps(record) + "\n")
     flush(path.parent)
 
 
@@ -296,12 +278,3 @@ def sha256(path: Path) -> str:
     """Return the checksum of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
