@@ -26,12 +26,19 @@ from drafttrain.launched import (
     settle,
     speaks_first,
 )
-from drafttrain.run import CHECKPOINTS
-from drafttrain.stopping import EXIT_CODE, Stopped
+from drafttrain.stopping import Stopped, StopRequest
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
+# What to say after "interrupted", where nothing more is known.
+GOES_ON = {
+    "train": "; the same command with run.resume=true goes on",
+    "capture": "; the same command goes on where it stopped",
+    "regenerate": "; the same command goes on from what is answered",
+    "evaluate": "; the same command goes on from what it measured",
+    "tune": "; the same command goes on from what it measured",
+}
 OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
@@ -82,26 +89,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = launch(loaded.hardware, arguments, folder)
             if code is not None:
                 return code
-        module = importlib.import_module(f"drafttrain.commands.{request.command}")
-        getattr(module, request.command)(loaded)
+        # What saves more than this, when it is asked to end, listens for itself.
+        with StopRequest(GOES_ON.get(request.command, "")).listening():
+            module = importlib.import_module(f"drafttrain.commands.{request.command}")
+            getattr(module, request.command)(loaded)
         return 0
     except Stopped as stopped:
         if rank() == 0:
             _say(str(stopped))
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        resume = folder is not None and (folder / CHECKPOINTS).is_dir()
-        how = ""
-        if command == "train" and resume:
-            how = "; go on with run.resume=true"
-        elif command in ("evaluate", "tune"):
-            how = "; the same command goes on from what it measured"
-        elif command == "capture":
-            how = "; the same command goes on where it stopped"
-        elif command == "regenerate":
-            how = "; the same command goes on from what is answered"
-        if rank() == 0 and not is_ours():  # else the launching process says so
-            _say(f"interrupted{how}")
+        return stopped.code
+    except KeyboardInterrupt:  # before a command listens
+        if rank() == 0:
+            _say(f"interrupted{GOES_ON.get(command or '', '')}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -300,15 +300,30 @@ def test_sigterm_reaches_the_ranks_and_their_end_is_awaited(
     assert seconds < 15
 
 
-def test_ctrl_c_ends_all_once(ranks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(SAVES, ""), (STUBBORN, "interrupted again: the ranks were ended at once; there is no check")],
+)
+def test_ctrl_c_saves_what_sigterm_saves_and_a_second_one_ends_at_once(
+    code: str, said: str, ranks: Any
+) -> None:
+    ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # a terminal gives it to all
+
     def send() -> None:
         while not (Path("ready0").exists() and Path("ready1").exists()):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
+        if code is STUBBORN:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        ranks("sys.excepthook = lambda *_: 0\n" + DIES)
+    got, text, seconds = ranks(ignored + code)
+    assert got == 130
+    assert text.startswith(said)
+    assert text.count("\n") == (1 if said else 0)
+    assert Path("saved0").exists() == Path("saved1").exists() == (code is SAVES)
+    assert seconds < 15
 
 
 @pytest.fixture
