@@ -121,7 +121,7 @@ def torchrun(
     command += ["--nproc_per_node", str(ranks), __file__, ",".join(engines), str(micro_batch)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
-        [*command, str(output)], env=environment, capture_output=True, text=True, timeout=240
+        [*command, str(output)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text())

@@ -72,7 +72,7 @@ def arguments(run: str, *others: str) -> list[str]:
 
 def finished(command: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **settings}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def losses(run: str) -> list[float]:

@@ -38,7 +38,7 @@ def run_ranks(task: str, count: int = 2, script: str = __file__) -> list[str]:
         }
         command = [sys.executable, script, task]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    return [process.communicate(timeout=100)[0].strip() for process in ranks]
+    return [process.communicate(timeout=300)[0].strip() for process in ranks]
 
 
 def test_a_process_alone_is_its_own_world() -> None:

@@ -34,6 +34,7 @@ from drafttrain.run import (
     CONFIG,
     PROVENANCE,
     append_log,
+    call,
     check_run_folder,
     provenance,
     write_config,
@@ -176,7 +177,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     if best is not None:
         metric = f"{validation.metric} {load_state(best).best_metric:.3f}"
         say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
-    say(f"next: python -m drafttrain evaluate run.dir={folder}")
+    say(f"next: {call('evaluate', f'run.dir={folder}')}")
     if engine.is_main:
         append_log(folder, said)
 

