@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from drafttrain.hardware import HardwareConfig
+from drafttrain.hardware import HardwareConfig, num_cores
 from drafttrain.launched import LAUNCHER, STORE
 from drafttrain.run import CHECKPOINTS
 from drafttrain.target.shards import MANIFEST
@@ -40,11 +40,14 @@ QUOTED = 300  # characters of a dead rank's last line
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def ranks_to_start(hardware: HardwareConfig, environ: Mapping[str, str], gpus: int) -> int:
+def ranks_to_start(
+    hardware: HardwareConfig, environ: Mapping[str, str], gpus: int, cores: int
+) -> int:
     """Return how many ranks to start on this machine; 1: none, this process does the work.
 
-    environ: after `adopt`. gpus: how many this machine shows. Raises ValueError where
-    hardware.ranks contradicts the launcher that started this process, or exceeds the GPUs.
+    environ: after `adopt`. gpus, cores: how many this machine shows. Raises ValueError where
+    hardware.ranks contradicts the launcher that started this process, or exceeds the GPUs, or
+    without GPUs the cores, unless hardware.threads says that they are to be shared.
     """
     wanted, device = hardware.ranks, hardware.device
     if "RANK" in environ:
@@ -64,7 +67,15 @@ def ranks_to_start(hardware: HardwareConfig, environ: Mapping[str, str], gpus: i
         return 1
     if device == "cpu" or gpus == 0:
         # Without a GPU, hardware.device=cuda is answered where the device is chosen, once.
-        return 1 if wanted == "auto" or device == "cuda" else wanted
+        if wanted == "auto" or device == "cuda":
+            return 1
+        if wanted > cores and not hardware.threads:
+            raise ValueError(
+                f"hardware.ranks must be at most {cores} on a CPU, the cores that this machine "
+                f"gives, got {wanted}; leave it out, or let them share the cores by "
+                "hardware.threads=1"
+            )
+        return wanted
     if wanted == "auto":
         # One process spreads a target over all GPUs in these.
         return 1 if hardware.target_placement in ("device_map", "vllm") else gpus
@@ -82,11 +93,11 @@ def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> 
     folder: the run's, for the words of a rank that died. Returns the exit code, after the cause of
     a failure was told in one line.
     """
-    count = ranks_to_start(hardware, os.environ, torch.cuda.device_count())
+    cores = num_cores()
+    count = ranks_to_start(hardware, os.environ, torch.cuda.device_count(), cores)
     if count == 1:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = hardware.threads or max(1, (cores or 1) // count)
+    threads = hardware.threads or max(1, cores // count)
     console.print(f"{count} ranks on this machine, {threads} CPU threads each")
     return start(["-m", "drafttrain", *arguments], count, threads, folder)
 
