@@ -256,7 +256,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_conversations(
 
     monkeypatch.setattr(drafttrain.train, "optimizer_step", noted)
     wild = ("trainer.lr=1.0e+30", "trainer.warmup_steps=0", "trainer.save_every=1")
-    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 1
+    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 2
     said = capsys.readouterr().err
     step = len(groups) - 1
     assert step >= 1
@@ -419,7 +419,7 @@ def test_a_compressed_file_that_was_cut_off_is_named_and_counted(
     code = main(settings(tmp_path / "run", tmp_path / name, *short))
     captured = capsys.readouterr()
     if name == "data.json.gz":  # one list, of which nothing can be used
-        assert code == 1
+        assert code == 2
         assert "data.path=" in captured.err
         assert "1 x the file is damaged" in captured.err
     else:
@@ -459,7 +459,7 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {weights} must match its recorded checksum")
     assert "run.resume=true run.skip_damaged=true goes on from the newest whole checkpoint" in said

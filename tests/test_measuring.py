@@ -94,7 +94,7 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_decoding(
     place = tmp_path / "place"
     given = [f"run.dir={run}"] if not before else [f"run.dir={place}", *model_of(run), *QUICK]
     arguments = ["evaluate", *given, prompts_of(run), *SHORT, "eval.name=short"]
-    assert main([*arguments, *before, f"{key}={short}"]) == 1
+    assert main([*arguments, *before, f"{key}={short}"]) == 2
     told = capsys.readouterr().err
     assert "drafter=two_model has 20 positions" in told
     assert not place.exists()
@@ -156,7 +156,7 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
     monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
     arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
-    assert main([*arguments, "eval.max_new_tokens=220"]) == 1
+    assert main([*arguments, "eval.max_new_tokens=220"]) == 2
     assert "eval.prompts: talk may need" in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.tuned=true"]
-    assert main(missing) == 1
+    assert main(missing) == 2
     assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
     arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=2"]

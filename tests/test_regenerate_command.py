@@ -462,7 +462,7 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert cli.main(call) == 0
     assert "5 conversations, 5 answered before" in capsys.readouterr().out
     assert out.read_bytes() == content
-    assert cli.main([*call, "regenerate.seed=1"]) == 1
+    assert cli.main([*call, "regenerate.seed=1"]) == 2
     assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
 
 
