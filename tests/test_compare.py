@@ -331,7 +331,7 @@ def test_references_are_the_mean_over_the_runs_beside_which_they_were_measured(
     assert row["training"] == "reference, measured beside 2 runs"
     values = [speedup_by_hand(table_of(part, "ngram")) for part in (one, two)]
     assert row["summary"]["speedup"]["by_run"] == pytest.approx(values)
-    assert row["lossless"]["statement"].startswith("rule greedy is lossless; outputs of this")
+    assert row["lossless"]["statement"].startswith("rule: greedy (lossless); outputs of this")
     assert row["drafter_parameters"] is None
     found = pair_of(comparison, "a")["summary"]["speedup"]["value"]
     tables = [table_of(one, method) for method in ("eagle3", "two_model")]
@@ -432,7 +432,7 @@ def test_lossy_runs_are_flagged_wherever_they_appear(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results(seed=1))
     b = write_run(tmp_path / "b", results(seed=2, gain=3.0), seed=1, lossless=lossy)
     comparison = compared(a, b)
-    said = "rule typical is NOT lossless; 1 of 2 greedy outputs identical"
+    said = "rule: typical (NOT lossless); 1 of 2 greedy outputs identical"
     assert row_of(comparison, "b")["lossless"]["statement"].startswith(said)
     assert not row_of(comparison, "b")["lossless"]["lossless"]
     assert pair_of(comparison, "b")["statement"].endswith("NOT lossless: b.")
