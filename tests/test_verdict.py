@@ -179,7 +179,8 @@ def test_every_page_shows_the_verdicts(judged: dict[str, Any]) -> None:
     for name, kind in (("gains", "speculate"), ("unsure", "marginal"), ("loses", "do-not")):
         words = kind.replace("-", " ")
         assert re.search(
-            rf'<td>{name}</td><td class="words" data-label="verdict"><span class="badge {kind}">{words}<',
+            rf'<td>{name}</td><td class="words" data-label="verdict">'
+            rf'<span class="badge {kind}">{words}<',
             page,
         )
         assert re.search(rf"^\| {name} \| {words} \| 2 \|", text, re.M)
