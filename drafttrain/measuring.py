@@ -34,6 +34,7 @@ from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
 from drafttrain.report import TimingInfo
 from drafttrain.report.adaptation import BEFORE
+from drafttrain.run import call
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
 
@@ -180,7 +181,7 @@ def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
     if depth is None:
         raise ValueError(
             f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
-            f"write it with python -m drafttrain tune run.dir={folder}"
+            f"write it with {call('tune', f'run.dir={folder}')}"
         )
     return depth
 

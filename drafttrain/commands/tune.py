@@ -9,6 +9,7 @@ from drafttrain.config import (
 from drafttrain.evaluation.tune import as_rows, choose, tune_drafter, write_tuned
 from drafttrain.measuring import set_up
 from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
+from drafttrain.run import call
 from drafttrain.terminal import console
 
 
@@ -37,6 +38,6 @@ def tune(config: TuneConfig) -> None:
     page = write_tuning(setup.folder, title, rows, tables, setup.notes, choice)
     console.print(f"chosen depths: {file}; the whole of it: {page}")
     console.print(
-        f"next: python -m drafttrain evaluate run.dir={setup.folder} eval.tuned=true, "
-        f"or export run.dir={setup.folder} export.tuned=true"
+        f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
+        f"or {call('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
     )

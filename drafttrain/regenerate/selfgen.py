@@ -18,7 +18,7 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import chat_format
-from drafttrain.disk import append_text
+from drafttrain.disk import append_text, write_whole
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
@@ -270,7 +270,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     """Write for a reader what the fingerprint stands for."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"model": target.spec.name, **settings_of(target, config)}
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
