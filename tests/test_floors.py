@@ -1,4 +1,4 @@
-"""Imports point down, each heavy dependency has its door, and files stay short."""
+"""Imports point down, and each heavy dependency has its door."""
 
 import ast
 from collections.abc import Iterator
@@ -130,8 +130,3 @@ def test_an_import_from_the_same_or_a_higher_floor_is_noticed() -> None:
 def test_every_floor_names_what_exists() -> None:
     units = {module_of(file).split(".")[0] for file in FILES}
     assert units == set(FLOOR_OF)
-
-
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_files_stay_short(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 400
