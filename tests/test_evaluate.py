@@ -1,6 +1,7 @@
 """Evaluation: every turn by every method, the losslessness check, what is refused, validation."""
 
 import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
-from tests_support import model_config
+from tests_support import drafter_config, model_config
 
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.ngram import Ngram
 from drafttrain.engine import build_engine
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
@@ -24,6 +26,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
+    check_depths,
     check_settings,
     first_turn,
     measure,
@@ -32,7 +35,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Decoded, PromptResult, Sample
+from drafttrain.types import Decoded, PromptResult, Proposal, Sample
 from drafttrain.validate import Validation
 
 PROMPTS = [
@@ -258,6 +261,7 @@ def test_batches_say_what_single_prompts_say(
 def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     target: Target, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
     config = settings(blocks=2, repeats=2)
     conditions = {"seed": 0}
     whole = Journal(tmp_path / "whole", "point", conditions)
@@ -292,6 +296,49 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     assert Journal(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
     other = Journal(tmp_path / "whole", "point", {"seed": 1})
     assert other.num_known == 0  # measured under other conditions
+
+
+class Interrupted(Ngram):
+    """Prompt lookup, while which something else takes the machine, once."""
+
+    sleeps = 0
+
+    def propose(self, state: Any, depth: int) -> Proposal | None:
+        self.sleeps += 1
+        if self.sleeps == 40:
+            time.sleep(2.0)
+        return super().propose(state, depth)
+
+
+def test_what_was_disturbed_is_measured_again(
+    target: Target, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    slow = Interrupted(drafter_config("ngram"), target.spec)  # type: ignore[arg-type]
+    journal = Journal(tmp_path, "point", {})
+    results = results_of(
+        target, {**drafters, "ngram": slow}, settings(blocks=3, repeats=3), journal=journal
+    )
+    assert slow.sleeps >= 40
+    assert max(r.stats.total_s for r in results) < 2.0, "the disturbed batch was replaced"
+    assert len(results) == len(TURNS) * len(METHODS) * 3
+    again = Journal(tmp_path, "point", {})
+    stored = [r for group in again.known.values() for r in group]
+    assert max(r.stats.total_s for r in stored) < 2.0, "a resumed evaluation has the new one"
+
+
+def test_a_depth_that_no_context_holds_is_refused_by_its_own_name(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """It was blamed on the prompt, after the target was loaded."""
+    positions = target.spec.max_positions
+    for drafter in drafters.values():
+        with pytest.raises(ValueError, match=rf"eval\.depth must be at most {positions - 13}, got"):
+            check_depths(drafter, settings(depth=99999))
+        with pytest.raises(ValueError, match=r"eval\.depths must be at most \d+, got 99999: tiny"):
+            check_depths(drafter, settings(depths=[2, 99999]))
+    medusa = random_drafter("medusa", target)
+    with pytest.raises(ValueError, match=r"eval\.depth must be in 1\.\.4 for drafter=medusa, got"):
+        check_depths(medusa, settings(depth=99999))
 
 
 def test_spreading_takes_one_task_after_the_other() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from lives import compare, curve, settings, write_conversations
+from test_export import drafter_of
+from test_export import export as export_drafter
 
 import drafttrain.commands.train as command
 import drafttrain.train
@@ -22,7 +24,7 @@ from drafttrain import material
 from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
 from drafttrain.data.conversations import JsonlConfig, file_records, read_jsonl
-from drafttrain.disk import DiskError, append_text, write_whole
+from drafttrain.disk import DiskError, append_text, write_whole, written
 from drafttrain.report.write import write_texts
 from drafttrain.run import append_log
 from drafttrain.stopping import ECHO_S, Stopped, StopRequest
@@ -330,6 +332,15 @@ def test_a_full_disk_is_said_of_the_log_and_the_report(full_disk: Path) -> None:
         write_texts({"report.md": "new\n" * 5000}, full_disk)
     assert (full_disk / "report.md").read_text() == "old\n"
     assert {p.name for p in full_disk.iterdir()} == {"train.log", "report.md", "ballast"}
+
+
+def test_a_full_disk_in_an_export_names_the_folder_that_was_asked_for(full_disk: Path) -> None:
+    """The draft beside it was named, which is gone by then."""
+    fill(full_disk)
+    wanted = full_disk / "out"
+    said = rf"export\.dir={wanted} could not be written: the disk is full \(0\.00 GB free\)"
+    with pytest.raises(DiskError, match=said), written(wanted, "export.dir"):
+        export_drafter(drafter_of("medusa"), wanted)
 
 
 def test_a_full_disk_met_by_a_library_is_one_plain_line(

@@ -22,6 +22,7 @@ FLOORS = {
     ],
     "ground, losses": ["chunked"],
     "ground, another interpreter": ["serving"],
+    "ground, what need not be installed": ["tensorboard"],
     "1, stations": ["data", "drafters", "engine", "report", "tracker"],
     "1, the target": ["target"],  # in pieces it needs the engine's DeepSpeed
     "2, joins": ["admit", "checkpoint", "decode"],
@@ -52,6 +53,7 @@ DOORS = {
     "omegaconf": {"config", "values"},
     "deepspeed": {"engine.deepspeed"},
     "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
+    "tensorboard": {"tensorboard"},
     "wandb": {"tracker"},
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},

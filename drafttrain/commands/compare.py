@@ -9,7 +9,7 @@ from drafttrain.config import (
     CompareConfig,
 )
 from drafttrain.disk import require_writable
-from drafttrain.report.comparison_pages import comparison_summary, write_comparison
+from drafttrain.report.comparison_pages import FILES, comparison_summary, write_comparison
 from drafttrain.run import (
     provenance,
 )
@@ -31,4 +31,5 @@ def compare(config: CompareConfig) -> None:
         config.tracker, place, config=told, resume_step=None, is_main=True, append=True
     )
     tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
+    tracker.keep(f"compared/{settings.name}", "report", [place / name for name in FILES])
     tracker.finish()

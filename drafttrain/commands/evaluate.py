@@ -13,6 +13,7 @@ from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.measure import PLAIN
 from drafttrain.measuring import set_up
 from drafttrain.report import (
+    REPORT_FILES,
     Report,
     adaptation_table,
     summary_table,
@@ -80,6 +81,7 @@ def evaluate(config: EvaluateConfig) -> None:
         append=True,
     )
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
+    tracker.keep(f"report/{settings.name}", "report", [place / name for name in REPORT_FILES])
     tracker.finish()
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from drafttrain.config import PlanConfig
 from drafttrain.disk import require_writable
-from drafttrain.plan.pages import headline, notes, pieces, printed, tables, write_plan
+from drafttrain.plan.files import write_plan
+from drafttrain.plan.pages import headline, notes, pieces, printed, tables
 from drafttrain.planning import plan_of
 from drafttrain.terminal import Terminal, console
 

@@ -11,7 +11,7 @@ from drafttrain.adapting import keep_start, starting_point
 from drafttrain.assemble import (
     source_of_features,
 )
-from drafttrain.checkpoint import Checkpoints, load_state
+from drafttrain.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.config import (
     TrainConfig,
 )
@@ -171,6 +171,11 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
                 validation.metric,
             )
         tracker.table("validation", *validation.table())
+        kept = checkpoints.best() or checkpoints.latest()
+        if kept is not None:
+            tracker.keep(
+                f"drafter-{config.run.name}", "drafter", [kept / WEIGHTS_FILE, folder / CONFIG]
+            )
     finally:
         tracker.finish()
     best = checkpoints.best()
