@@ -183,7 +183,7 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     assert main(missing) == 2
     assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
-    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=2"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1"]
     assert main(arguments) == 0
     tuned = json.loads((run / "tuned.json").read_text())
     assert set(tuned["batches"]) == {"1", "2"}
