@@ -65,7 +65,12 @@ def flush(path: Path) -> None:
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:
         if place.is_dir() and place != path:
             continue
-        descriptor = os.open(place, os.O_RDONLY)
+        try:
+            descriptor = os.open(place, os.O_RDONLY)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
+            continue
         try:
             os.fsync(descriptor)
         finally:

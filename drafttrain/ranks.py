@@ -3,14 +3,17 @@
 import atexit
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from drafttrain.lock import attend, hold
 
 T = TypeVar("T")
 
@@ -104,6 +107,28 @@ class Ranks:
             return int(box)
 
         return total
+
+    @contextmanager
+    def holding(
+        self, place: Path, key: str, command: str, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Let these ranks alone write a folder; raise on all of them where that cannot be.
+
+        Rank 0 holds the lock: it writes what matters. The others say that they may write too.
+        """
+        with ExitStack() as stack:
+            problem: ValueError | None = None
+            if self.is_main:
+                try:
+                    stack.enter_context(hold(place, key, command, say))
+                except ValueError as error:  # HeldError, DiskError
+                    problem = error
+            problem = self.broadcast_object(problem)
+            if problem is not None:
+                raise problem
+            if not self.is_main:
+                stack.enter_context(attend(place))
+            yield
 
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:

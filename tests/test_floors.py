@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "below ground": ["disk", "stopping", "untrusted"],
-    "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
+    "below ground": ["disk", "flock", "stopping", "untrusted"],
+    "ground": ["cache", "flash", "growing", "launched", "lock", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",

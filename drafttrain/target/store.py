@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.lock import require_free
 from drafttrain.readout import Readout
 from drafttrain.target.shards import (
     CONVERSATIONS,
@@ -80,6 +81,7 @@ class StoredTarget:
         self._opened: dict[int, dict[str, list[Tensor]]] = {}
 
     def _manifest(self) -> Manifest:
+        require_free(self.folder, "features.dir")
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise StoreError(
