@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from drafttrain.disk import writing
+from drafttrain.disk import DiskError, MachineError, reason, writing
 from drafttrain.flock import (
     close,
     is_locked,
@@ -43,7 +43,7 @@ SILENT_S = 10 * BEAT_S  # a holder that was silent for so long is dead
 RECORD_BYTES = 512  # every record is as long: one is written over another
 
 
-class HeldError(ValueError):
+class HeldError(MachineError):
     """Another command holds the place; the message says which."""
 
 
@@ -97,7 +97,15 @@ def hold(
     """
     lock = _Lock(file or place / FILE, command, say)
     until, told = time.monotonic() + (PATIENCE_S if patience is None else patience), False
-    while (holder := lock.take()) is not None:
+    while True:
+        try:
+            holder = lock.take()
+        except OSError as error:
+            raise DiskError(
+                f"{key}={place} could not be written: {reason(error, place)}"
+            ) from error
+        if holder is None:
+            break
         if time.monotonic() >= until:
             raise _held_by(holder, place, key)
         if patience == math.inf and not told:
@@ -187,19 +195,18 @@ class _Lock:
 
     def take(self) -> str | None:
         """Return None where this process has the lock now, else who holds it."""
-        with writing(self.file):
-            if not self.file.parent.is_dir():
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.made_folder = True
-            try:
-                self.descriptor = open_file(self.file)
-            except FileNotFoundError:  # whoever made the folder has just removed it
-                return "another command"
-            try:
-                holder = self._taken()
-            except BaseException:
-                close(self.descriptor)
-                raise
+        if not self.file.parent.is_dir():
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.made_folder = True
+        try:
+            self.descriptor = open_file(self.file)
+        except FileNotFoundError:  # whoever made the folder has just removed it
+            return "another command"
+        try:
+            holder = self._taken()
+        except BaseException:
+            close(self.descriptor)
+            raise
         if holder is not None:
             close(self.descriptor)
         return holder

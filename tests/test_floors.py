@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "below ground": ["disk", "flock", "stopping", "untrusted"],
+    "below ground, what comes from outside": ["untrusted"],
+    "below ground": ["disk", "flock", "stopping"],
     "ground": ["cache", "flash", "growing", "launched", "lock", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
@@ -31,6 +32,9 @@ FLOORS = {
     "3, before the work": ["plan"],
     "4, what was typed": ["overrides"],
     "4, what can be chosen": ["choices"],
+    "4, what is resumed": ["resume"],
+    "4, what each command is told": ["sections"],
+    "4, values of a section": ["values"],
     "4, configuration": ["assemble", "config"],
     "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring", "planning"],
@@ -44,8 +48,8 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"__main__", "choices", "config", "overrides"},
-    "omegaconf": {"__main__", "config"},
+    "hydra": {"choices", "config", "overrides", "resume"},
+    "omegaconf": {"config", "values"},
     "deepspeed": {"engine.deepspeed"},
     "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
     "wandb": {"tracker"},

@@ -60,7 +60,7 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
         if source.limit is None or kept[prompt.task] <= source.limit:
             prompts.append(prompt)
     if not prompts:
-        advice = "correct the lines named below" if report.counts else "give it some prompts"
+        advice = "correct what is named here" if report.counts else "give it some prompts"
         key, named = (
             ("dataset", source.dataset) if source.path is None else ("prompts", source.path)
         )

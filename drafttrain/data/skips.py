@@ -57,4 +57,6 @@ class NothingUsable(ValueError):
     """Every record was skipped; the message carries the report."""
 
     def __init__(self, what: str, report: SkipReport, advice: str) -> None:
-        super().__init__("\n".join([f"{what}; {advice}", *report.lines()]))
+        head, *reasons = [line.strip() for line in report.lines()] or [""]
+        told = f" ({head} {'; '.join(reasons)})" if head else ""
+        super().__init__(f"{what}{told}; {advice}")

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from drafttrain.data.asked import Asked
 from drafttrain.data.skips import SkipReport
+from drafttrain.disk import no_link, write_whole
 from drafttrain.lock import hold, of_answers
 from drafttrain.regenerate.dialogue import Failure, Outcome, Row
 from drafttrain.terminal import console
@@ -42,7 +43,8 @@ class Answers:
             stack.enter_context(hold(self.out, key, command, console.print, file=lock))
             self.check_settings()
             for file in (self.out, self.failed):
-                self.streams[file] = stack.enter_context(file.open("a", encoding="utf-8"))
+                stream = open(file, "a", encoding="utf-8", opener=no_link)
+                self.streams[file] = stack.enter_context(stream)
             self._read()
             self._open = stack.pop_all()
         return self
@@ -69,7 +71,7 @@ class Answers:
                     f"regenerate.out must not name a file of other origin, got {self.out}, which "
                     f"has no {self.header.name} beside it; name another file"
                 )
-            replace(self.header, json.dumps(self.settings, indent=2) + "\n")
+            write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
             return
         try:
             earlier = json.loads(self.header.read_text(encoding="utf-8"))
@@ -125,7 +127,7 @@ class Answers:
             ]
             text = "".join(lines)
             if file.read_text(encoding="utf-8") != text:
-                replace(file, text)
+                write_whole(file, text)
 
     def report(self, num_asked: int) -> SkipReport:
         """Return how many conversations have no answer, and why."""
@@ -159,18 +161,3 @@ def load(file: Path) -> list[dict[str, Any]]:
             ) from None
         records.append(record)
     return records
-
-
-def replace(file: Path, text: str) -> None:
-    """Write a file whole, or leave it as it is."""
-    beside = file.with_name(file.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

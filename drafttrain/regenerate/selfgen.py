@@ -19,7 +19,7 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import chat_format
-from drafttrain.disk import append_text
+from drafttrain.disk import append_text, write_whole
 from drafttrain.lock import hold
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
@@ -74,7 +74,7 @@ def selfgen(
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
     show = show and ranks.is_main
-    written = ranks.broadcast_object(load(folder) if ranks.is_main else {})
+    written = cached(folder, ranks)
     if all(index in written for index in range(config.num_conversations)):
         if show:
             console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
@@ -86,11 +86,17 @@ def selfgen(
         return write_missing(target, config, frame, folder, show, ranks)
 
 
+def cached(folder: Path, ranks: Ranks) -> dict[int, Written]:
+    """Return what the cache holds, which rank 0 reads."""
+    plain = [vars(one) for one in load(folder).values()] if ranks.is_main else []
+    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
+
+
 def write_missing(
     target: Target, config: SelfgenConfig, frame: Frame, folder: Path, show: bool, ranks: Ranks
 ) -> tuple[list[Sample], SkipReport]:
     """Write what the cache does not have yet, as its only writer; return all of it."""
-    written = ranks.broadcast_object(load(folder) if ranks.is_main else {})
+    written = cached(folder, ranks)
     missing = [index for index in range(config.num_conversations) if index not in written]
     if show and not missing:
         console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
@@ -109,7 +115,8 @@ def write_missing(
             with target.in_step():
                 if start < len(missing):
                     own = write(target, config, frame, missing[start : start + size], tick)
-            batches = ranks.gather_objects(own)
+            found = ranks.gather_objects([vars(one) for one in own])
+            batches = [[Written(**one) for one in batch] for batch in found]
             for batch in filter(None, batches):
                 if ranks.is_main:
                     append(folder, batch, frame, target.tokenizer)
@@ -286,7 +293,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     """Write for a reader what the fingerprint stands for."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"model": target.spec.name, **settings_of(target, config)}
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
