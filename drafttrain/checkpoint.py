@@ -82,6 +82,24 @@ class Checkpoints:
         named = self._index().get("best")
         return self.folder / named if named in self._names() else None
 
+    def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:
+        """Return the best checkpoint, or the latest where none was called best; None if none.
+
+        With its state and weights, verified: the run may go on meanwhile, and drop it for another.
+        """
+        while True:
+            index = self._index()
+            folder = self.best() or self.latest()
+            if self._index() != index:
+                continue  # the best of before is gone, and the new one was not yet named
+            if folder is None:
+                return None
+            try:
+                return folder, load_state(folder), load_weights(folder)
+            except (CheckpointError, OSError):
+                if folder.is_dir():
+                    raise
+
     def save(self, engine: Engine, state: TrainState, best: bool) -> None:
         """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
 

@@ -101,7 +101,11 @@ def flush(path: Path) -> None:
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:
         if place.is_dir() and place != path:
             continue
-        _sync(place)
+        try:
+            _sync(place)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
 
 
 def _sync(place: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from drafttrain.data.records import Message, Unusable, messages_of, parse, plain_text
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.lock import of_answers, require_free
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 
@@ -178,6 +179,8 @@ def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
 def read_jsonl(config: JsonlConfig) -> tuple[Conversations, SkipReport]:
     """Read local files; ValueError if a path names none, or if no record of them can be used."""
     files = [file for path in config.paths for file in find_files(path)]
+    for file in files:  # answers that `regenerate` still writes are a part of what is wanted
+        require_free(file, "data.path", file=of_answers(file))
     records = (record for file in files for record in file_records(file))
     return collect(records, config, config.limit, f"data.path={config.path}")
 
