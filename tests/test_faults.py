@@ -337,7 +337,15 @@ def test_an_evaluation_after_a_kill_does_not_write_onto_a_torn_line(tmp_path: Pa
 
 def jsonl(path: Path) -> JsonlConfig:
     return JsonlConfig(
-        name="jsonl", path=str(path), limit=None, max_length=99, holdout=0, template="chat", seed=0
+        name="jsonl",
+        path=str(path),
+        limit=None,
+        max_length=99,
+        holdout=0,
+        template="chat",
+        template_kwargs={},
+        template_date="2024-07-26",
+        seed=0,
     )
 
 

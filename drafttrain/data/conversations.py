@@ -2,17 +2,35 @@
 
 import glob
 import gzip
+import io
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.records import Message, Unusable, messages_of, parse, plain_text
+from drafttrain.data.records import (
+    Message,
+    Recorded,
+    Unusable,
+    messages_of,
+    parse,
+    plain_text,
+    recorded_of,
+)
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template
+from drafttrain.untrusted import MAX_LINE_BYTES, lines_of, shown
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
+MAX_KWARGS = 10_000  # characters
+LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
+READ = 1 << 16  # characters
+WHITE = " \t\r\n"  # what JSON has between values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,8 @@ class DataConfig:
     max_length: int
     holdout: int
     template: str
+    template_kwargs: dict[str, Any]
+    template_date: str
     seed: int
 
     def __post_init__(self) -> None:
@@ -35,6 +55,34 @@ class DataConfig:
             "be chat (the tokenizer's chat template) or none (plain text)",
             repr(self.template),
         )
+        taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]
+        require(
+            not taken,
+            "template_kwargs",
+            "name variables of the chat template that it is not given anyway",
+            shown(", ".join(taken)),
+        )
+        try:
+            plain = json.dumps(self.template_kwargs, allow_nan=False)
+        except (ValueError, TypeError):
+            plain = ""
+        require(
+            0 < len(plain) <= MAX_KWARGS,
+            "template_kwargs",
+            f"hold plain values of at most {MAX_KWARGS:,} characters",
+            shown(self.template_kwargs),
+        )
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError:
+            require(
+                False, "template_date", "be a day such as 2026-01-31", shown(self.template_date)
+            )
+
+    @property
+    def text_format(self) -> Template:
+        """How turns become text."""
+        return Template(self.template, self.template_kwargs, self.template_date)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +200,7 @@ class Conversation:
     messages: tuple[Message, ...]
     index: int
     source: str
+    recorded: tuple[Recorded | None, ...] = ()  # of each answer, where its target's are recorded
 
 
 @dataclass(frozen=True)
@@ -224,32 +273,72 @@ def file_records(file: Path) -> Iterator[Record]:
     with readable(file):
         raw = file.open("rb")
     with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
-        if file.name.endswith((".json", ".json.gz")):
-            try:
-                content = stream.read()
-            except (EOFError, OSError, zlib.error) as error:
-                yield f"{file}", Unusable("the file is damaged", str(error))
-                return
-            yield from list_records(file, content)
-            return
         number = 0
         try:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield f"{file}:{number}", parse(line)
+            if file.name.endswith((".json", ".json.gz")):
+                for number, record in enumerate(list_records(stream)):
+                    yield f"{file}[{number}]", record
+                return
+            for number, line in enumerate(lines_of(stream), 1):
+                if line is None or line.strip():
+                    yield f"{file}:{number}", LONG if line is None else parse(line)
         except (EOFError, OSError, zlib.error) as error:
             damage = Unusable("the file is damaged here, and nothing after it was read", str(error))
             yield f"{file}:{number + 1}", damage
 
 
-def list_records(file: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of a file that is one json list."""
-    whole = parse(content)
-    if isinstance(whole, Unusable) or not isinstance(whole, list):
-        yield f"{file}", whole if isinstance(whole, Unusable) else Unusable("not a json list")
-        return
-    for number, record in enumerate(whole):
-        yield f"{file}[{number}]", record
+def list_records(stream: Any) -> Iterator[Any]:
+    """Yield the records of a stream that holds one json list, one at a time, whatever its size."""
+    decode, text = json.JSONDecoder().raw_decode, ""
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig")
+
+    def more(size: int) -> bool:
+        nonlocal text
+        found = reader.read(size)
+        text += found
+        return bool(found)
+
+    def next_character() -> str:
+        nonlocal text
+        text = text.lstrip(WHITE)
+        while not text and more(READ):
+            text = text.lstrip(WHITE)
+        return text[:1]
+
+    try:
+        if next_character() != "[":
+            yield Unusable("not a json list")
+            return
+        text = text[1:]
+        if next_character() == "]":
+            return
+        while True:
+            next_character()
+            size, end = READ, 0
+            while not end:
+                try:
+                    end = decode(text)[1]
+                    if end == len(text) and more(READ):  # a number may go on
+                        end = 0
+                except (ValueError, RecursionError) as error:
+                    if len(text) > MAX_LINE_BYTES:
+                        yield LONG
+                        return
+                    if isinstance(error, RecursionError) or not more(size):
+                        yield Unusable("not JSON", str(error))
+                        return
+                    size *= 2
+            yield parse(text[:end].encode())
+            text = text[end:]
+            if next_character() != ",":
+                if text[:1] != "]":
+                    yield Unusable("not JSON", "no , or ] after this record")
+                return
+            text = text[1:]
+    except UnicodeDecodeError as error:
+        yield Unusable("not UTF-8", f"byte {error.start}")
+    finally:
+        reader.detach()
 
 
 def collect(
@@ -260,7 +349,9 @@ def collect(
     def take(record: Any, index: int, where: str) -> Any:
         if config.template == "none":
             return PlainText(plain_text(record), index, where)
-        return Conversation(messages_of(record), index, where)
+        messages = messages_of(record)
+        answers = sum(message.role == "assistant" for message in messages)
+        return Conversation(messages, index, where, recorded_of(record, answers))
 
     return usable_of(records, limit, take, f"{what} must hold usable conversations")
 
@@ -286,7 +377,7 @@ def usable_of(
         except Unusable as error:
             report.skip(error.reason, where, error.detail)
     if not usable:
-        advice = "correct the lines named below" if report.counts else "give it some records"
+        advice = "correct these" if report.counts else "give it some records"
         raise NothingUsable(f"{must}, got none", report, advice)
     return usable, report
 

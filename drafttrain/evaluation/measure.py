@@ -9,6 +9,7 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
@@ -45,7 +46,7 @@ def check_settings(
     prompts: Sequence[Prompt],
     target: Target,
     drafter: Drafter,
-    template: str,
+    template: Template,
     config: EvalConfig,
 ) -> None:
     """Refuse, before anything is decoded, a depth or a prompt that cannot be.
@@ -68,7 +69,7 @@ def check_settings(
 def too_long(
     prompt: Prompt,
     target: Target,
-    template: str,
+    template: Template,
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> str:
@@ -100,7 +101,7 @@ def skip_long(
     prompts: Sequence[Prompt],
     report: SkipReport,
     target: Target,
-    template: str,
+    template: Template,
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> list[Prompt]:
@@ -123,7 +124,7 @@ def skip_long(
     return fitting
 
 
-def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:
+def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:
     """Return the tokens of a prompt's first turn."""
     return prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
 
@@ -181,7 +182,7 @@ def measure(
     target: Target,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     *,
     sampling: Sampling,
@@ -238,7 +239,7 @@ def _group(
     decode: Mapping[str, Decode],
     order: Sequence[str],
     group: Sequence[tuple[int, Prompt]],
-    template: str,
+    template: Template,
     block: int,
 ) -> list[PromptResult]:
     """Decode one batch of prompts, turn after turn, by every method."""
