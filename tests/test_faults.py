@@ -21,7 +21,8 @@ import drafttrain.validate
 from drafttrain import material
 from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
-from drafttrain.data.conversations import JsonlConfig, file_records, read_jsonl
+from drafttrain.data.conversations import JsonlConfig, read_jsonl
+from drafttrain.data.files import file_records
 from drafttrain.disk import DiskError, append_text, write_whole
 from drafttrain.report.write import write_texts
 from drafttrain.run import append_log

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import Record, file_records, open_dataset
+from drafttrain.data.conversations import open_dataset
+from drafttrain.data.files import Record, file_records
 from drafttrain.data.records import Unusable, first
 
 TASK_BY = ("task", "category")
