@@ -14,7 +14,7 @@ from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.assemble import expected_spec
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.config import TrainConfig, UsageError, load_choice, recorded
-from drafttrain.disk import write_whole
+from drafttrain.disk import replacing, write_whole, writing
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.run import CHECKPOINTS, CONFIG
 from drafttrain.types import TargetSpec
@@ -56,7 +56,7 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
             f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
             "first, or leave out run.init_from"
         )
-    trained = recorded(folder, TrainConfig).drafter
+    trained = recorded(folder, TrainConfig, "run.init_from").drafter
     if type(trained) is not type(config):
         raise ValueError(
             f"run.init_from={folder} holds a drafter of the family {trained.name}, got "
@@ -94,7 +94,10 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
         layers=given.layers if isinstance(given, AdmittedConfig) else None,
         allow_pickle=given.allow_pickle if isinstance(given, AdmittedConfig) else False,
     )
-    found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    try:
+        found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    except ValueError as error:  # the directory was given under this name
+        raise ValueError(str(error).replace("drafter.path", "run.init_from")) from error
     if not found.drafter.config.trainable:
         raise UsageError(
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
@@ -147,7 +150,8 @@ def keep_start(run: Path, start: Start | None) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.contiguous() for name, value in start.drafter.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS)
+    with writing(folder / WEIGHTS), replacing(folder / WEIGHTS) as beside:
+        save_file(tensors, beside)
     record = {"origin": start.origin, "target_fingerprint": start.fingerprint}
     write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
 

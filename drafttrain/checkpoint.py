@@ -115,7 +115,8 @@ class Checkpoints:
         with self._fate_shared(engine, None):
             if engine.is_main and self._whole is None:
                 self._whole = self._newest_whole()
-        self._whole = engine.ranks.broadcast_object(self._whole)
+        whole = engine.ranks.broadcast_object(self._whole and str(self._whole))
+        self._whole = whole and Path(whole)
         return self._whole
 
     def _newest_whole(self) -> Path | None:
@@ -165,7 +166,7 @@ class Checkpoints:
             ) from error
         engine.load(folder)
         state = load_state(folder)
-        if engine.ranks.broadcast_object(self.best() if engine.is_main else None) is None:
+        if not engine.ranks.broadcast_object(engine.is_main and self.best() is not None):
             # Killed before the index named it, or lost since: the next one to be validated is best.
             state = replace(state, best_metric=None)
         return state

@@ -8,22 +8,22 @@ import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from drafttrain.hardware import HardwareConfig
-from drafttrain.launched import LAUNCHER
+from drafttrain.launched import LAUNCHER, STORE
 from drafttrain.run import CHECKPOINTS
 from drafttrain.target.shards import MANIFEST
 from drafttrain.terminal import console
@@ -38,6 +38,7 @@ ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; no
 # The last one is what SLURM's --signal often sends; torch's agent is told of it by a variable.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 QUOTED = 300  # characters of a dead rank's last line
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def ranks_to_start(hardware: HardwareConfig, environ: Mapping[str, str], gpus: int) -> int:
@@ -95,25 +96,69 @@ def start(arguments: Sequence[str], count: int, threads: int, folder: Path) -> i
     """Run this Python interpreter as `count` ranks of one machine until all end; see `launch`."""
     settings = {
         LAUNCHER: str(os.getpid()),
+        # Ranks of one machine listen to nobody outside it, whatever a cluster's shell says.
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
         # On purpose, and before any library reads it: else each rank would take every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
-    with tempfile.TemporaryDirectory(prefix="drafttrain_ranks_") as logs, _as_launcher(settings):
-        agent = _Agent(list(arguments), count, logs)
-        try:
-            agent.run()
-        except SignalException as stop:
-            _show_cursor()
-            if stop.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from stop
-            return _tell_stopped(agent, stop.sigval, count, folder)
-        finally:
-            agent.release()
-        if not agent.ended:
-            return 0
+    with tempfile.TemporaryDirectory(prefix="drafttrain_ranks_") as logs:
+        settings[STORE] = str(Path(logs) / "store")
+        with _as_launcher(settings):
+            return _run(_Agent(list(arguments), count, logs), count, folder)
+
+
+def _run(agent: "_Agent", count: int, folder: Path) -> int:
+    try:
+        agent.run()
+    except SignalException as stop:
         _show_cursor()
-        return _tell_failed(agent, count, folder)
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from stop
+        return _tell_stopped(agent, stop.sigval, count, folder)
+    finally:
+        agent.release()
+    if not agent.ended:
+        return 0
+    _show_cursor()
+    return _tell_failed(agent, count, folder)
+
+
+class _OneMachine(RendezvousHandler):
+    """What torch's agent is told of other machines: there are none.
+
+    torch's own way opens two ports to every network, and unpickles what it finds behind one of
+    them. Here the agent keeps its notes to itself, and the ranks meet at a file (`STORE`).
+    """
+
+    def get_backend(self) -> str:
+        """Return a name for torch's log."""
+        return "one machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return that this machine is the first of one."""
+        nowhere = RendezvousStoreInfo("localhost", 0)
+        return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=nowhere)
+
+    def is_closed(self) -> bool:
+        """Return whether nobody else may join; it is not asked."""
+        return False
+
+    def set_closed(self) -> None:
+        """Let nobody else join: nobody can."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines would like to join."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return a name for torch's log."""
+        return "drafttrain"
+
+    def shutdown(self) -> bool:
+        """Give back what was opened: nothing."""
+        return True
 
 
 class _Agent(LocalElasticAgent):
@@ -125,21 +170,12 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, arguments: list[str], count: int, logs: str) -> None:
         others = dict.fromkeys(range(1, count), Std.ALL)  # to files; rank 0 has the terminal
-        where = RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",  # any free port
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
-        )
-        self.rendezvous = get_rendezvous_handler(where)
         spec = WorkerSpec(
             role="rank",
             local_world_size=count,
             entrypoint=sys.executable,
             args=tuple(arguments),
-            rdzv_handler=self.rendezvous,
+            rdzv_handler=_OneMachine(),
             max_restarts=0,
             monitor_interval=0.1,
             local_addr="localhost",
@@ -176,8 +212,7 @@ class _Agent(LocalElasticAgent):
         return Path(file) if file and os.path.getsize(file) else None
 
     def release(self) -> None:
-        """Give back the port and the files; torch leaves these to the garbage collector."""
-        self.rendezvous.shutdown()
+        """Close the ranks' files; torch leaves these to the garbage collector."""
         if self._pcontext is not None:
             for handler in self._processes.subprocess_handlers.values():
                 for file in filter(None, (handler._stdout, handler._stderr)):

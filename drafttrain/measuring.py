@@ -29,12 +29,13 @@ from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.measure import check_settings, skip_long
+from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
 from drafttrain.report import TimingInfo
 from drafttrain.report.adaptation import BEFORE
+from drafttrain.run import call
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
 
@@ -82,6 +83,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     drafter = given.drafter
     for line in given.lines:
         console.print(line)
+    check_depths(drafter, settings)  # before the target, which takes its time
     target, choice = load_target_to_decode(model, config.hardware, device)
     check_fingerprint(given.checkpoint, target.spec)
     drafter.attach(target.tokenizer)
@@ -180,7 +182,7 @@ def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
     if depth is None:
         raise ValueError(
             f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
-            f"write it with python -m drafttrain tune run.dir={folder}"
+            f"write it with {call('tune', f'run.dir={folder}')}"
         )
     return depth
 

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 
 from drafttrain.disk import append_text, write_whole
 from drafttrain.terminal import console
+from drafttrain.untrusted import lines_of, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb/run_id"
@@ -145,15 +146,15 @@ class Tracker:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(
-            f"{path} must be JSON lines as this program wrote them: {error}"
-        ) from error
+    rows = []
+    with path.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is None or line.endswith(b"\n"):
+                row = None if line is None else parse_json(line, f"{path}:{number}")
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number} must be an object, as this program writes")
+                rows.append(row)
+    return rows
 
 
 def _subject(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -205,7 +206,7 @@ def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resu
             "use tracker.mode=offline to write into the run folder and upload later"
         ) from error
     id_file.parent.mkdir(exist_ok=True)
-    id_file.write_text(run_id + "\n")
+    write_whole(id_file, run_id + "\n")
     if mode == "offline":
         place = Path(run.settings.sync_dir)
         console.print(f"wandb: offline; upload later, if you like, with: wandb sync {place}")

@@ -156,12 +156,13 @@ def train(
     saved = state.step
     agreement = Agreement(engine.ranks, stop)
     with (
-        progress("train", config.max_steps, saved, show=engine.is_main) as tick,
+        progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
         stop.deferred(),
         engine.ranks.naming_a_loss(),
     ):
         while True:
-            last = state.step == config.max_steps  # so that the end validates and saves as well
+            # So that the end validates and saves as well; a resumed run may be past it already.
+            last = state.step >= config.max_steps
             stopping = agreement.to_stop()
             improved = False
             if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
@@ -200,7 +201,7 @@ def train(
                     f"{', '.join(map(str, group.documents))}"
                 ) from error
             state = state.after_step(group.tokens, batches.state_dict())
-            if state.step % config.log_every == 0 or state.step == config.max_steps:
+            if state.step % config.log_every == 0 or state.step >= config.max_steps:
                 metrics = meter.read()
                 metrics |= {
                     "train/lr": lr,

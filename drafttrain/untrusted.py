@@ -25,6 +25,7 @@ MAX_LINE_BYTES = 16 << 20  # one conversation
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 MAX_VOCABULARY = 4_000_000  # tokens; the largest published ones have 262,144
 MAX_COUNT = 2**53  # what JSON's numbers hold exactly
+LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and ours add to it
 SHOWN = 120  # characters of a text from outside in a message
 DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -51,10 +52,18 @@ class UntrustedError(ValueError):
 def shown(text: object, most: int = SHOWN) -> str:
     """Return a text from outside for a message: one line, no control characters, cut at `most`."""
     plain = re.sub(r"\s*[\r\n\t]+\s*", " ", str(text))
-    cut = plain if len(plain) <= most else plain[: most - 3] + "..."
+    return escaped(plain if len(plain) <= most else plain[: most - 3] + "...")
+
+
+def escaped(text: str) -> str:
+    """Return a text without characters that a terminal would obey; lines and tabs stay."""
+    if text.isprintable():
+        return text
     return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "replace").decode()
-        for char in cut
+        char
+        if char.isprintable() or char in "\n\t"
+        else char.encode("unicode_escape", "replace").decode()
+        for char in text
     )
 
 
@@ -161,6 +170,17 @@ def file_name(name: Any, origin: str) -> str:
             f"{origin} must name a file of its folder (letters, digits, . _ + = @ -), "
             f"got {shown(repr(name))}"
         ) from None
+
+
+def folder_name(name: str, key: str) -> str:
+    """Return the name that `key` gives to a folder; UntrustedError where it could be another's."""
+    if name.strip(". ") and "/" not in name and name.isprintable():
+        if len(name.encode()) <= LONGEST_NAME:
+            return name
+        raise UntrustedError(f"{key} must have at most {LONGEST_NAME} bytes, got {shown(name)}")
+    raise UntrustedError(
+        f"{key} must be a name without slashes, on one line, got {shown(repr(name))}"
+    )
 
 
 @dataclass(frozen=True)

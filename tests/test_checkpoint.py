@@ -242,7 +242,7 @@ def test_a_full_disk_is_said_plainly_and_leaves_the_earlier_checkpoint(
 def run_script(task: str, folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, __file__, task, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

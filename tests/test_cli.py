@@ -95,7 +95,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train run.resume=maybe", "run.resume must be true or false, got maybe"),
         ("train drafter.layers=[a]", "drafter.layers must be a list of integers such as [1,2] or"),
         ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
-        ("train run.name=a/b", "run.name must be a name without slashes, got 'a/b'"),
+        ("train run.name=a/b", "run.name must be a name without slashes, on one line, got 'a/b'"),
         ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
         ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir=outputs/demo"),
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
@@ -200,7 +200,7 @@ def test_an_unreachable_hub_ends_with_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 1
+    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 2
     captured = capsys.readouterr()
     assert "train eagle for llama70b" in captured.out
     assert captured.err.startswith("error: model=llama70b: cannot reach the Hugging Face Hub")
@@ -227,7 +227,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_error_for_the_user_is_one_line(failing, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failing(ValueError("data.path must exist,\n got nothing")) == 1
+    assert failing(ValueError("data.path must exist,\n got nothing")) == 2
     assert capsys.readouterr().err == "error: data.path must exist, got nothing\n"
 
 
@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(
 ) -> None:
     file = tmp_path / "a file"
     file.touch()
-    assert cli.main([text.replace("FILE", str(file)) for text in told]) == 1
+    assert cli.main([text.replace("FILE", str(file)) for text in told]) == 2
     text = capsys.readouterr().err
     assert f"must lie where files can be written, got {file}" in text
     assert f": {file} is no folder; name another place\n" in text
@@ -329,6 +329,6 @@ def test_a_run_is_no_place_for_stored_features(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").touch()
-    assert cli.main(["capture", f"store.dir={tmp_path}"]) == 1
+    assert cli.main(["capture", f"store.dir={tmp_path}"]) == 2
     assert f"a folder of its own, got {tmp_path}, which holds a run" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]

@@ -1,5 +1,6 @@
 """Evaluation: every turn by every method, the losslessness check, what is refused, validation."""
 
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,24 @@ def test_every_turn_is_measured_by_every_method_in_as_many_blocks_as_asked(
         used |= set(chosen)
     assert used <= set(range(blocks))
     assert len(used) == min(blocks, len(PROMPTS) + repeats - 1)
+
+
+def test_between_prompts_only_what_is_new_is_looked_through_for_garbage(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """What Python and its libraries hold takes half a second to look through."""
+    seen: list[int] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            seen.append(info["generation"])
+
+    gc.callbacks.append(collected)
+    try:
+        measured(target, drafters, blocks=1, max_new_tokens=2)
+    finally:
+        gc.callbacks.remove(collected)
+    assert seen == [0] * len(PROMPTS)
 
 
 def test_greedy_outputs_of_all_methods_are_equal_and_fit_the_limit(

@@ -1,4 +1,4 @@
-"""Imports point down, each heavy dependency has its door, and files stay short."""
+"""Imports point down, and each heavy dependency has its door."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 # ground floor has three lines of its own, because the words (types) need a readout.
 FLOORS = {
     "the package itself": [""],
-    "below ground": ["disk", "stopping", "untrusted"],
+    "below ground, what comes from outside": ["untrusted"],
+    "below ground": ["disk", "stopping"],
     "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
@@ -31,6 +32,9 @@ FLOORS = {
     "3, before the work": ["plan"],
     "4, what was typed": ["overrides"],
     "4, what can be chosen": ["choices"],
+    "4, what is resumed": ["resume"],
+    "4, what each command is told": ["sections"],
+    "4, values of a section": ["values"],
     "4, configuration": ["assemble", "config"],
     "4, what training starts from": ["adapting"],
     "4, what is measured": ["measuring", "planning"],
@@ -44,8 +48,8 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit 
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"__main__", "choices", "config", "overrides"},
-    "omegaconf": {"__main__", "config"},
+    "hydra": {"choices", "config", "overrides", "resume"},
+    "omegaconf": {"config", "values"},
     "deepspeed": {"engine.deepspeed"},
     "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
     "wandb": {"tracker"},
@@ -124,8 +128,3 @@ def test_an_import_from_the_same_or_a_higher_floor_is_noticed() -> None:
 def test_every_floor_names_what_exists() -> None:
     units = {module_of(file).split(".")[0] for file in FILES}
     assert units == set(FLOOR_OF)
-
-
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_files_stay_short(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 400

@@ -171,6 +171,16 @@ def test_ranks_that_all_end_well_are_silent(ranks: Any, monkeypatch: pytest.Monk
     assert ranks(code)[:2] == (0, "")
 
 
+def test_nothing_of_the_launcher_listens_while_ranks_run(ranks: Any) -> None:
+    code = """
+import psutil
+connections = psutil.Process(os.getppid()).net_connections("inet")
+listening = [c.laddr for c in connections if c.status == "LISTEN"]
+assert not listening, listening
+"""
+    assert ranks(code)[:2] == (0, "")
+
+
 STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
 

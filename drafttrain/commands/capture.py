@@ -25,7 +25,7 @@ from drafttrain.data.template import template_fingerprint
 from drafttrain.disk import require_writable
 from drafttrain.hardware import choose_device, choose_train_dtype
 from drafttrain.ranks import Ranks, join_ranks
-from drafttrain.run import CHECKPOINTS, CONFIG, provenance
+from drafttrain.run import CHECKPOINTS, CONFIG, call, provenance
 from drafttrain.stopping import StopRequest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.target import Target
@@ -91,10 +91,8 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
             say=say,
         )
     say(manifest.summary())
-    say(
-        f"next: python -m drafttrain train features=stored features.dir={folder} "
-        f"drafter={drafters[0].name}"
-    )
+    trained = (f"features.dir={folder}", f"drafter={drafters[0].name}")
+    say(f"next: {call('train', 'features=stored', *trained)}")
 
 
 def check_store_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from drafttrain.compare import compare_runs, comparison_table
 from drafttrain.config import (
     CompareConfig,
 )
+from drafttrain.disk import require_writable
 from drafttrain.report.comparison_pages import comparison_summary, write_comparison
 from drafttrain.run import (
     provenance,
@@ -19,6 +20,7 @@ from drafttrain.tracker import open_tracker
 def compare(config: CompareConfig) -> None:
     """Set evaluated runs side by side, paired by prompt, and write the comparison."""
     settings = config.compare
+    require_writable(Path(settings.dir), "compare.dir")
     comparison = compare_runs(settings, provenance(sys.argv[1:]))
     place = Path(settings.dir)
     write_comparison(comparison, place)

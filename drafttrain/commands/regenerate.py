@@ -21,6 +21,7 @@ from drafttrain.regenerate.endpoint import by_endpoint, served_by
 from drafttrain.regenerate.local import by_transformers, by_vllm
 from drafttrain.regenerate.work import Backend
 from drafttrain.regenerate.work import regenerate as answer_all
+from drafttrain.run import call
 from drafttrain.serving import Engine, require_vllm
 from drafttrain.stopping import StopRequest
 from drafttrain.target.served import spec_on_disk
@@ -81,7 +82,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         if cut:
             console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
         console.print(f"answers: {out}, {len(answers.rows):,} conversations")
-    console.print(f"next: python -m drafttrain train data=jsonl data.path={out}")
+    console.print(f"next: {call('train', 'data=jsonl', f'data.path={out}')}")
 
 
 def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:

@@ -28,11 +28,13 @@ from drafttrain.hardware import (
 from drafttrain.material import first_weights, gather, validation_of
 from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
+from drafttrain.resume import check_resumed
 from drafttrain.run import (
     CHECKPOINTS,
     CONFIG,
     PROVENANCE,
     append_log,
+    call,
     check_run_folder,
     provenance,
     write_config,
@@ -55,6 +57,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     if start is not None:
         config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
+    changes = check_resumed(config)
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
@@ -73,7 +76,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
             console.print(line)
             said.append(line)
 
-    for line in intentions(config):
+    for line in [*intentions(config), *changes]:
         say(line)
     for line in foresee(config):
         say(line)
@@ -116,7 +119,9 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     for line in checkpoints.skipped:
         say(f"skipped, as run.skip_damaged says: {line}")
     if latest is not None:
-        say(f"resuming from {latest}")
+        step = load_state(latest).step
+        done = f": at or past trainer.max_steps={trainer.max_steps}, nothing is left to train"
+        say(f"resuming from {latest}{done if step >= trainer.max_steps else ''}")
     elif config.run.resume:  # a batch script asks for it always, and a mistyped name looks like it
         say(f"nothing to resume in {folder}: training begins at step 0")
     if engine.is_main:
@@ -172,7 +177,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     if best is not None:
         metric = f"{validation.metric} {load_state(best).best_metric:.3f}"
         say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
-    say(f"next: python -m drafttrain evaluate run.dir={folder}")
+    say(f"next: {call('evaluate', f'run.dir={folder}')}")
     if engine.is_main:
         append_log(folder, said)
 

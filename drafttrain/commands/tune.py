@@ -8,7 +8,8 @@ from drafttrain.config import (
 )
 from drafttrain.evaluation.tune import as_rows, choose, tune_drafter, write_tuned
 from drafttrain.measuring import set_up
-from drafttrain.report.tuning import rich_table, tune_tables, write_tuning
+from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
+from drafttrain.run import call
 from drafttrain.terminal import console
 
 
@@ -28,13 +29,15 @@ def tune(config: TuneConfig) -> None:
     record_evaluation(config)
     file = write_tuned(setup.folder, predictions, costs, setup.conditions)
     rows = as_rows(predictions)
-    tables = tune_tables(rows, choose(predictions))
+    choice = choose(predictions)
+    tables = tune_tables(rows, choice)
+    console.print(headline(choice))
     for table in tables:
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
-    page = write_tuning(setup.folder, title, rows, tables, setup.notes)
+    page = write_tuning(setup.folder, title, rows, tables, setup.notes, choice)
     console.print(f"chosen depths: {file}; the whole of it: {page}")
     console.print(
-        f"next: python -m drafttrain evaluate run.dir={setup.folder} eval.tuned=true, "
-        f"or export run.dir={setup.folder} export.tuned=true"
+        f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
+        f"or {call('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
     )

@@ -252,7 +252,7 @@ def usable_of(
         except Unusable as error:
             report.skip(error.reason, where, error.detail)
     if not usable:
-        advice = "correct these" if report.counts else "give it some records"
+        advice = "correct what is named here" if report.counts else "give it some records"
         raise NothingUsable(f"{must}, got none", report, advice)
     return usable, report
 

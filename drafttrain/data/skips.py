@@ -64,7 +64,8 @@ class SkipReport:
 
     def sentence(self) -> str:
         """Return what was skipped within a message of one line."""
-        return f"skipped {self.num_skipped:,} of {self.num_read:,}: {'; '.join(self.reasons())}"
+        title = f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}"
+        return f"{title}: {'; '.join(self.reasons())}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for provenance.json."""
@@ -81,4 +82,4 @@ class NothingUsable(ValueError):
 
     def __init__(self, what: str, report: SkipReport, advice: str) -> None:
         skipped = f" ({report.sentence()})" if report.counts else ""
-        super().__init__(f"{what}; {advice}{skipped}")
+        super().__init__(f"{what}{skipped}; {advice}")

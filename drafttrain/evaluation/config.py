@@ -9,6 +9,7 @@ from drafttrain.decode.loop import is_lossless
 from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
 from drafttrain.report import VerdictSettings
 from drafttrain.types import Sampling
+from drafttrain.untrusted import folder_name
 
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
@@ -61,8 +62,7 @@ class EvalConfig:
     currency: str
 
     def __post_init__(self) -> None:
-        named = bool(self.name.strip(". ")) and "/" not in self.name
-        _require("name", named, "a name without slashes, it names a folder", repr(self.name))
+        folder_name(self.name, "eval.name")
         _sampling("", self.temperature, self.top_k, self.top_p)
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)

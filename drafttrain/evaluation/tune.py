@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.template import Template
+from drafttrain.disk import write_whole
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
@@ -296,9 +297,7 @@ def write_tuned(
         },
         "conditions": dict(conditions),
     }
-    part = file.with_suffix(".json.part")
-    part.write_text(json.dumps(record, indent=2) + "\n")
-    part.replace(file)
+    write_whole(file, json.dumps(record, indent=2) + "\n")
     return file
 
 

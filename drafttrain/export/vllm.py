@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import MADE_BY, CardData, model_card
+from drafttrain.export.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
 from drafttrain.readout import Readout
 from drafttrain.types import Nodes, TargetFeatures
 
@@ -99,12 +99,15 @@ def export_vllm(
     layout.check(settings, tensors, drafter.spec, drafter.captures)
     model = config.push or str(folder)
     commands = serve_commands(method, target, model, config.num_speculative_tokens)
+    # A card is read elsewhere: it names no folder of this machine.
+    elsewhere = (card.base_model or TARGET, config.push or DRAFTER)
+    published = serve_commands(method, *elsewhere, config.num_speculative_tokens)
     notes = _notes(method, settings)
     with _all_or_nothing(folder, config.overwrite) as draft:
         (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         rounding = read_back(draft, drafter, dtype)
-        (draft / "README.md").write_text(model_card(card, settings, commands, notes))
+        (draft / "README.md").write_text(model_card(card, settings, published, notes))
         if method == "draft_model":
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
             load_tokenizer().save_pretrained(draft)

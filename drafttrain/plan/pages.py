@@ -52,6 +52,29 @@ def tables(plan: Plan) -> list[Table]:
     ]
 
 
+def headline(plan: Plan) -> str:
+    """Return whether it fits, how long it takes, what it costs, and what the drafter brings."""
+    job, cost = plan.job, plan.chosen
+    memory = cost.memory
+    machine = "this machine" if job.chip.is_cpu else f"each {job.chip.name}"
+    fits = "Fits" if memory.fits else "Does NOT fit"
+    sizes = f"{gib(memory.total)} of the {gib(memory.limit)} of {machine}"
+    price = f" and {money(cost.dollars)}" if cost.dollars else ""
+    first = plan.serving[0]
+    speedup, depth = first.speedup, f"depth {plan.depth}"
+    if first.best_depth and first.best_speedup > first.speedup:
+        speedup, depth = first.best_speedup, f"depth {first.best_depth}"
+    return (
+        f"{fits}: {sizes}, {_held(memory.placement)}, deepspeed={memory.sharding.name}. Training "
+        f"takes {hours(cost.hours)}{price}. Serving {first.batch} request"
+        f"{'s' * (first.batch > 1)} is then {speedup:.2f} times as fast at {depth}, predicted."
+    )
+
+
+def _held(placement: str) -> str:
+    return "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
+
+
 def printed(content: Table) -> RichTable:
     """Return a table for the terminal, its caption on top, texts to the left."""
     shown = rich_table(content)
@@ -118,7 +141,7 @@ def what(plan: Plan) -> Table:
             f"drafter: {job.drafter}",
             f"{parts.num_parameters:,} parameters",
             f"{parts.num_parameters / job.shape.num_parameters:.2%} of the target"
-            + (f"; says {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
+            + (f"; can draft {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
         ],
         [
             "features",
@@ -128,7 +151,7 @@ def what(plan: Plan) -> Table:
         [
             "features, stored",
             disk(plan.job.token_bytes * plan.store_tokens),
-            f"for {count(plan.store_tokens)} tokens (plan.tokens)",
+            f"at most, for {count(plan.store_tokens)} different tokens; plan.tokens says how many",
         ],
         [
             "training",
@@ -158,9 +181,8 @@ def components(plan: Plan, placement: str) -> Table:
     if any(memory.host for memory in found):
         rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
     whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
-    held = "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
     return Table(
-        f"Memory of {whole}, {held}, by deepspeed=...",
+        f"Memory of {whole}, {_held(placement)}, by deepspeed=...",
         f"GiB of {_gib(plan.job.chip.memory)}; {_ranks(plan.job)}, micro batch of "
         f"{plan.job.load.rows} x {plan.job.load.length:,} tokens.",
         ["", *(memory.sharding.name.replace("_", "\n") for memory in found)],
@@ -286,11 +308,15 @@ def notes(plan: Plan, source: str) -> list[str]:
 
 def write_plan(plan: Plan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, every way to shard by component."""
-    placements = dict.fromkeys(cost.memory.placement for cost in plan.others)
+    from drafttrain.report.plan_plots import memory_plot  # matplotlib takes a second
+
+    # What was asked for first, the rest below it.
+    own = plan.chosen.memory.placement
+    placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
     first, _, *rest = tables(plan)
     shown = [first, *(components(plan, where) for where in placements), *rest]
     title = f"{plan.job.drafter} for {plan.job.target}: the plan"
-    lines = [f"# {escaped(title)}", ""]
+    lines = [f"# {escaped(title)}", "", escaped(headline(plan)), ""]
     for content in shown:
         cells = [[escaped(cell) for cell in row] for row in content.rows]
         lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
@@ -303,6 +329,17 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
         "plan.html": page(
             "plan.html.j2",
             title=title,
+            headline=headline(plan),
+            plot=memory_plot(
+                {
+                    cost.memory.sharding.name: {
+                        NAMES[name]: value / GIBIBYTE for name, value in cost.memory.parts.items()
+                    }
+                    for cost in plan.others
+                    if cost.memory.placement == own
+                },
+                plan.chosen.memory.limit / GIBIBYTE,
+            ),
             tables=shown,
             advice=plan.advice,
             notes=notes(plan, source),
@@ -339,6 +376,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "feature_bytes_per_token": plan.job.token_bytes,
         "store_tokens": plan.store_tokens,
         "store_bytes": plan.job.token_bytes * plan.store_tokens,
+        "headline": headline(plan),
         "chosen": told(plan.chosen),
         "choices": [told(cost) for cost in plan.others],
         "serving": [asdict(row) for row in plan.serving],

@@ -10,7 +10,7 @@ from typing import Any, TextIO, TypeVar
 
 from drafttrain.data.asked import Asked
 from drafttrain.data.skips import SkipReport
-from drafttrain.disk import cut_torn_line
+from drafttrain.disk import cut_torn_line, no_link, write_whole
 from drafttrain.regenerate.dialogue import Failure, Outcome, Row
 from drafttrain.untrusted import UntrustedError, lines_of, read_object, shown, typed
 
@@ -38,7 +38,7 @@ class Answers:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.check_settings()
         for file in (self.out, self.failed):
-            self.streams[file] = file.open("a", encoding="utf-8")
+            self.streams[file] = open(file, "a", encoding="utf-8", opener=no_link)
         try:
             self._read()
         except BaseException:
@@ -72,7 +72,7 @@ class Answers:
                     f"regenerate.out must not name a file of other origin, got {self.out}, which "
                     f"has no {self.header.name} beside it; name another file"
                 )
-            replace(self.header, json.dumps(self.settings, indent=2) + "\n")
+            write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
             return
         try:
             earlier = read_object(self.header)
@@ -129,7 +129,7 @@ class Answers:
             ]
             text = "".join(lines)
             if file.read_text(encoding="utf-8") != text:
-                replace(file, text)
+                write_whole(file, text)
 
     def report(self, num_asked: int) -> SkipReport:
         """Return how many conversations have no answer, and why."""
@@ -161,18 +161,3 @@ def load(file: Path, kind: type[Kind]) -> list[Kind]:
                     f"{error}; remove that line, and it is asked again"
                 ) from None
     return found
-
-
-def replace(file: Path, text: str) -> None:
-    """Write a file whole, or leave it as it is."""
-    beside = file.with_name(file.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

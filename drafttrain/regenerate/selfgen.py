@@ -17,7 +17,7 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template, chat_format, template_fingerprint
-from drafttrain.disk import append_text, cut_torn_line
+from drafttrain.disk import append_text, cut_torn_line, write_whole
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
@@ -71,7 +71,9 @@ def selfgen(
     frame = frame_of(target, config.text_format)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    written = ranks.broadcast_object(load(folder, target.spec) if ranks.is_main else {})
+    cached = load(folder, target.spec).values() if ranks.is_main else ()
+    plain = ranks.broadcast_object([vars(one) for one in cached])
+    written = {one["index"]: Written(**one) for one in plain}
     missing = [index for index in range(config.num_conversations) if index not in written]
     show = show and ranks.is_main
     if show and not missing:
@@ -91,7 +93,8 @@ def selfgen(
             with target.in_step():
                 if start < len(missing):
                     own = write(target, config, frame, missing[start : start + size], tick)
-            batches = ranks.gather_objects(own)
+            found = ranks.gather_objects([vars(one) for one in own])
+            batches = [[Written(**one) for one in batch] for batch in found]
             for batch in filter(None, batches):
                 if ranks.is_main:
                     append(folder, batch, frame, target.tokenizer)
@@ -274,7 +277,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
         "template_kwargs": config.template_kwargs,
         "template_date": config.template_date,
     }
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
