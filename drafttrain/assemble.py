@@ -17,7 +17,7 @@ from drafttrain.checkpoint import Checkpoints
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
-from drafttrain.data.template import template_fingerprint
+from drafttrain.data.template import Template, template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
@@ -36,16 +36,35 @@ from drafttrain.terminal import console
 from drafttrain.types import FeatureSource, Sample, TargetSpec
 
 
+def read_samples(
+    config: DataConfig, model: ModelConfig, ranks: Ranks
+) -> tuple[list[Sample], SkipReport] | None:
+    """Return conversations as tokens, the same on every rank, and what was skipped.
+
+    Before the target is loaded, so that bad records are answered at once; None where it is to
+    write them itself. ValueError where nothing can be used.
+    """
+    if isinstance(config, SelfgenConfig):
+        return None
+    conversations, unread = read(config)
+    tokenizer = pretrained.load_tokenizer(model)
+    samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
+    size, largest = expected_spec(model).vocab_size, max(int(s.tokens.max()) for s in samples)
+    if largest >= size:
+        raise ValueError(
+            f"data={config.name} must hold tokens of {model.label}, which has {size:,}, got token "
+            f"{largest:,}; give conversations without recorded tokens, or name their target"
+        )
+    return samples, unread + unfit
+
+
 def load_samples(
     config: DataConfig, target: Target | ServedTarget, ranks: Ranks
 ) -> tuple[list[Sample], SkipReport]:
-    """Return conversations as tokens, the same on every rank, and what was skipped."""
-    if isinstance(config, SelfgenConfig):
-        assert isinstance(target, Target), "`refuse_selfgen` comes first"
-        return selfgen(target, config, ranks.is_main, ranks)
-    conversations, unread = read(config)
-    samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
-    return samples, unread + unfit
+    """Return conversations that the target writes itself, the same on every rank."""
+    assert isinstance(config, SelfgenConfig), "`read_samples` reads all others"
+    assert isinstance(target, Target), "`refuse_selfgen` comes first"
+    return selfgen(target, config, ranks.is_main, ranks)
 
 
 def refuse_selfgen(config: DataConfig) -> None:
@@ -66,13 +85,14 @@ def open_features(
     dtype: torch.dtype,
     ranks: Ranks,
     placement: str,
+    text_format: Template,
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
     Online features come from the target; with features.validate=false only the store is there.
     ValueError where a store is of another target, or cannot train the drafter: before the target
     is loaded, which takes its time. fresh: whether the drafter has no weights yet. placement:
-    where the target is to live, or "auto".
+    where the target is to live, or "auto". text_format: how this run writes prompts.
     """
     if not isinstance(features, StoredFeaturesConfig):
         return None, load_on_ranks(model, dtype, ranks, placement)
@@ -94,7 +114,7 @@ def open_features(
             )
         return store, None
     target = load_on_ranks(model, dtype, ranks, placement)
-    template = template_fingerprint(target.tokenizer)
+    template = template_fingerprint(target.tokenizer, text_format)
     store.check_target(target.spec.fingerprint, template, model.origin)
     return store, target
 

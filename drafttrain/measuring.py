@@ -25,6 +25,7 @@ from drafttrain.data.prompts import (
     overlap_record,
     prompts_sha256,
 )
+from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
@@ -49,7 +50,7 @@ class Setup:
     settings: EvalConfig
     parts: Parts
     prompts: list[Prompt]
-    template: str
+    template: Template
     checkpoint: Path | None  # of the run that trained the drafter
     origin: str  # names the drafter's weights
     conditions: dict[str, Any]  # what a measurement depends on besides `settings`
@@ -78,7 +79,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     if source.path is not None and skipped.counts:
         raise ValueError(
             f"eval.prompts={source.path} must be usable in every line, got "
-            f"{'; '.join(line.strip() for line in skipped.lines())}; correct or remove them"
+            f"{skipped.sentence()}; correct or remove them"
         )
     # The record is of the embedded target's training text; of another's, nothing is known.
     file = BUILTIN_PROMPTS if source.embedded else source.path
@@ -104,7 +105,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     widened = inflate_as(model, target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(how)
-    template = config.data.template
+    template = config.data.text_format
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     changed = changed_target(given.origin, given.fingerprint, target.spec)
     lines = [line for line in (widened, changed) if line]
@@ -148,7 +149,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
             "device": str(device),
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
-            "template": template,
+            "template": asdict(template),
         },
         timing=TimingInfo(
             dtype=name_of(choice.dtype),

@@ -23,7 +23,8 @@ import drafttrain.validate
 from drafttrain import material
 from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
-from drafttrain.data.conversations import JsonlConfig, file_records, read_jsonl
+from drafttrain.data.conversations import JsonlConfig, read_jsonl
+from drafttrain.data.files import file_records
 from drafttrain.disk import DiskError, append_text, write_whole, written
 from drafttrain.report.write import write_texts
 from drafttrain.run import append_log
@@ -381,7 +382,15 @@ def test_an_evaluation_after_a_kill_does_not_write_onto_a_torn_line(tmp_path: Pa
 
 def jsonl(path: Path) -> JsonlConfig:
     return JsonlConfig(
-        name="jsonl", path=str(path), limit=None, max_length=99, holdout=0, template="chat", seed=0
+        name="jsonl",
+        path=str(path),
+        limit=None,
+        max_length=99,
+        holdout=0,
+        template="chat",
+        template_kwargs={},
+        template_date="2024-07-26",
+        seed=0,
     )
 
 

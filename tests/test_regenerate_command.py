@@ -17,7 +17,7 @@ import chat_server
 import pytest
 import torch
 import yaml
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
 from drafttrain import lock
@@ -97,11 +97,11 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def local(target: Target, config: RegenerateConfig) -> Any:
-    return partial(by_transformers, target, config=config, room=ROOM)
+    return partial(by_transformers, target, config=config, template=BY_TEMPLATE, room=ROOM)
 
 
 def remote(config: RegenerateConfig) -> Any:
-    return partial(by_endpoint, config=config)
+    return partial(by_endpoint, config=config, template=BY_TEMPLATE)
 
 
 # Reading prompts
@@ -146,7 +146,7 @@ def test_each_turn_is_the_targets_own_answer_to_the_new_turns_before_it(
         assert row["cut"] is None
         turns = row["messages"]
         for place, answer in enumerate(row["answers"]):
-            prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, "chat")
+            prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, BY_TEMPLATE)
             alone = autoregressive_decode(
                 target,
                 prompt,
@@ -257,7 +257,7 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
 
     def stopping(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
-        for number, outcomes in enumerate(by_endpoint(missing, config)):
+        for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE)):
             if number == 1:
                 raise KeyboardInterrupt
             yield outcomes

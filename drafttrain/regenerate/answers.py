@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from drafttrain.data.asked import Asked
 from drafttrain.data.skips import SkipReport
-from drafttrain.disk import no_link, write_whole
+from drafttrain.disk import cut_torn_line, no_link, write_whole
 from drafttrain.lock import hold, of_answers
 from drafttrain.regenerate.dialogue import Failure, Outcome, Row
 from drafttrain.terminal import console
+from drafttrain.untrusted import UntrustedError, lines_of, read_object, shown, typed
 
 FORMAT = 1
+Kind = TypeVar("Kind")
 
 
 class Answers:
@@ -53,15 +55,8 @@ class Answers:
         self._open.close()
 
     def _read(self) -> None:
-        try:
-            self.rows = {row.index: row for row in (Row(**line) for line in load(self.out))}
-            failures = (Failure(**line) for line in load(self.failed))
-            self.failures = {failure.index: failure for failure in failures}
-        except TypeError as error:
-            raise ValueError(
-                f"regenerate.out={self.out} must hold lines as `regenerate` wrote them, got "
-                f"{error}; name another file"
-            ) from None
+        self.rows = {row.index: row for row in load(self.out, Row)}
+        self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
 
     def check_settings(self) -> None:
         """Write the header, or refuse to add to answers that were given under other settings."""
@@ -74,16 +69,16 @@ class Answers:
             write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
             return
         try:
-            earlier = json.loads(self.header.read_text(encoding="utf-8"))
-            assert isinstance(earlier, dict)
-        except (ValueError, AssertionError):
-            raise ValueError(f"{self.header} must be what `regenerate` wrote; remove it") from None
+            earlier = read_object(self.header)
+        except UntrustedError as error:
+            raise ValueError(f"{error}; it must be what `regenerate` wrote: remove it") from None
         for key in {**earlier, **self.settings}:
             before, now = earlier.get(key), self.settings.get(key)
             if before != now:
+                name = shown(key)
                 raise ValueError(
-                    f"regenerate.out={self.out} was begun with {key}={before} and would go on with "
-                    f"{key}={now}; set it as it was, or name another file"
+                    f"regenerate.out={self.out} was begun with {name}={shown(before)} and would go "
+                    f"on with {name}={shown(now)}; set it as it was, or name another file"
                 )
 
     def missing(self, asked: Sequence[Asked]) -> list[Asked]:
@@ -94,7 +89,8 @@ class Answers:
             if index >= len(asked) or found.digest != asked[index].digest:
                 now = "is not there now" if index >= len(asked) else "is another now"
                 raise ValueError(
-                    f"regenerate.out={self.out} answers conversation {index} of {found.source}, "
+                    f"regenerate.out={self.out} answers conversation {index} of "
+                    f"{shown(found.source)}, "
                     f"which {now}; give the prompts it was begun with, or name another file"
                 )
         done = {i for i, failure in self.failures.items() if failure.final} | set(self.rows)
@@ -143,21 +139,19 @@ def line_of(outcome: Outcome) -> str:
     return json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
 
 
-def load(file: Path) -> list[dict[str, Any]]:
+def load(file: Path, kind: type[Kind]) -> list[Kind]:
     """Read lines; a torn one, which an interrupted run leaves last, is cut off."""
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
-    records = []
-    for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            assert isinstance(record, dict)
-        except (ValueError, AssertionError):
-            raise ValueError(
-                f"{file}:{number} must be a line as `regenerate` wrote it, got "
-                f"{line[:60].decode(errors='replace')!r}; remove that line, and it is asked again"
-            ) from None
-        records.append(record)
-    return records
+    cut_torn_line(file)
+    found = []
+    with file.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            try:
+                if line is None:
+                    raise UntrustedError("it is longer than any answer")
+                found.append(typed(kind, line, "it"))
+            except UntrustedError as error:
+                raise ValueError(
+                    f"{file}:{number} must be a line as `regenerate` wrote it, got another: "
+                    f"{error}; remove that line, and it is asked again"
+                ) from None
+    return found

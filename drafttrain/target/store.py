@@ -213,7 +213,8 @@ class StoredTarget:
                 raise StoreError(
                     f"features.dir={self.folder} is of {self.spec.name} with the {what} of "
                     f"fingerprint {stored[:16]}, but {origin} has {found[:16]}; point model.path "
-                    "at the target that was captured, or capture this one"
+                    "at the target that was captured (data.template_kwargs and "
+                    "data.template_date as they were), or capture this one"
                 )
 
     def _shard(self, number: int) -> dict[str, list[Tensor]]:
