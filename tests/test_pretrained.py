@@ -174,7 +174,7 @@ def test_a_torn_weight_file_is_named(folder: Path) -> None:
 
 def test_an_unreadable_configuration_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config.json must be valid JSON"):
         load_config(model_config(path=str(folder)))
 
 
