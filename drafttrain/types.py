@@ -72,6 +72,7 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
+    embedding_scale: float = 1.0  # what it multiplies embeddings by
     limited_by: str = ""  # why max_positions is less than the model was made for; "" if it is not
 
     @property

@@ -1,4 +1,4 @@
-"""Every architecture is exact, capped or refused by name: in the real loop, against Transformers."""
+"""Every architecture is exact or capped, in the real loop; what is refused: test_limits.py."""
 
 import dataclasses
 from typing import Any

@@ -1,6 +1,7 @@
 """Which models cannot be targets, by name; what can, and up to where, is test_architectures.py."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,15 @@ def test_every_causal_model_of_transformers_is_accepted_or_refused_in_one_line(k
     except Exception:  # its own defaults do not fit each other
         return
     try:
-        limits = limits_of(CONFIG, config)
+        told = limits_of(CONFIG, config).reason
+        refused = False
     except ValueError as error:
-        assert str(error).startswith("model=tiny_test (")
-        assert "cannot be a target: " in str(error)
-        assert "\n" not in str(error)
-    else:
-        assert limits.positions >= 1
+        told, refused = str(error), True
+    pattern = (
+        r"model=tiny_test \(.+ cannot be a target: " if refused else r"^$|longrope|=\d+: past it"
+    )
+    assert re.search(pattern, told)
+    assert "\n" not in told
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "gemma", "cohere", "granite", "phi3"])

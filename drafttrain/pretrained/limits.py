@@ -7,7 +7,7 @@ not depend on the length of the text. Decided from the configuration, before any
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,7 @@ class Limits:
 
     positions: int
     reason: str = ""
+    embedding_scale: float = 1.0  # what the model multiplies embeddings by
 
 
 def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") -> Limits:
@@ -73,7 +74,8 @@ def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") ->
                 " others (learned ones, ALiBi), for which there are no drafters; choose another"
                 " model"
             )
-        _refuse_structure(config, model_config, who)
+        scale = _embedding_scale(config, model_config, who)
+        limits = replace(limits, embedding_scale=scale)
     asked = config.max_positions
     if asked is not None and asked > limits.positions:
         why = limits.reason or f"what model={config.name} was made for"
@@ -81,7 +83,7 @@ def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") ->
             f"model.max_positions must be at most {limits.positions} ({why}), got {asked}"
         )
     if asked is not None and asked < limits.positions:
-        return Limits(asked, f"model.max_positions={asked}")
+        return replace(limits, positions=asked, reason=f"model.max_positions={asked}")
     return limits
 
 
@@ -185,12 +187,22 @@ def rope_theta_of(text: Any) -> float:
     return float(rope["rope_theta"])
 
 
-def _refuse_structure(config: "ModelConfig", model_config: Any, who: str) -> None:
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config), trust_remote_code=config.trust_remote_code
-        )
+def _embedding_scale(config: "ModelConfig", model_config: Any, who: str) -> float:
+    # Of a model without weights, whose structure is looked at on the way.
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(model_config), trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:  # whatever the model's code makes of sizes that do not fit
+        raise ValueError(
+            f"{who}: no model can be made of its configuration: {shown(error, 400)}; check its"
+            " config.json"
+        ) from error
     check_structure(model, who)
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)  # Gemma
+    text = model_config.get_text_config(decoder=True)
+    return float(scale or getattr(text, "embedding_multiplier", None) or 1.0)  # Granite
 
 
 def check_structure(model: Any, who: str) -> None:

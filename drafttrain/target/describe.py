@@ -39,6 +39,7 @@ def describe(
         rms_norm_eps=_norm_eps(text),
         rope_theta=rope_theta_of(text),
         max_positions=limits.positions,
+        embedding_scale=limits.embedding_scale,
         limited_by=limits.reason,
         eos_token_ids=_eos(generation, text, tokenizer),
         bos_token_id=text.bos_token_id,

@@ -135,11 +135,9 @@ def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks
 
 def names_of_whole(model: Any) -> set[str]:
     """Return the names of parameters that stay whole: the readout's, and those past the decoder."""
-    decoder = model.get_decoder()
-    kept = {
-        id(p)
-        for p in (*model.get_input_embeddings().parameters(), *final_norm_of(decoder).parameters())
-    }
+    decoder, table = model.get_decoder(), model.get_input_embeddings()
+    norm = final_norm_of(decoder)
+    kept = {id(p) for p in (*table.parameters(), *norm.parameters())}
     parts = {id(p) for p in decoder.parameters()} - kept
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) not in parts}
