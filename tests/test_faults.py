@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from lives import compare, curve, settings, write_conversations
+from test_export import drafter_of
+from test_export import export as export_drafter
 
 import drafttrain.commands.train as command
 import drafttrain.train
@@ -21,8 +23,9 @@ import drafttrain.validate
 from drafttrain import material
 from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
-from drafttrain.data.conversations import JsonlConfig, file_records, read_jsonl
-from drafttrain.disk import DiskError, append_text, write_whole
+from drafttrain.data.conversations import JsonlConfig, read_jsonl
+from drafttrain.data.files import file_records
+from drafttrain.disk import DiskError, append_text, write_whole, written
 from drafttrain.report.write import write_texts
 from drafttrain.run import append_log
 from drafttrain.stopping import ECHO_S, Stopped, StopRequest
@@ -255,7 +258,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_conversations(
 
     monkeypatch.setattr(drafttrain.train, "optimizer_step", noted)
     wild = ("trainer.lr=1.0e+30", "trainer.warmup_steps=0", "trainer.save_every=1")
-    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 1
+    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 2
     said = capsys.readouterr().err
     step = len(groups) - 1
     assert step >= 1
@@ -331,6 +334,15 @@ def test_a_full_disk_is_said_of_the_log_and_the_report(full_disk: Path) -> None:
     assert {p.name for p in full_disk.iterdir()} == {"train.log", "report.md", "ballast"}
 
 
+def test_a_full_disk_in_an_export_names_the_folder_that_was_asked_for(full_disk: Path) -> None:
+    """The draft beside it was named, which is gone by then."""
+    fill(full_disk)
+    wanted = full_disk / "out"
+    said = rf"export\.dir={wanted} could not be written: the disk is full \(0\.00 GB free\)"
+    with pytest.raises(DiskError, match=said), written(wanted, "export.dir"):
+        export_drafter(drafter_of("medusa"), wanted)
+
+
 def test_a_full_disk_met_by_a_library_is_one_plain_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -369,7 +381,15 @@ def test_an_evaluation_after_a_kill_does_not_write_onto_a_torn_line(tmp_path: Pa
 
 def jsonl(path: Path) -> JsonlConfig:
     return JsonlConfig(
-        name="jsonl", path=str(path), limit=None, max_length=99, holdout=0, template="chat", seed=0
+        name="jsonl",
+        path=str(path),
+        limit=None,
+        max_length=99,
+        holdout=0,
+        template="chat",
+        template_kwargs={},
+        template_date="2024-07-26",
+        seed=0,
     )
 
 
@@ -418,7 +438,7 @@ def test_a_compressed_file_that_was_cut_off_is_named_and_counted(
     code = main(settings(tmp_path / "run", tmp_path / name, *short))
     captured = capsys.readouterr()
     if name == "data.json.gz":  # one list, of which nothing can be used
-        assert code == 1
+        assert code == 2
         assert "data.path=" in captured.err
         assert "1 x the file is damaged" in captured.err
     else:
@@ -458,7 +478,7 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {weights} must match its recorded checksum")
     assert "run.resume=true run.skip_damaged=true goes on from the newest whole checkpoint" in said

@@ -80,7 +80,7 @@ def test_a_launcher_that_hardware_ranks_contradicts_is_named_in_one_line(
     for key, value in (STARTED | {"RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     for expected in (1, 0):  # the second rank to find it says nothing
-        assert cli.main(["train", "hardware=cpu", "hardware.ranks=2"]) == 1
+        assert cli.main(["train", "hardware=cpu", "hardware.ranks=2"]) == 2
         said = capfd.readouterr()
         assert said.out == ""
         assert said.err.count("error: hardware.ranks must be auto, or 4 as the") == expected

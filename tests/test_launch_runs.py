@@ -126,7 +126,7 @@ def test_plain_python_trains_on_two_ranks_as_on_one(place: Path) -> None:
     assert {file.name for file in Path("two").iterdir()} == left
 
     again = finished([*PYTHON, *arguments("two", "hardware.ranks=2")])
-    assert again.returncode == 1
+    assert again.returncode == 2
     assert once("error: run.dir must be a folder without checkpoints", again.stderr)
     assert again.stderr.count("\n") == 1, again.stderr
 
