@@ -82,6 +82,24 @@ class Checkpoints:
         named = self._index().get("best")
         return self.folder / named if named in self._names() else None
 
+    def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:
+        """Return the best checkpoint, or the latest where none was called best; None if none.
+
+        With its state and weights, verified: the run may go on meanwhile, and drop it for another.
+        """
+        while True:
+            index = self._index()
+            folder = self.best() or self.latest()
+            if self._index() != index:
+                continue  # the best of before is gone, and the new one was not yet named
+            if folder is None:
+                return None
+            try:
+                return folder, load_state(folder), load_weights(folder)
+            except (CheckpointError, OSError):
+                if folder.is_dir():
+                    raise
+
     def save(self, engine: Engine, state: TrainState, best: bool) -> None:
         """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
 
@@ -119,7 +137,8 @@ class Checkpoints:
         with self._fate_shared(engine, None):
             if engine.is_main and self._whole is None:
                 self._whole = self._newest_whole()
-        self._whole = engine.ranks.broadcast_object(self._whole)
+        whole = engine.ranks.broadcast_object(self._whole and str(self._whole))
+        self._whole = whole and Path(whole)
         return self._whole
 
     def _newest_whole(self) -> Path | None:
@@ -169,7 +188,7 @@ class Checkpoints:
             ) from error
         engine.load(folder)
         state = load_state(folder)
-        if engine.ranks.broadcast_object(self.best() if engine.is_main else None) is None:
+        if not engine.ranks.broadcast_object(engine.is_main and self.best() is not None):
             # Killed before the index named it, or lost since: the next one to be validated is best.
             state = replace(state, best_metric=None)
         return state

@@ -36,6 +36,7 @@ from drafttrain.overrides import (
     with_drafter,
     with_start,
 )
+from drafttrain.resume import run_to_resume, values_of_run, with_saved
 from drafttrain.run import CONFIG, call, load_config
 from drafttrain.sections import (
     COMMANDS,
@@ -104,7 +105,15 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
         parsed = with_drafter(parsed)
         head = _head(parsed)
     groups = command_groups(head)
-    start = start_of(parsed) if command == "train" else None
+    resumed = start = None
+    if command == "train":
+        resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
+        start = start_of(parsed) if resumed is None else None
+    if resumed is not None:
+        restored = [group for group in groups if group in resumed]
+        offer_saved(resumed, restored, sections)
+        parsed = with_saved(parsed, restored)
+        groups |= {group: SAVED for group in restored}
     if start is not None:
         offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
         if offered:
@@ -130,7 +139,7 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
             raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
         saved = [SAVED] if groups[section] == SAVED else []
         _check_choice(override, [*sorted(choices(section)), *saved])
-        if command == "train" and start is None and override.value() == ADMITTED:
+        if command == "train" and not (start or resumed) and override.value() == ADMITTED:
             raise UsageError(
                 "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
                 "drafter.path=DIR, or train it further, python -m drafttrain train "
@@ -142,6 +151,8 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             config = hydra.compose(head, overrides=[*search, *chosen])
+        for key, value in values_of_run(resumed).items() if resumed else ():
+            OmegaConf.update(config, key, hidden(value))
         for override in values:
             key, added = override.key_or_group, override.type != OverrideType.CHANGE
             _check_key(key, added, config)

@@ -16,6 +16,7 @@ from drafttrain.config import (
     load_choice,
     recorded,
 )
+from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.engine import DeepSpeedConfig
 from drafttrain.hardware import HardwareConfig, choose_train_dtype
 from drafttrain.plan import PlanConfig as PlanSettings
@@ -101,6 +102,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         ranks=ranks,
         ranks_here=here,
         max_length=config.data.max_length,
+        conversations=_conversations(config.data),
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
     )
@@ -189,6 +191,13 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     stored = isinstance(config.features, StoredFeaturesConfig)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
+
+
+def _conversations(data: DataConfig) -> int | None:
+    """Return how many conversations there are at most, None where only reading them would say."""
+    if isinstance(data, SelfgenConfig):
+        return data.num_conversations
+    return data.limit if isinstance(data, JsonlConfig | HubConfig) else None
 
 
 def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:

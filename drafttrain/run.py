@@ -45,6 +45,7 @@ class RunConfig:
     dir: str
     resume: bool
     skip_damaged: bool
+    allow_changes: list[str]
     init_from: str | None
     seed: int
 
@@ -120,9 +121,9 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
 
 
 def check_run_folder(config: Any) -> None:
-    """Refuse to write over an earlier run, or to resume one that was told something else.
+    """Refuse to write over an earlier run.
 
-    config: what `train` is told, with the sections run, drafter and data.
+    config: what `train` is told, with the section run.
     """
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
@@ -134,21 +135,6 @@ def check_run_folder(config: Any) -> None:
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
             "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
         )
-    saved = load_config(folder)
-    start = saved.get("run", {}).get("init_from")
-    if start != config.run.init_from:
-        raise ValueError(
-            f"run.init_from must be {start or 'null'} to resume, as in {folder}/{CONFIG}, got "
-            f"{config.run.init_from or 'null'}; or start another run by run.name=ANOTHER_NAME"
-        )
-    for section in ("drafter", "data"):
-        earlier = saved.get(section, {})
-        for key, value in asdict(getattr(config, section)).items():
-            if earlier.get(key) != value:
-                raise ValueError(
-                    f"{section}.{key} must be {earlier.get(key)} to resume, as in {folder}/{CONFIG}"
-                    f", got {value}; or start another run by run.name=ANOTHER_NAME"
-                )
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:

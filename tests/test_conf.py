@@ -257,15 +257,6 @@ def test_a_checkpointed_run_is_not_overwritten(run_folder: Path) -> None:
         check_run_folder(config)
 
 
-def test_a_run_resumes_only_as_what_it_was(run_folder: Path) -> None:
-    (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
-    same = ["run.resume=true", f"run.dir={run_folder}"]
-    check_run_folder(typed(compose("train", same), TrainConfig))
-    other = typed(compose("train", [*same, "drafter.unroll=9"]), TrainConfig)
-    with pytest.raises(ValueError, match=r"drafter\.unroll must be \d+ to resume, .*got 9"):
-        check_run_folder(other)
-
-
 def test_a_run_without_checkpoints_may_start_again(run_folder: Path) -> None:
     (run_folder / "checkpoints").mkdir()
     check_run_folder(typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig))

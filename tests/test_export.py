@@ -1,6 +1,7 @@
 """Exports: engines accept anything, so everything they would misread must be an error here."""
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -14,19 +15,28 @@ from safetensors.torch import load_file, save_file
 from tests_support import drafter_config, model_config
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.export import ExportConfig, layout
 from drafttrain.export.card import CardData, model_card, read_run, served_as
 from drafttrain.export.vllm import Exported, export_vllm, read_back
 from drafttrain.readout import Readout
 from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
-from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, TargetSpec
+from drafttrain.types import (
+    GREEDY,
+    Counters,
+    DecodeStats,
+    PromptResult,
+    TargetFeatures,
+    TargetSpec,
+)
 
 FAMILIES = ("eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
     family="eagle3",
+    about=Eagle3.about,
     target="tiny",
     base_model="ada/tiny",
     license="apache-2.0",
@@ -86,7 +96,7 @@ def config_of(**changes: Any) -> ExportConfig:
 
 
 def export(drafter: Drafter, folder: Path, **changes: Any) -> Exported:
-    card = dataclasses.replace(CARD, family=drafter.config.name)
+    card = dataclasses.replace(CARD, family=drafter.config.name, about=drafter.about)
     return export_vllm(drafter, "/models/tiny", folder, config_of(**changes), card)
 
 
@@ -357,7 +367,7 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     pushed = export(drafter_of("medusa"), tmp_path / "medusa", push="ada/tiny-medusa")
     assert '"model": "ada/tiny-medusa"' in pushed.commands["vLLM"]
     assert "SGLang" not in pushed.commands
-    assert "SGLang has no Medusa" in pushed.notes[0]
+    assert "No SGLang command: SGLang 0.5.23 has no Medusa." in pushed.notes
 
 
 def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
@@ -446,7 +456,9 @@ def test_a_card_without_an_evaluation_says_not_measured_and_how_to_serve(tmp_pat
     text = (tmp_path / "out" / "README.md").read_text()
     assert "An EAGLE-3 drafter ([arXiv:2503.01840]" in text
     assert "Not measured: the run has no evaluation." in text
-    assert all(command in text for command in done.commands.values())
+    assert done.commands["vLLM"].startswith("vllm serve /models/tiny --speculative-config")
+    assert '\nvllm serve ada/tiny --speculative-config \'{"method": "eagle3"' in text
+    assert "`DRAFTER` is the directory of this drafter." in text
     assert "| data.conversations | 512 |" in text
     assert "| commit | 0123abc |" in text
     assert "| versions.torch | 2.13.0 |" in text
@@ -462,8 +474,8 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert provenance == {"commit": "89abcde"}
     card = dataclasses.replace(CARD, reports=reports, provenance=provenance)
     text = model_card(card, {"model_type": "llama"}, {"vLLM": "vllm serve"}, ())
-    assert "Evaluation `greedy`: eagle3 at depth 3, greedy, batch 1." in text
-    assert "Evaluation `sampled`" in text
+    assert "Evaluation **greedy**: eagle3 at depth 3, greedy, batch 1." in text
+    assert "Evaluation **sampled**" in text
     rows = [
         line for line in text.splitlines() if line.startswith(("| **all**", "| code", "| all,"))
     ]
@@ -476,18 +488,186 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert "Not measured" not in text
 
 
-def test_names_cannot_break_out_of_the_front_matter(tmp_path: Path) -> None:
-    odd = 'ada/"tiny"\nlicense: mit #'
-    card = dataclasses.replace(CARD, base_model=odd)
-    text = model_card(card, {}, {"vLLM": "vllm serve"}, ())
-    data = yaml.safe_load(text.split("---\n")[1])
-    assert data["base_model"] == odd
-    assert data["license"] == "apache-2.0"
+ODD = "x\n---\nlicense: mit\n\n# Free\n<script>alert(1)</script>|[a](http://b)`\u202e\ud800```"
+
+
+def test_no_name_breaks_out_of_its_place_in_the_card(tmp_path: Path) -> None:
+    """Target, family, task, method, evaluation, flag and setting may be anybody's text."""
+    told = json.dumps(evaluation())
+    for word in ('"chat"', '"ngram"', '"cpu"', '"bfloat16"', '"greedy match"'):
+        told = told.replace(word, json.dumps(ODD))
+    report = json.loads(told)
+    report["verdict"] = report["lossless"]["statement"] = ODD
+    report["flags"] = [{"kind": "timing", "row": ODD, "text": ODD}]
+    card = dataclasses.replace(
+        CARD,
+        title=ODD,
+        family=ODD,
+        about=None,
+        target=ODD,
+        base_model=ODD,
+        training={ODD: "x"},
+        provenance={"commit": ODD},
+        reports={ODD: report},
+    )
+    text = model_card(card, {"model_type": ODD}, {"vLLM": shlex.join(["vllm", "serve", ODD])}, ())
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    front, _, rest = text.removeprefix("---\n").partition("---\n")
+    assert yaml.safe_load(front)["license"] == "apache-2.0"
+    assert "base_model" not in yaml.safe_load(front)
+    fenced = [line for line in rest.splitlines() if line.startswith("vllm serve")]
+    assert len(fenced) == 1
+    assert rest.splitlines()[rest.splitlines().index(fenced[0]) + 1] == "`" * 4
+    rest = rest.replace(fenced[0], "")
+    assert "<script" not in rest
+    assert "\n---\n" not in rest
+    assert "\n# Free" not in rest
+    assert "\u202e" not in rest
+    assert "](http://b)" not in rest.replace("\\](http://b)", "")
+    tables = [line.replace("\\|", "") for line in rest.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in tables} == {3, 8}
+
+
+def test_a_card_names_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> None:
+    card = dataclasses.replace(
+        CARD,
+        base_model=None,
+        training={
+            "data": {
+                "path": ["secret/chats.jsonl"],
+                "cache_dir": "outputs/cache",
+                "seed": 0,
+                "skipped": "correct /home/ada/chats.jsonl:3",
+                "repo": "https://ada:hunter2@example.org/x",
+                "template": "chat",
+            },
+            "steps": 300,
+        },
+        provenance={
+            "command": "python -m drafttrain train model.path=/home/ada/secret",
+            "checkpoint": "outputs/secret/checkpoints/step-3",
+            "features": {"store.dir": "secret/store"},
+            "platform": "Linux-5.10/x86",
+        },
+    )
+    drafter = drafter_of("eagle3")
+    export_vllm(drafter, "/home/ada/secret", tmp_path / "out", config_of(), card)
+    text = (tmp_path / "out" / "README.md").read_text()
+    for word in ("secret", "/home", "outputs", "hunter2", str(tmp_path), "python -m drafttrain"):
+        assert word not in text, word
+    assert "| data.template | chat |" in text
+    assert "| platform | Linux-5.10/x86 |" in text
+    assert "vllm serve TARGET --speculative-config" in text
+    assert "`TARGET` is the directory of the target's weights, `DRAFTER` is the" in text
+
+
+def test_a_family_of_the_users_own_has_a_card(tmp_path: Path) -> None:
+    """A drafter in a folder of its own, outside the package; the card ended in a KeyError."""
+    (tmp_path / "own_family.py").write_text(
+        "from drafttrain.drafters.medusa import Medusa\n\n\nclass Own(Medusa):\n    about = None\n"
+    )
+    found = importlib.util.spec_from_file_location("own_family", tmp_path / "own_family.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    drafter = module.Own(
+        dataclasses.replace(drafter_config("medusa", num_heads=3), name="own"), spec()
+    )
+    drafter.prepare(
+        torch.ones(VOCAB, dtype=torch.long),
+        Readout(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)),
+    )
+    export(drafter, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "A drafter of the family own for speculative decoding with" in text
 
 
 def test_a_report_that_is_not_json_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "evaluations" / "broken"
     folder.mkdir(parents=True)
     (folder / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"broken/report.json must be a JSON object"):
+    with pytest.raises(ValueError, match=r"broken/report.json must be valid JSON"):
         read_run(tmp_path)
+
+
+# Targets
+
+
+def spec_of(architecture: str, embedding_scale: float = 1.0) -> TargetSpec:
+    return dataclasses.replace(spec(), architecture=architecture, embedding_scale=embedding_scale)
+
+
+def scaled_eagle(**changes: Any) -> Drafter:
+    torch.manual_seed(0)
+    config = drafter_config("eagle", feature_noise=0.0, **changes)
+    return config.build(spec_of("gemma3_text", HIDDEN**0.5))
+
+
+def logits_of(drafter: Drafter, readout: Readout) -> torch.Tensor:
+    """What a drafter drafts after one pair, by a readout of the target's."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (1, 6), generator=generator)
+    features = TargetFeatures({}, torch.randn(1, 6, HIDDEN, generator=generator), readout)
+    state = drafter.begin(readout, tokens[:, 0], 8)
+    drafter.observe(state, tokens, [6], features)
+    return drafter.expand(state, None).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scaled_embedding_is_in_the_served_weights_of_eagle(tmp_path: Path, dtype: str) -> None:
+    """An engine's drafter does not scale: with the table alone it must draft what ours drafts."""
+    drafter = scaled_eagle()
+    done = export(drafter, tmp_path, dtype=dtype)
+    table, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    ours = logits_of(drafter, Readout(table, head, embedding_scale=HIDDEN**0.5))
+    engine = drafter.config.build(spec())  # whose target scales nothing
+    engine.from_serving(
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    slack = 1e-4 if dtype == "float32" else 0.2
+    torch.testing.assert_close(logits_of(engine, Readout(table, head)), ours, atol=slack, rtol=0)
+    assert "up to rounding (fc.weight is rescaled)" in "\n".join(done.lines())
+    again = drafter.config.build(drafter.spec)  # and ours reads it back
+    again.from_serving({}, load_file(tmp_path / "model.safetensors"))
+    back = logits_of(again, Readout(table, head, embedding_scale=HIDDEN**0.5))
+    torch.testing.assert_close(back, ours, atol=slack, rtol=0)
+
+
+def test_an_embedding_of_its_own_is_not_scaled() -> None:
+    drafter = scaled_eagle(own_embedding=True)
+    _, tensors = drafter.to_serving()
+    assert torch.equal(tensors["fc.weight"], drafter.state_dict()["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "engines", "note"),
+    [
+        ("eagle3", "llama", {"vLLM", "SGLang"}, None),
+        ("eagle3", "granite", {"vLLM"}, "is not known to read these layers of granite targets"),
+        ("eagle3", "gemma3_text", set(), "vLLM 0.32.0 has no EAGLE-3 for gemma3_text targets"),
+        ("eagle3", "glm4", set(), "vLLM 0.32.0 has no EAGLE-3 for glm4 targets"),
+        ("eagle", "glm4", {"vLLM", "SGLang"}, None),
+        ("medusa", "doge", set(), "has no class of its own for doge targets"),
+    ],
+)
+def test_an_engine_that_cannot_serve_gets_no_command_and_a_reason(
+    family: str, kind: str, engines: set[str], note: str | None, tmp_path: Path
+) -> None:
+    drafter = drafter_of(family)
+    drafter.spec = spec_of(kind)
+    done = export(drafter, tmp_path)
+    assert set(done.commands) == engines
+    told = "\n".join([*done.lines(), (tmp_path / "README.md").read_text()])
+    assert ("vllm serve" in told) == ("vLLM" in engines)
+    assert ("sglang.launch_server" in told) == ("SGLang" in engines)
+    assert note is None or told.count(note) == 2
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_an_embedding_of_its_own_gets_no_sglang_command(family: str, tmp_path: Path) -> None:
+    """SGLang writes the target's over it, and would draft badly without a word."""
+    done = export(drafter_config(family, own_embedding=True).build(spec()), tmp_path)
+    assert set(done.commands) == {"vLLM"}
+    assert "overwrites a drafter's own embedding" in "\n".join(done.notes)

@@ -197,6 +197,26 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
     require_vllm(str(with_vllm), asked)
 
 
+def test_a_worker_is_given_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"]
+    secrets += ["AWS_SESSION_TOKEN", "VLLM_API_KEY", "GITHUB_TOKEN", "HTTPS_PROXY", "MY_PASSWORD"]
+    needed = ["CUDA_HOME", "LD_LIBRARY_PATH", "VLLM_MAX_TOKENS_PER_EXPERT", "NCCL_DEBUG", "HF_HOME"]
+    for name in (*secrets, *needed, "PYTHONPATH", "RANK"):
+        monkeypatch.setenv(name, "5")
+    told = "import os\n" + READY.replace("'1'", "' '.join(os.environ)")
+    with engine_of(tmp_path, told, devices="4") as engine:
+        given = set(engine.version.split())
+    assert not given & {*secrets, "PYTHONPATH", "RANK"}
+    assert given >= {*needed, "PATH", "HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+    probe = tmp_path / "probe"
+    probe.write_text(f"#!/bin/sh\nenv > {tmp_path / 'seen'}\necho {HAS_VLLM}\n")
+    probe.chmod(0o755)
+    require_vllm(str(probe), "")
+    assert not any(secret in (tmp_path / "seen").read_text() for secret in secrets)
+
+
 def test_an_engine_that_dies_at_work_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with engine_of(tmp_path, READY + "sys.stdin.readline(); sys.exit(9)") as engine:
         assert engine.exchange.is_dir()

@@ -20,6 +20,7 @@ from drafttrain.data.batches import collate
 from drafttrain.disk import DiskError
 from drafttrain.ranks import Ranks
 from drafttrain.stopping import StopRequest
+from drafttrain.target.manifest import read_manifest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.shards import (
     FINAL,
@@ -32,7 +33,6 @@ from drafttrain.target.shards import (
     encode,
     kept_positions,
     plan_shards,
-    read_manifest,
     shard_name,
     write_tensors,
 )

@@ -12,6 +12,7 @@ from drafttrain import losses
 from drafttrain.cache import KeyValues
 from drafttrain.chunked import OutputHead, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     DraftState,
@@ -124,6 +125,7 @@ class EagleState(DraftState):
 class Eagle(Drafter):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
+    about = About("An EAGLE", "2401.15077")
     captures = ()
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
@@ -146,6 +148,11 @@ class Eagle(Drafter):
     ) -> Float[Tensor, "batch seq hidden"]:
         embedded = embed(self.embed_tokens, readout, tokens, self.dtype)
         return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
+
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """One: training shows it one depth."""
+        return ("depth_1",)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""
@@ -229,6 +236,8 @@ class Eagle(Drafter):
             **serving_keys(self.shape, self.spec),
         }
         tensors = dict(self.state_dict())
+        if self.embed_tokens is None:
+            tensors = rescaled(tensors, self.spec.embedding_scale)
         tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=self.dtype))
         return config, tensors
 
@@ -242,4 +251,20 @@ class Eagle(Drafter):
             raise ValueError("fc.bias must be zero: vLLM drops it, so the drafter would differ")
         own = self.state_dict()
         shared = [n for n in ("fc.bias", "embed_tokens.weight") if n not in own]
-        load_exactly(self, {name: t for name, t in tensors.items() if name not in shared})
+        held = {name: t for name, t in tensors.items() if name not in shared}
+        if self.embed_tokens is None:
+            held = rescaled(held, 1 / self.spec.embedding_scale)
+        load_exactly(self, held)
+
+
+def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Return the weights with the half of fc that reads embeddings multiplied.
+
+    Engines' drafters look embeddings up in the target's table and leave out what the target
+    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
+    """
+    fused = tensors.get("fc.weight")
+    if factor == 1.0 or fused is None or fused.dim() != 2:
+        return tensors
+    embedding, feature = fused.float().chunk(2, dim=1)
+    return tensors | {"fc.weight": torch.cat([embedding * factor, feature], dim=1).to(fused.dtype)}
