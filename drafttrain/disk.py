@@ -101,11 +101,19 @@ def flush(path: Path) -> None:
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:
         if place.is_dir() and place != path:
             continue
-        descriptor = os.open(place, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            _sync(place)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -124,7 +132,7 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)  # it takes the room that is wanting
         raise
-    flush(path.parent)
+    _sync(path.parent)  # its own entry: what others are writing there, or remove, is theirs
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -161,9 +169,16 @@ def cut_torn_line(path: Path) -> int:
     """Cut off a last line without its end; return the bytes that are left."""
     end = path.stat().st_size
     with path.open("rb") as file:
-        if end == 0 or (file.seek(end - 1), file.read(1))[1] == b"\n":
-            return end
-        content = (file.seek(0), file.read())[1]
-    whole = content.rfind(b"\n") + 1
-    os.truncate(path, whole)
+        whole = end
+        while whole:  # backwards, a block at a time: a file may be larger than memory
+            begin = max(0, whole - (1 << 20))
+            file.seek(begin)
+            block = file.read(whole - begin)
+            at = block.rfind(b"\n")
+            if at >= 0:
+                whole = begin + at + 1
+                break
+            whole = begin
+    if whole < end:
+        os.truncate(path, whole)
     return whole

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from drafttrain.pretrained import files
+from drafttrain.pretrained.limits import final_norm_of
 from drafttrain.pretrained.models import ModelConfig, RandomModelConfig, find
 
 
@@ -34,7 +35,7 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
     embedder, head, norm = (
         model.get_input_embeddings(),
         model.get_output_embeddings(),
-        model.get_decoder().norm,
+        final_norm_of(model.get_decoder()),
     )
     tied = bool(model_config.get_text_config(decoder=True).tie_word_embeddings)
     for module in (embedder, norm) if tied else (embedder, norm, head):

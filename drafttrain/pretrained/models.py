@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,12 @@ from drafttrain.pretrained import files, hub
 from drafttrain.pretrained.fit import refuse_misfit, require_fit
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 from drafttrain.pretrained.lean import make_lean
+from drafttrain.pretrained.limits import check_sizes
 from drafttrain.pretrained.quantize import SCHEMES, quantization_of
 from drafttrain.untrusted import read_object, shown
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer points
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
@@ -60,6 +63,8 @@ class ModelConfig:
                 f"model.quantization must be null or one of {', '.join(SCHEMES)},"
                 f" got {self.quantization!r}"
             )
+        if self.repo is not None and not REPO.fullmatch(self.repo):
+            raise ValueError(f"model.repo must be like owner/name, got {shown(repr(self.repo))}")
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -194,12 +199,13 @@ def load_config(config: ModelConfig) -> Any:
             f"{config.origin}: config.json must name a model_type that Transformers"
             f" {transformers.__version__} knows, got {kind!r}; a newer Transformers may know it"
         )
+    check_sizes(raw, config.origin)
     try:
         return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the model's own code, or a validator of Transformers
-        reason = " ".join(str(error).split())
+        reason = shown(" ".join(str(error).split()), 400)
         raise ValueError(f"{config.origin}: config.json cannot be used: {reason}") from error
 
 
@@ -242,10 +248,10 @@ def load_model(
     plan = None
     if config.inflate is not None:
         plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
+    folder = find(config, weights=True)
     attention = config.attention
     if attention == "auto":
         attention = attention_of(model_config)
-    folder = find(config, weights=True)
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
         model = _draw(config, model_config, attention, dtype, device)
@@ -262,8 +268,11 @@ def load_model(
 
 def attention_of(model_config: Any) -> str:
     """Return the fastest kind of attention that computes what the architecture asks for."""
-    capped = getattr(model_config, "attn_logit_softcapping", None) is not None
-    return "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
+    text = model_config.get_text_config(decoder=True)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    # Gemma 2 caps scores, gpt-oss has attention sinks: sdpa can do neither.
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
 
 
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
