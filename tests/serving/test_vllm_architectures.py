@@ -23,7 +23,7 @@ from drafttrain.types import Counters
 
 pytestmark = pytest.mark.serving
 
-STEPS, NUM_PROMPTS, MAX_NEW_TOKENS = 40, 4, 32
+STEPS, NUM_PROMPTS, MAX_NEW_TOKENS = 25, 3, 32
 # As vLLM's CPU kernels want them: heads of 32.
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
@@ -76,7 +76,13 @@ class Case:
     ours: list[tuple[tuple[int, ...], Counters]] = field(default_factory=list)
 
 
-CASES = [f"{name} {family}" for name in CHANGES for family in ("eagle", "eagle3")]
+# An engine start is seconds: of the two kinds that read hidden states, the one that reads more,
+# where vLLM has it; EAGLE-1, which embeds by the target's table alone, where embeddings are scaled.
+ONLY_EAGLE = ("gemma", "gemma2", "gemma3", "stablelm", "cohere", "cohere2", "glm4", "mixtral")
+ONLY_EAGLE += ("qwen2_moe", "nemotron", "exaone4")
+FAMILIES = {name: ("eagle",) if name in ONLY_EAGLE else ("eagle3",) for name in CHANGES}
+FAMILIES |= {"granite": ("eagle", "eagle3"), "gemma3": ("eagle", "eagle3")}
+CASES = [f"{name} {family}" for name, families in FAMILIES.items() for family in families]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +105,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], d
             for i in range(2 * NUM_PROMPTS)
         ]
         texts = decisive_texts(target, prompts, NUM_PROMPTS, MAX_NEW_TOKENS)
-        for family in ("eagle", "eagle3"):
+        for family in FAMILIES[name]:
             drafter = overfit(family, target, texts, STEPS)
             out = folder / f"{name}_{family}"
             done = export_vllm(
@@ -130,8 +136,8 @@ def test_vllm_says_and_counts_what_we_do(
     name: str, served: tuple[dict[str, Case], dict[str, Any]]
 ) -> None:
     case, answers = served[0][name], served[1]
-    if "vLLM" not in case.commands:
-        assert name not in answers
+    if name == "gemma3 eagle3":
+        assert not case.commands
         return
     answer = answers[name]
     assert "error" not in answer, answer["error"]
