@@ -54,8 +54,9 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 test: install ## the default tests: CPU, offline, under 4 minutes on two cores
 	$(BIN)/python -m pytest -n auto
 
+# A worker that is done takes tests from the other; those of one xdist_group stay together.
 slow: install ## the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
 
 serving: install ## export to a real vLLM and compare (makes a virtual environment for it)
 	PYTHON=$(BIN)/python scripts/serving_suite.sh

@@ -1,3 +1,3 @@
 """drafttrain: train, measure and serve the drafters of speculative decoding."""
 
-__version__ = "0.1.0"
+__version__ = "0.4.0"

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-import shlex
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from drafttrain import __version__
-from drafttrain.config import COMMANDS, UsageError, command_groups, compose, did_you_mean, typed
-from drafttrain.disk import OF_THE_MACHINE, DiskError, append_text, reason
+from drafttrain.choices import command_groups, own_choices
+from drafttrain.config import COMMANDS, compose, printed, typed
+from drafttrain.disk import OF_THE_MACHINE, MachineError, append_text, reason
 from drafttrain.launched import (
     TOGETHER,
     end,
@@ -26,12 +25,22 @@ from drafttrain.launched import (
     settle,
     speaks_first,
 )
-from drafttrain.run import CHECKPOINTS
-from drafttrain.stopping import EXIT_CODE, Stopped
+from drafttrain.overrides import UsageError, did_you_mean
+from drafttrain.run import call
+from drafttrain.stopping import Stopped, StopRequest
+from drafttrain.untrusted import escaped, shown
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
+# What to say after "interrupted", where nothing more is known.
+GOES_ON = {
+    "train": "; the same command with run.resume=true goes on",
+    "capture": "; the same command goes on where it stopped",
+    "regenerate": "; the same command goes on from what is answered",
+    "evaluate": "; the same command goes on from what it measured",
+    "tune": "; the same command goes on from what it measured",
+}
 OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
@@ -49,7 +58,12 @@ class Request:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, or 2 for what cannot be meant, or 1 for what failed."""
+    """Run a command; return its status.
+
+    0: done. 2: what was typed, or what it names, cannot be meant: the same command would fail
+    again. 1: the machine failed, another process has what is needed, or nobody foresaw it.
+    130: Ctrl-C. 143: a scheduler's signal, after what there is was saved.
+    """
     # Read when torch is loaded, later. OpenMP's threads spin for milliseconds before they sleep:
     # on a machine that does other work besides, that makes two threads ten times slower than one.
     # Some tens of microseconds bridge the gap between two products and harm nobody.
@@ -57,51 +71,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     arguments = list(sys.argv[1:] if argv is None else argv)
     folder = command = None
-    failed = 2
+    composed = False
     try:
         settle()
         request = read(arguments)
-        if request.version or request.help or request.command is None:
-            print(__version__ if request.version else _help(request))
-            return 0
-        command = request.command
-        config = compose(request.command, request.overrides, request.config_dir)
-        if request.show_config:
-            print(OmegaConf.to_yaml(config), end="")
-            return 0
-        loaded: Any = typed(config, COMMANDS[request.command])
-        place = getattr(loaded, PLACES.get(request.command, "run"))
-        if request.slurm is not None:
-            print(_slurm_script(request, loaded), end="")
-            return 0
-        folder, failed = Path(place.dir) if place.dir else None, 1
-        if command in TOGETHER:
-            from drafttrain.launch import launch
+        with own_choices(request.config_dir):
+            if request.version or request.help or request.command is None:
+                print(__version__ if request.version else _help(request))
+                return 0
+            command = request.command
+            config = compose(command, request.overrides)
+            if request.show_config:
+                print(printed(config), end="")
+                return 0
+            loaded: Any = typed(config, COMMANDS[command])
+            if request.slurm is not None:
+                print(_slurm_script(request, loaded), end="")
+                return 0
+            place = getattr(loaded, PLACES.get(command, "run"))
+            folder, composed = Path(place.dir) if place.dir else None, True
+            if command in TOGETHER:
+                from drafttrain.launch import launch
 
-            assert folder is not None, "what ranks do together has a folder"
-            code = launch(loaded.hardware, arguments, folder)
-            if code is not None:
-                return code
-        module = importlib.import_module(f"drafttrain.commands.{request.command}")
-        getattr(module, request.command)(loaded)
-        return 0
+                assert folder is not None, "what ranks do together has a folder"
+                code = launch(loaded.hardware, arguments, folder)
+                if code is not None:
+                    return code
+            # What saves more than this, when it is asked to end, listens for itself.
+            with StopRequest(GOES_ON.get(command, "")).listening():
+                module = importlib.import_module(f"drafttrain.commands.{command}")
+                getattr(module, command)(loaded)
+            return 0
     except Stopped as stopped:
         if rank() == 0:
             _say(str(stopped))
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        resume = folder is not None and (folder / CHECKPOINTS).is_dir()
-        how = ""
-        if command == "train" and resume:
-            how = "; go on with run.resume=true"
-        elif command in ("evaluate", "tune"):
-            how = "; the same command goes on from what it measured"
-        elif command == "capture":
-            how = "; the same command goes on where it stopped"
-        elif command == "regenerate":
-            how = "; the same command goes on from what is answered"
-        if rank() == 0 and not is_ours():  # else the launching process says so
-            _say(f"interrupted{how}")
+        return stopped.code
+    except KeyboardInterrupt:  # before a command listens
+        if rank() == 0:
+            _say(f"interrupted{GOES_ON.get(command or '', '')}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -111,12 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug and not is_ours():
             raise
         text = traceback.format_exc() if debug else _explain(error, folder, arguments)
+        status = _status(error)
         if is_ours():
-            leave_word(text, failed, foreseen=_foreseen(error), consequence=is_consequence(error))
+            leave_word(text, status, foreseen=_foreseen(error), consequence=is_consequence(error))
         # Every rank finds the same mistake in what was typed.
-        elif rank() == 0 if failed == 2 else speaks_first():
+        elif speaks_first() if composed else rank() == 0:
             _say(f"error: {text}")
-        return failed
+        return status
 
 
 def read(arguments: Sequence[str]) -> Request:
@@ -135,9 +143,12 @@ def read(arguments: Sequence[str]) -> Request:
         elif name == "--version":
             request.version = True
         elif name == "--config-dir":
-            request.config_dir = Path(value if equals else next(rest, ""))
-            if not request.config_dir.is_dir():
-                raise UsageError(f"--config-dir must name a folder, got {request.config_dir}")
+            place = value if equals else next(rest, "")
+            if not os.path.isdir(place):
+                raise UsageError(
+                    f"--config-dir must name a folder, got {shown(place) or 'nothing'}"
+                )
+            request.config_dir = Path(place)
         elif name == "--slurm":
             request.slurm = value
         elif text.startswith("-"):
@@ -147,8 +158,10 @@ def read(arguments: Sequence[str]) -> Request:
             )
         elif request.command is None:
             if text not in COMMANDS:
+                # Few slips are in the first letter, and `generate` is not nearly `regenerate`.
+                near = [name for name in COMMANDS if name[0] == text[:1]]
                 raise UsageError(
-                    f"no command is called {text}{did_you_mean(text, COMMANDS)} "
+                    f"no command is called {shown(text)}{did_you_mean(text, near)} "
                     f"commands: {', '.join(COMMANDS)}"
                 )
             request.command = text
@@ -176,29 +189,36 @@ def _help(request: Request) -> str:
                 f"sections: {', '.join(options)}"
             )
         choice = choice or groups.get(section, "")
-        texts.append(section_help(request.command, section, choice, request.config_dir))
-    return "\n\n".join(texts) or command_help(request.command, request.config_dir)
+        texts.append(section_help(request.command, section, choice))
+    return "\n\n".join(texts) or command_help(request.command)
 
 
 def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str:
     """Say in one line what went wrong; what nobody foresaw leaves its traceback in a file."""
-    text = " ".join(str(error).split())
+    text = escaped(" ".join(str(error).split()))
     if _foreseen(error):
         return text
     if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
-        return f"{error.filename or folder}: {reason(error, folder or Path())}"
+        return f"{escaped(str(error.filename or folder))}: {reason(error, folder or Path())}"
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
     name = f"error_rank{rank()}.log" if rank() else "error.log"
-    log = folder / name if folder and folder.is_dir() else Path(f"drafttrain_{name}")
+    # os.path answers where pathlib raises: a name may be too long, or no name at all.
+    kept = folder is not None and os.path.isdir(folder)
+    log = folder / name if folder and kept else Path(f"drafttrain_{name}")
     date = datetime.now(UTC).isoformat(timespec="seconds")
     trace = "".join(traceback.format_exception(error))
     try:
-        append_text(log, f"{date} python -m drafttrain {shlex.join(arguments)}\n{trace}\n")
+        append_text(log, f"{date} {call(*arguments)}\n{trace}\n")
         where = f"the traceback is in {log}; {DEBUG}=1 shows it here"
-    except DiskError as problem:
-        where = f"{problem}; {DEBUG}=1 shows the traceback here"
+    except Exception as problem:  # whatever it is, the error itself is what must be said
+        where = f"{escaped(str(problem))}; {DEBUG}=1 shows the traceback here"
     return f"{type(error).__name__}: {text} ({where})"
+
+
+def _status(error: Exception) -> int:
+    by_machine = isinstance(error, MachineError) or not isinstance(error, ValueError)
+    return 1 if by_machine or not _foreseen(error) else 2
 
 
 def _foreseen(error: Exception) -> bool:
@@ -220,9 +240,9 @@ def _slurm_script(request: Request, config: Any) -> str:
     if request.command not in TOGETHER:
         raise UsageError(f"--slurm is for {', '.join(TOGETHER)}, got {request.command}")
     folder = [f"--config-dir={request.config_dir}"] if request.config_dir else []
-    call = [str(request.command), *folder, *request.overrides]
+    words = [str(request.command), *folder, *request.overrides]
     name = config.run.name if request.command == "train" else f"capture-{config.model.name}"
-    return batch_script(call, request.slurm or "", config.hardware, name)
+    return batch_script(words, request.slurm or "", config.hardware, re.sub(r"[^\w.-]", "_", name))
 
 
 if __name__ == "__main__":

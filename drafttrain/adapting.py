@@ -12,9 +12,9 @@ from torch import Tensor
 from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.assemble import expected_spec
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights
+from drafttrain.checkpoint import Checkpoints
 from drafttrain.config import TrainConfig, UsageError, load_choice, recorded
-from drafttrain.disk import write_whole
+from drafttrain.disk import replacing, write_whole, writing
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.run import CHECKPOINTS, CONFIG
 from drafttrain.types import TargetSpec
@@ -50,13 +50,14 @@ def starting_point(config: TrainConfig) -> Start | None:
 
 def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
-    checkpoint = checkpoints.best() or checkpoints.latest()
-    if checkpoint is None:
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
         raise ValueError(
             f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
             "first, or leave out run.init_from"
         )
-    trained = recorded(folder, TrainConfig).drafter
+    checkpoint, state, weights = chosen
+    trained = recorded(folder, TrainConfig, "run.init_from").drafter
     if type(trained) is not type(config):
         raise ValueError(
             f"run.init_from={folder} holds a drafter of the family {trained.name}, got "
@@ -64,13 +65,12 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
         )
     drafter = config.build(spec)
     try:
-        drafter.load_weights(load_weights(checkpoint))
+        drafter.load_weights(weights)
     except ValueError as error:
         raise ValueError(
             f"run.init_from={folder} must fit drafter={config.name} and a target shaped as "
             f"{spec.name}: {error}"
         ) from error
-    state = load_state(checkpoint)
     line = f"start: {checkpoint}, trained on {state.tokens:,} tokens"
     return Start(drafter, str(checkpoint), state.fingerprint, (line,))
 
@@ -94,7 +94,10 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
         layers=given.layers if isinstance(given, AdmittedConfig) else None,
         allow_pickle=given.allow_pickle if isinstance(given, AdmittedConfig) else False,
     )
-    found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    try:
+        found = admit(source, spec, pretrained.load_tokenizer(config.model), own)
+    except ValueError as error:  # the directory was given under this name
+        raise ValueError(str(error).replace("drafter.path", "run.init_from")) from error
     if not found.drafter.config.trainable:
         raise UsageError(
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
@@ -147,7 +150,8 @@ def keep_start(run: Path, start: Start | None) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.contiguous() for name, value in start.drafter.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS)
+    with writing(folder / WEIGHTS), replacing(folder / WEIGHTS) as beside:
+        save_file(tensors, beside)
     record = {"origin": start.origin, "target_fingerprint": start.fingerprint}
     write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
 

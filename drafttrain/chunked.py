@@ -55,7 +55,7 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class _Law(NamedTuple):
     probs: Tensor | None
-    choices: Tensor  # in the drafter's vocabulary
+    choices: Tensor  # in the drafter's vocabulary; -1: outside it
     kept: Tensor | None  # the positions of the chunk that these are of; None: all
 
 
@@ -195,6 +195,8 @@ class _Pass:
             probs = logits.softmax(-1) if self.task.config.needs_target_probs else None
             return _Law(probs, best.indices, None)
         choices = law.vocab.draft_ids[best.indices]
+        if self.task.config.of_rejection:
+            return _Law(logits.softmax(-1)[:, law.vocab.target_ids], choices, None)
         # A NaN must reach the loss, where it is caught, and not pass for a token left out.
         kept = ((choices >= 0) | best.values.isnan()).nonzero()[:, 0]
         probs = None
@@ -221,8 +223,8 @@ class _Pass:
         logits = logits.to(self.wide)
         factors = []
         for depth, here, part in zip(depths, known, logits.chunk(len(depths)), strict=True):
-            hits = part.gather(-1, choices[:, None])[:, 0] >= part.amax(-1)
-            self.correct[depth] += (hits & here).sum()
+            hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
+            self.correct[depth] += (hits & here & (choices >= 0)).sum()
             if self.backward:
                 losses, times = config.token_loss_and_gradient(part, probs, labels)
                 factors.append(here[:, None].to(self.wide) * times * self.factors[depth])

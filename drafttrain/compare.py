@@ -1,6 +1,7 @@
 """Runs side by side: reads what their evaluations measured, and refuses what cannot be compared."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from typing import Any
 
 from safetensors import safe_open
 
-from drafttrain.checkpoint import WEIGHTS_FILE, load_state
+from drafttrain.checkpoint import WEIGHTS_FILE, CheckpointError, load_state
 from drafttrain.report import build
 from drafttrain.report.comparison import Comparison, build_comparison
 from drafttrain.report.pairs import measured_of
 from drafttrain.report.runs import RunReport, conditions
-from drafttrain.run import CHECKPOINTS, CONFIG, load_config
+from drafttrain.run import CHECKPOINTS, CONFIG, call, load_config
+from drafttrain.untrusted import folder_name, read_object, shown
 
 # What two runs may differ in and still be seeds of one method: names, places, and what by contract
 # changes no result. The machine that timed them is compared by their reports.
@@ -48,9 +50,7 @@ class CompareConfig:
         ]
         if twice:
             raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
-        for key in ("evaluation", "name", "dir"):
-            if not getattr(self, key):
-                raise ValueError(f"compare.{key} must not be empty")
+        folder_name(self.evaluation, "compare.evaluation")
         if self.resamples < 100:
             raise ValueError(f"compare.resamples must be at least 100, got {self.resamples}")
         if self.seed < 0:
@@ -89,7 +89,7 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     file = _find_report(folder, evaluation)
     again = _command(folder, evaluation)
     try:
-        report = json.loads(file.read_text())
+        report = read_object(file)
         version = report["schema_version"]
         if version != build.SCHEMA_VERSION:
             raise ValueError(f"it has schema_version {version}, not {build.SCHEMA_VERSION}")
@@ -102,32 +102,43 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
         for key in ("rule", "lossless", "statement", "greedy_identical", "greedy_total"):
             report["lossless"][key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        what = f"no {error}" if isinstance(error, KeyError) else shown(error, 400)
         raise ValueError(
             f"{file} must be a report that `evaluate` wrote, but cannot be used: {what}; "
             f"make it again: {again}"
         ) from error
-    config = load_config(folder) if (folder / CONFIG).is_file() else None
+    config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
     recorded = report["provenance"].get("checkpoint")
     trained = recorded not in (None, "None")  # nothing was trained for ngram, say
     # By its name, for the run may have moved; a later run may have dropped it.
     checkpoint = folder / CHECKPOINTS / Path(str(recorded)).name
-    kept = trained and (checkpoint / WEIGHTS_FILE).is_file()
+    parameters, tokens = _sizes(checkpoint) if trained else (None, None)
     return RunReport(
         name=name,
         folder=str(folder),
         report=report,
         measured=measured,
         identity=_identity(config, report) if config is not None and trained else None,
-        seed=config["run"]["seed"] if config is not None and trained else None,
-        parameters=num_parameters(checkpoint) if kept else None,
-        training_tokens=load_state(checkpoint).tokens if kept else None,
+        seed=config.get("run", {}).get("seed") if config is not None and trained else None,
+        parameters=parameters,
+        training_tokens=tokens,
     )
 
 
+def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
+    """Return a checkpoint's parameters and trained tokens; None where a run has dropped it."""
+    try:
+        return num_parameters(checkpoint), load_state(checkpoint).tokens
+    except (OSError, CheckpointError):
+        if (checkpoint / WEIGHTS_FILE).is_file():
+            raise
+        return None, None
+
+
 def _find_report(folder: Path, evaluation: str) -> Path:
-    if not folder.is_dir():
-        raise ValueError(f"runs must name folders of runs, got {folder}, which is not a folder")
+    if not os.path.isdir(folder):
+        state = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ValueError(f"runs must name folders of runs, got {shown(folder)}, which {state}")
     file = folder / "evaluations" / evaluation / "report.json"
     if not file.is_file():
         others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))
@@ -140,8 +151,8 @@ def _find_report(folder: Path, evaluation: str) -> Path:
 
 
 def _command(folder: Path, evaluation: str) -> str:
-    named = "" if evaluation == "default" else f" eval.name={evaluation}"
-    return f"python -m drafttrain evaluate run.dir={folder}{named}"
+    named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
+    return call("evaluate", f"run.dir={folder}", *named)
 
 
 def num_parameters(checkpoint: Path) -> int:

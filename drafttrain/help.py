@@ -4,7 +4,9 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from drafttrain.config import COMMANDS, SAVED, choices, command_groups, conf_dir
+from drafttrain.choices import choices, command_groups, conf_dir
+from drafttrain.overrides import SAVED
+from drafttrain.sections import COMMANDS
 
 # The keys that most people change, most wanted first; `--help SECTION` shows every one.
 MOST_USED = {
@@ -147,14 +149,14 @@ torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of t
 A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
 
 
-def command_help(command: str, config_dir: Path | None = None) -> str:
+def command_help(command: str) -> str:
     """Return what `COMMAND --help` prints."""
     groups = command_groups(command)
     lines = [headline(primary(command)), ""]
     lines += [f"usage: {CALL} {command} [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]", ""]
     lines += ["sections and their choices (* default):"]
     for section in (field.name for field in fields(COMMANDS[command])):
-        files = sorted(choices(section, config_dir).items())
+        files = sorted(choices(section).items())
         default = groups.get(section)
         if default == SAVED and files:
             others = ", ".join(name for name, _ in files)
@@ -163,15 +165,15 @@ def command_help(command: str, config_dir: Path | None = None) -> str:
             lines += _row(f"{section}={name}{' *' * (name == default)}", headline(file))
     lines += ["", f"keys most used (all keys of a section: {CALL} {command} --help SECTION):"]
     for key in MOST_USED[command]:
-        comment, value = _find(command, key, config_dir)
+        comment, value = _find(command, key)
         lines += _row(f"{key}={value}", comment)
     lines += ["", "examples:", *(f"  {CALL} {example}" for example in EXAMPLES[command])]
     return "\n".join(lines)
 
 
-def section_help(command: str, section: str, choice: str, config_dir: Path | None = None) -> str:
+def section_help(command: str, section: str, choice: str) -> str:
     """Return every key of a section as the choice sets it, with its comment."""
-    files = choices(section, config_dir)
+    files = choices(section)
     file = files.get(choice) or next(iter(files.values()), primary(command))
     prefix = "" if file == primary(command) else f"{section}."
     lines = [
@@ -224,13 +226,13 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _find(command: str, key: str, config_dir: Path | None) -> tuple[str, str]:
+def _find(command: str, key: str) -> tuple[str, str]:
     here = documented(primary(command))
     if key in here:
         return here[key]
     section, _, name = key.partition(".")
     default = command_groups(command)[section]
-    files = choices(section, config_dir)
+    files = choices(section)
     file = files.get(default) or files["auto" if section == "hardware" else next(iter(files))]
     return documented(file)[name]
 

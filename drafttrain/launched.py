@@ -15,6 +15,7 @@ from pathlib import Path
 
 TOGETHER = ("train", "capture")  # what several ranks carry out; any other is one process
 LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
+STORE = "DRAFTTRAIN_STORE"  # the file at which these ranks meet, in a folder that is the user's own
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a rank's last words
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
 

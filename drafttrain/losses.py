@@ -27,6 +27,8 @@ DISTRIBUTION_LOSSES = (
     "lk_hybrid",
 )
 TOKEN_LOSSES = (*DISTRIBUTION_LOSSES, "hard_cross_entropy")
+# What validation measures, alone: it meets the target's law over the target's whole vocabulary.
+REJECTION = {"rejection": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class TokenLossConfig:
 
     def __post_init__(self) -> None:
         for name, weight in self.losses.items():
-            if name not in TOKEN_LOSSES:
+            if name not in TOKEN_LOSSES and not self.of_rejection:
                 near = difflib.get_close_matches(name, TOKEN_LOSSES, n=1, cutoff=0.5)
                 raise ValueError(
                     f"drafter.losses must be one of {', '.join(TOKEN_LOSSES)}, got {name}"
@@ -69,7 +71,15 @@ class TokenLossConfig:
     @property
     def needs_target_probs(self) -> bool:
         """Whether any of the losses compares laws, rather than reading the text alone."""
-        return any(self.losses.get(name) for name in DISTRIBUTION_LOSSES)
+        return self.of_rejection or any(self.losses.get(name) for name in DISTRIBUTION_LOSSES)
+
+    @property
+    def of_rejection(self) -> bool:
+        """Whether the loss is the rejection of drafts: the target's law is then not renormalised.
+
+        Tokens that a reduced vocabulary lacks keep their probability, and no position is left out.
+        """
+        return self.losses == REJECTION
 
     def token_loss(
         self,
@@ -144,6 +154,7 @@ class TokenLossConfig:
             "forward_kl": forward_kl,
             "reverse_kl": reverse_kl,
             "total_variation": total_variation,
+            "rejection": rejection,
         }
         return plain[name](logits, target_probs)
 
@@ -217,6 +228,17 @@ def total_variation(
     arXiv:2211.17192, section 3.3); DistillSpec's TVD.
     """
     return (target_probs - _wide(logits).softmax(-1)).abs().sum(-1) / 2
+
+
+def rejection(
+    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
+) -> Float[Tensor, " position"]:
+    """Return 1 - sum min(target_probs, draft_probs): how likely a drafted token is rejected.
+
+    Total variation, but of a law that may sum to less than 1: the rest is of tokens that the
+    drafter cannot draft.
+    """
+    return 1 - torch.minimum(target_probs, _wide(logits).softmax(-1)).sum(-1)
 
 
 def lk_hybrid(

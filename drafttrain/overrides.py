@@ -1,17 +1,24 @@
 """What was typed behind a command: section=choice and section.key=value, read or refused."""
 
 import difflib
-import importlib
-from collections.abc import Iterable, Sequence
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from drafttrain.untrusted import shown
+
 ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
+
+# How `${`, which asks OmegaConf for another value, is spelled in text that must stay as it is: no
+# text of a configuration holds a NUL, as no argument and no path can.
+ASKS, PLAIN = "${", "\0{"
 
 
 class UsageError(ValueError):
@@ -31,14 +38,20 @@ def parse(command: str, overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("~"):
-            key = f"'runs=[{text},...]'" if command == "compare" else f"run.dir={text}"
-            run = f"; did you mean {key}?" if Path(text).is_dir() else ""
+            key = shlex.quote(f"runs=[{text},...]" if command == "compare" else f"run.dir={text}")
+            run = f"; did you mean {key}?" if os.path.isdir(text) else ""
             raise UsageError(
-                f"arguments must be section.key=value or section=choice, got {text!r}{run}"
+                "arguments must be section.key=value or section=choice, "
+                f"got {shown(repr(text))}{run}"
+            )
+        if not value.strip():
+            raise UsageError(
+                f"{key} must not be empty, got {value!r} (a shell's variable that is not set?); "
+                "leave it out, or give null for none"
             )
         try:
             override = parser.parse_override(text)
-        except HydraException:
+        except (HydraException, RecursionError):
             try:
                 override = parser.parse_override(f"{key}={quoted(value)}")
             except HydraException:
@@ -68,7 +81,7 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
         added.append(f"drafter={ADMITTED}")
         name = Path(str(given["drafter.path"].value())).expanduser().resolve().name
         if name and "drafter.name" not in given:
-            added.append(f"drafter.name={quoted(name)}")
+            added.append(f"drafter.name={quoted(hidden(name))}")
     if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
         added.append("eval.name=${drafter.name}")
     return [*parse("evaluate", added), *parsed]
@@ -80,11 +93,11 @@ def start_of(parsed: list[Override]) -> Path | None:
     if not given or given[-1] is None:
         return None
     folder = Path(str(given[-1])).expanduser()
-    if not folder.is_dir():
-        problem = "which is a file" if folder.exists() else "which does not exist"
+    if not os.path.isdir(folder):
+        problem = "which is a file" if os.path.exists(folder) else "which does not exist"
         raise UsageError(
             "run.init_from must be the folder of a run, or a directory with config.json and "
-            f"weights that a serving engine loads, got {folder}, {problem}"
+            f"weights that a serving engine loads, got {shown(folder, 400)}, {problem}"
         )
     return folder
 
@@ -97,46 +110,25 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
     given = {override.key_or_group for override in parsed}
     added = [f"{section}={SAVED}" for section in sections if section not in given]
     if "drafter" not in given and "drafter=saved" not in added:
-        added += [f"drafter={ADMITTED}", f"drafter.path={quoted(str(folder))}"]
+        added += [f"drafter={ADMITTED}", f"drafter.path={quoted(hidden(str(folder)))}"]
     if "run.name" not in given:
-        added.append(f"run.name={quoted(folder.resolve().name + '-adapted')}")
+        added.append(f"run.name={quoted(hidden(folder.resolve().name + '-adapted'))}")
     return [*parse("train", added), *parsed]
 
 
-def load_class(section: str, path: str) -> Any:
-    """Return the class that a yaml's `_target_` names; UsageError where there is none."""
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
-        ) from error
-    if not isinstance(found, type):
-        raise UsageError(f"{section}._target_ must name a class, got {path}")
-    return found
+def hidden(plain: Any) -> Any:
+    """Return plain data whose texts ask for no other value."""
+    return _over_texts(plain, lambda text: text.replace(ASKS, PLAIN))
 
 
-WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[int]: "a list of integers such as [1,2]",
-    list[str]: "a list of texts such as [a,b]",
-    dict[str, float]: "numbers by name such as {a: 1.0}",
-}
+def revealed(plain: Any) -> Any:
+    """Return what `hidden` was given."""
+    return _over_texts(plain, lambda text: text.replace(PLAIN, ASKS))
 
 
-def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
-    """Say in our words what OmegaConf's error means: the key, what must hold, what was got."""
-    key = str(error.full_key).split("[")[0]
-    name, *inner = key.split(".")[1:]
-    hint, given = get_type_hints(kind)[name], value.get(name)
-    if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
-        hint, given = float, given.get(inner[0])
-    options = [hint, *getattr(hint, "__args__", ())]
-    words = next((WORDS[option] for option in options if option in WORDS), str(hint))
-    null = " or null" if type(None) in options else ""
-    got = "null" if given is None else given
-    return f"{key} must be {words}{null}, got {got}"
+def _over_texts(plain: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(plain, str):
+        return change(plain)
+    if isinstance(plain, dict):
+        return {key: _over_texts(value, change) for key, value in plain.items()}
+    return [_over_texts(value, change) for value in plain] if isinstance(plain, list) else plain

@@ -1,8 +1,7 @@
 """From a configuration to a plan: which accelerator, how many ranks, which share of the peak."""
 
-import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +16,7 @@ from drafttrain.config import (
     load_choice,
     recorded,
 )
+from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.engine import DeepSpeedConfig
 from drafttrain.hardware import HardwareConfig, choose_train_dtype
 from drafttrain.plan import PlanConfig as PlanSettings
@@ -29,8 +29,10 @@ from drafttrain.plan.shapes import UnknownShapeError
 from drafttrain.run import PROVENANCE
 from drafttrain.target.store import StoredFeaturesConfig
 from drafttrain.tracker import METRICS_FILE, read_metrics
+from drafttrain.untrusted import read_typed, shown
 
 SETTLING = 2  # lines of metrics that are left out at the start of a run: compiling, filling caches
+FASTEST = 1e12  # tokens per second: above it there is no machine, but a file of others
 GUESS = "a guess, until plan.measured names a run"
 MEASURE_S, GLANCE_S = 0.15, 0.02  # of products, and as long of memory, on a CPU
 
@@ -100,6 +102,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         ranks=ranks,
         ranks_here=here,
         max_length=config.data.max_length,
+        conversations=_conversations(config.data),
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
     )
@@ -149,31 +152,52 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
     return found
 
 
+@dataclass(frozen=True)
+class _Machine:
+    cpu: str
+    gpus: list[str]
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    hardware: _Machine
+
+
 def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     """Return the share of the peak that a run reached: its tokens/s over the roofline's.
 
     The median of its lines of metrics, the first ones left out. ValueError where the folder has
     none, or its run was on another kind of machine.
     """
-    config = recorded(folder, TrainConfig)
+    config = recorded(folder, TrainConfig, "plan.measured")
     file = folder / METRICS_FILE
     rows = read_metrics(file) if file.is_file() else []
-    speeds = [row["perf/tokens_per_s"] for row in rows if row.get("perf/tokens_per_s")]
+    told = [row.get("perf/tokens_per_s") for row in rows]
+    speeds = [x for x in told if isinstance(x, int | float) and 0 < x < FASTEST]
     if not speeds:
         raise ValueError(
             f"plan.measured must be a run with tokens/s in its {METRICS_FILE}, got {folder}"
         )
-    record = json.loads((folder / PROVENANCE).read_text())["hardware"]
-    if bool(record["gpus"]) == chip.is_cpu:
+    if not (folder / PROVENANCE).is_file():
+        raise ValueError(f"plan.measured must be a run with a {PROVENANCE}, got {folder}")
+    machine = read_typed(_Provenance, folder / PROVENANCE).hardware
+    if bool(machine.gpus) == chip.is_cpu:
         raise ValueError(
             f"plan.measured must be a run on the accelerator that is planned, {chip.name}, got "
-            f"{folder}, which ran on {', '.join(record['gpus']) or record['cpu']}"
+            f"{folder}, which ran on {shown(', '.join(machine.gpus) or machine.cpu)}"
         )
     job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
     found = place(job, _sharding(config.deepspeed), config.hardware.target_placement)
     stored = isinstance(config.features, StoredFeaturesConfig)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
+
+
+def _conversations(data: DataConfig) -> int | None:
+    """Return how many conversations there are at most, None where only reading them would say."""
+    if isinstance(data, SelfgenConfig):
+        return data.num_conversations
+    return data.limit if isinstance(data, JsonlConfig | HubConfig) else None
 
 
 def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:

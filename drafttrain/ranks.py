@@ -1,18 +1,21 @@
 """Which of the processes that train together this one is, and what they tell each other."""
 
 import atexit
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-T = TypeVar("T")
+from drafttrain.launched import STORE, is_ours
+from drafttrain.lock import HeldError, attend, hold
 
 # A collective of the training step: every rank is busy with the same work, so none is this late.
 STEP_TIMEOUT = timedelta(minutes=10)
@@ -55,23 +58,31 @@ class Ranks:
         """Return the elementwise maximum of every rank's `value`, where `value` was."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
-    def broadcast_object(self, value: T) -> T:
-        """Return rank 0's `value` (anything that pickles) on every rank."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's `value`, plain JSON, on every rank.
+
+        torch's own pickles it, and whoever gets onto the ranks' network would run code by that.
+        """
         if self.world_size == 1:
             return value
-        box = [value]
         with self._naming_the_loss():
-            dist.broadcast_object_list(box, src=0, group=self._messages)
-        return box[0]
+            return self._object_of(0, value)
 
-    def gather_objects(self, value: T) -> list[T]:
-        """Return every rank's `value` (anything that pickles), in their order, on every rank."""
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, plain JSON, in their order, on every rank."""
         if self.world_size == 1:
             return [value]
-        boxes: list[Any] = [None] * self.world_size
         with self._naming_the_loss():
-            dist.all_gather_object(boxes, value, group=self._messages)
-        return boxes
+            return [self._object_of(rank, value) for rank in range(self.world_size)]
+
+    def _object_of(self, rank: int, value: Any) -> Any:
+        content = bytearray(json.dumps(value if rank == self.rank else None).encode())
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=rank, group=self._messages)
+        if rank != self.rank:
+            content = bytearray(int(size))
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), rank, group=self._messages)
+        return json.loads(content)
 
     def broadcast_in_place(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
@@ -104,6 +115,28 @@ class Ranks:
             return int(box)
 
         return total
+
+    @contextmanager
+    def holding(
+        self, place: Path, key: str, command: str, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Let these ranks alone write a folder; raise on all of them where that cannot be.
+
+        Rank 0 holds the lock: it writes what matters. The others say that they may write too.
+        """
+        with ExitStack() as stack:
+            problem: str | None = None
+            if self.is_main:
+                try:
+                    stack.enter_context(hold(place, key, command, say))
+                except ValueError as error:  # DiskError too
+                    problem = str(error)
+            problem = self.broadcast_object(problem)
+            if problem is not None:
+                raise HeldError(problem)
+            if not self.is_main:
+                stack.enter_context(attend(place))
+            yield
 
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
@@ -174,7 +207,13 @@ def _join(device: str) -> Ranks:
         torch.cuda.set_device(place)
     if world_size == 1:
         return Ranks(rank, local_rank, world_size, place)
-    dist.init_process_group(_backend(place), timeout=STEP_TIMEOUT)
+    store = None
+    if is_ours():  # else torch's own, at MASTER_ADDR
+        store = dist.FileStore(os.environ[STORE], world_size)
+        store.set_timeout(STEP_TIMEOUT)
+    dist.init_process_group(
+        _backend(place), timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
+    )
     atexit.register(_leave)
     messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
     return Ranks(rank, local_rank, world_size, place, messages)

@@ -15,8 +15,10 @@ import yaml
 
 import drafttrain
 from drafttrain.disk import append_text, require_writable, write_whole
+from drafttrain.untrusted import folder_name, read_yaml, shown
 
 CONFIG = "config.yaml"
+DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four
 CHECKPOINTS = "checkpoints"
 PROVENANCE = "provenance.json"
 LOG = "train.log"
@@ -43,16 +45,21 @@ class RunConfig:
     dir: str
     resume: bool
     skip_damaged: bool
+    allow_changes: list[str]
     init_from: str | None
     seed: int
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name:
-            raise ValueError(f"run.name must be a name without slashes, got {self.name!r}")
+        folder_name(self.name, "run.name")
         if not self.dir:
             raise ValueError("run.dir must name a folder, got nothing")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"run.seed must be in [0, 2**63), got {self.seed}")
+
+
+def call(*arguments: str) -> str:
+    """Return a command line of this program that a shell reads back."""
+    return shlex.join(["python", "-m", "drafttrain", *arguments])
 
 
 def write_config(config: Any, path: Path) -> None:
@@ -74,28 +81,49 @@ def append_log(folder: Path, lines: list[str]) -> None:
     lines.clear()
 
 
-def load_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections in the config.yaml of a run; ValueError if `folder` is not a run's."""
+def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]:
+    """Return the sections in the config.yaml of a run, as plain data.
+
+    The folder may be anybody's: no text of it asks for another value, and no class that it names is
+    imported here. key: the setting that names the folder, for the ValueError if it is not a run's.
+    """
     file = folder / CONFIG
-    if not file.is_file():
-        state = "has no config.yaml" if folder.is_dir() else "does not exist"
+    if not os.path.isfile(file):
+        state = "does not exist"
+        if os.path.exists(folder):
+            state = f"has no {CONFIG}" if os.path.isdir(folder) else "is a file"
         raise ValueError(
-            f"run.dir must be the folder of a run, got {folder}, which {state}; "
+            f"{key} must be the folder of a run, got {shown(folder, 400)}, which {state}; "
             "`train` makes one: python -m drafttrain train run.name=demo"
         )
-    try:
-        saved = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} must be yaml, got: {' '.join(str(error).split())}") from error
+    saved = read_yaml(file)
     if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
         raise ValueError(f"{file} must hold the sections of a run, got something else")
+    for name, section in saved.items():
+        _check_plain(section, f"{shown(file, 400)}: {shown(name)}", DEEPEST)
     return saved
 
 
-def check_run_folder(config: Any) -> None:
-    """Refuse to write over an earlier run, or to resume one that was told something else.
+def _check_plain(value: Any, where: str, depth: int) -> None:
+    if isinstance(value, dict) and depth:
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where} must have keys that are text, got {shown(repr(key))}")
+            _check_plain(inner, f"{where}.{shown(key)}", depth - 1)
+    elif isinstance(value, list) and depth:
+        for inner in value:
+            _check_plain(inner, where, depth - 1)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(
+            f"{where} must be text, a number, true, false, null, or few lists of these, "
+            f"got {shown(repr(value))}"
+        )
 
-    config: what `train` is told, with the sections run, drafter and data.
+
+def check_run_folder(config: Any) -> None:
+    """Refuse to write over an earlier run.
+
+    config: what `train` is told, with the section run.
     """
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
@@ -107,21 +135,6 @@ def check_run_folder(config: Any) -> None:
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
             "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
         )
-    saved = load_config(folder)
-    start = saved.get("run", {}).get("init_from")
-    if start != config.run.init_from:
-        raise ValueError(
-            f"run.init_from must be {start or 'null'} to resume, as in {folder}/{CONFIG}, got "
-            f"{config.run.init_from or 'null'}; or start another run by run.name=ANOTHER_NAME"
-        )
-    for section in ("drafter", "data"):
-        earlier = saved.get(section, {})
-        for key, value in asdict(getattr(config, section)).items():
-            if earlier.get(key) != value:
-                raise ValueError(
-                    f"{section}.{key} must be {earlier.get(key)} to resume, as in {folder}/{CONFIG}"
-                    f", got {value}; or start another run by run.name=ANOTHER_NAME"
-                )
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
@@ -130,7 +143,7 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
     argv: the arguments after `python -m drafttrain`.
     """
     return {
-        "command": shlex.join(["python", "-m", "drafttrain", *argv]),
+        "command": call(*argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **_commit(),
         "versions": {"drafttrain": drafttrain.__version__, **_versions()},

@@ -1,7 +1,6 @@
 """Validation without the target's model: how much of its stored law the drafter's covers."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine
+from drafttrain.losses import REJECTION, TokenLossConfig
 from drafttrain.target.store import StoredTarget
-from drafttrain.types import LossTerm, Sample
-
-OVERLAP = {"total_variation": 1.0}  # a loss of 1 - alpha
+from drafttrain.types import Sample
 
 
 class TeacherForced:
@@ -47,7 +45,14 @@ class TeacherForced:
         self.source, self.engine, self.drafter = source, engine, engine.module
         self.held_out = list(held_out)[:num_conversations]
         self.micro_batch = micro_batch
-        self.depth = self.drafter.capabilities.unroll
+        self.terms = self.drafter.depth_terms
+        if not self.terms or not isinstance(self.drafter.config, TokenLossConfig):
+            raise ValueError(
+                f"features.validate must be true for drafter={self.drafter.config.name}: without "
+                "the target a drafter is judged by its losses on tokens, of which this one names "
+                "none (Drafter.depth_terms, and a configuration that is a TokenLossConfig)"
+            )
+        self.depth = len(self.terms)
         self.rows: list[list[float]] = []
 
     @torch.no_grad()
@@ -55,18 +60,17 @@ class TeacherForced:
         """Return alpha of each depth and the acceptance length that they promise."""
         drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
-        drafter.config = dataclasses.replace(drafter.config, losses=OVERLAP)  # type: ignore[call-arg]
-        sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=self.engine.device)
+        drafter.config = dataclasses.replace(drafter.config, losses=REJECTION)  # type: ignore[call-arg]
+        sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=self.engine.device)
         mine = self.held_out[self.engine.rank :: self.engine.world_size]
         for first in range(0, len(mine), self.micro_batch):
             batch = collate(mine[first : first + self.micro_batch])
             features = self.source.features(batch, drafter.captures)
             with self.engine.precision:
                 losses = drafter(batch.to(self.engine.device), features, NoChance())
-            for depth, term in enumerate(by_depth(losses)):
-                left_out = 0 if term.uncovered is None else term.uncovered
-                sums[depth, 0] += term.count - left_out - term.sum  # uncovered: nothing in common
-                sums[depth, 1] += term.count
+            for depth, name in enumerate(self.terms):
+                sums[depth, 0] += losses[name].count - losses[name].sum
+                sums[depth, 1] += losses[name].count
         table = self.engine.sum_over_ranks(sums).tolist()
         metrics, expected, so_far = {}, 1.0, 1.0
         self.rows = []
@@ -81,16 +85,6 @@ class TeacherForced:
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of the last validation: one row a depth."""
         return ["depth", "alpha", "positions"], self.rows
-
-
-def by_depth(losses: dict[str, LossTerm]) -> list[LossTerm]:
-    """Return the terms on drafted tokens, shallow ones first."""
-    found = []
-    for name, term in losses.items():
-        number = re.search(r"\d+$", name)
-        if term.correct is not None and number is not None:
-            found.append((int(number[0]), term))
-    return [term for _, term in sorted(found, key=lambda pair: pair[0])]
 
 
 class NoChance(TrainingChance):

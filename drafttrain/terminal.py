@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,8 +15,33 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 
-console = Console(soft_wrap=True, highlight=False)
+from drafttrain.untrusted import escaped
+
+
+class Terminal(Console):
+    """Prints text as it is: nothing in it is markup, and no character of it is obeyed.
+
+    What is shown holds names, paths and texts of others. Colours and the bar's own codes are added
+    when it is drawn.
+    """
+
+    def __init__(self, width: int | None = None, soft_wrap: bool = False) -> None:
+        super().__init__(
+            width=width, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False
+        )
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Yield what is drawn, its texts without control characters."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(escaped(text), style)
+
+
+console = Terminal(soft_wrap=True)
 LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
 
 
@@ -43,13 +68,13 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
         return
     if console.is_terminal:
         bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
         with bar:
@@ -70,7 +95,7 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
         line = (
             f"{description} {count}/{total} {_duration(now - start)} left {_duration(left)} {note}"
         )
-        print(line.rstrip(), flush=True)
+        print(escaped(line.rstrip()), flush=True)
 
     yield tick
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine, NonFiniteError
 from drafttrain.optim import SCHEDULES, lr_at
 from drafttrain.ranks import Ranks
-from drafttrain.stopping import Stopped, StopRequest
+from drafttrain.stopping import StopRequest
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
 from drafttrain.types import FeatureSource, weighted_sum
@@ -156,12 +156,13 @@ def train(
     saved = state.step
     agreement = Agreement(engine.ranks, stop)
     with (
-        progress("train", config.max_steps, saved, show=engine.is_main) as tick,
+        progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
         stop.deferred(),
         engine.ranks.naming_a_loss(),
     ):
         while True:
-            last = state.step == config.max_steps  # so that the end validates and saves as well
+            # So that the end validates and saves as well; a resumed run may be past it already.
+            last = state.step >= config.max_steps
             stopping = agreement.to_stop()
             improved = False
             if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
@@ -179,9 +180,9 @@ def train(
                 saved = state.step
                 meter.forget_time()
             if stopping:
-                raise Stopped(
-                    f"stopped by {stop.name or 'a signal to another rank'} after step {state.step} "
-                    f"of {config.max_steps}, which is saved; go on with run.resume=true"
+                raise stop.stopped(
+                    f" after step {state.step} of {config.max_steps}, which is saved; go on with "
+                    "run.resume=true"
                 )
             if last:
                 return state
@@ -200,7 +201,7 @@ def train(
                     f"{', '.join(map(str, group.documents))}"
                 ) from error
             state = state.after_step(group.tokens, batches.state_dict())
-            if state.step % config.log_every == 0 or state.step == config.max_steps:
+            if state.step % config.log_every == 0 or state.step >= config.max_steps:
                 metrics = meter.read()
                 metrics |= {
                     "train/lr": lr,

@@ -73,10 +73,11 @@ class Validation:
                     chance=SeededChance(0),
                 )
                 own.append((index, decoded.stats.trimmed))
-        found = ranks.gather_objects((given_up, own))
+        plain = [(index, vars(counters)) for index, counters in own]
+        found = ranks.gather_objects((given_up, plain))
         if any(rank_given_up for rank_given_up, _ in found):
             return {}
-        rows = dict(row for _, rank in found for row in rank)
+        rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
         self.rows = [(index, rows[index]) for index, _ in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())
         positions = [0] * self.depth

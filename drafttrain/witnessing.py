@@ -66,6 +66,7 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> Served:
         card = CardData(
             title=f"{family} for {config.model.name}",
             family=family,
+            about=parts.drafter.about,
             target=config.model.name,
             base_model=None,
             license="other",

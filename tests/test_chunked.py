@@ -13,7 +13,7 @@ from tests_support import model_config
 
 from drafttrain import chunked
 from drafttrain.chunked import OutputHead, TargetLaw, loss_terms
-from drafttrain.losses import TOKEN_LOSSES
+from drafttrain.losses import REJECTION, TOKEN_LOSSES
 from drafttrain.readout import Readout
 from drafttrain.target.target import Target, load_target
 from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures, weighted_sum
@@ -302,3 +302,34 @@ def test_no_tensor_is_as_large_as_the_logits_of_a_batch(family: str, kind: str) 
     with _Largest() as seen:
         weighted_sum(drafter(batch, features, NoChance())).backward()
     assert vocab * 4 < seen.elements < (length - 2) * 700, seen.elements
+
+
+def test_what_a_reduced_vocabulary_lacks_is_rejected() -> None:
+    """Target (0.5, 0.3, 0.2), drafter (5/8, 3/8) of the first two: 0.8 of drafts are accepted."""
+    readout = Readout(torch.eye(3), torch.tensor([[0.5], [0.3], [0.2]]).log())
+    vocab = DraftVocab.of(torch.tensor([0, 1]), 3)
+    law = TargetLaw(readout, torch.ones(2, 1), torch.tensor([0, 1]), vocab)
+    heads = [OutputHead(torch.tensor([[0.5], [0.3]]).log())]
+    places, labels = torch.tensor([[0, 1]]), torch.tensor([0, -1])
+    states, told = [torch.ones(2, 1)], config(losses=REJECTION)
+    (term,) = loss_terms(
+        [1.0], chunked.chunked_losses(told, [1.0], heads, states, places, labels, law)
+    )
+    assert float(1 - term.sum / term.count) == pytest.approx(0.8)
+    assert int(term.count) == 2
+    assert int(term.uncovered or 0) == 0, "what is missing is in the sum"
+
+
+def test_a_token_that_the_drafter_lacks_is_rejected_wherever_the_target_prefers_it() -> None:
+    readout = Readout(torch.eye(3), torch.tensor([[0.2], [0.1], [0.7]]).log())
+    law = TargetLaw(
+        readout, torch.ones(1, 1), torch.tensor([0]), DraftVocab.of(torch.tensor([0, 1]), 3)
+    )
+    head = OutputHead(torch.tensor([[0.6], [0.4]]).log())
+    sums = chunked.chunked_losses(
+        config(losses=REJECTION), [1.0], [head], [torch.ones(1, 1)],
+        torch.tensor([[0]]), torch.tensor([-1]), law,
+    )  # fmt: skip
+    (term,) = loss_terms([1.0], sums)
+    assert float(1 - term.sum) == pytest.approx(0.3)
+    assert int(term.correct or 0) == 0

@@ -1,6 +1,7 @@
 """What a user meets at the command line: help, mistakes answered in one line, errors that help."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -95,7 +96,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train run.resume=maybe", "run.resume must be true or false, got maybe"),
         ("train drafter.layers=[a]", "drafter.layers must be a list of integers such as [1,2] or"),
         ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
-        ("train run.name=a/b", "run.name must be a name without slashes, got 'a/b'"),
+        ("train run.name=a/b", "run.name must be a name without slashes, on one line, got 'a/b'"),
         ("train run.seed=-1", "run.seed must be in [0, 2**63), got -1"),
         ("evaluate", "run.dir must be given: python -m drafttrain evaluate run.dir=outputs/demo"),
         ("evaluate run.dir=nowhere", "run.dir must be the folder of a run, got nowhere, which"),
@@ -200,7 +201,7 @@ def test_an_unreachable_hub_ends_with_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 1
+    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 2
     captured = capsys.readouterr()
     assert "train eagle for llama70b" in captured.out
     assert captured.err.startswith("error: model=llama70b: cannot reach the Hugging Face Hub")
@@ -227,7 +228,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_error_for_the_user_is_one_line(failing, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failing(ValueError("data.path must exist,\n got nothing")) == 1
+    assert failing(ValueError("data.path must exist,\n got nothing")) == 2
     assert capsys.readouterr().err == "error: data.path must exist, got nothing\n"
 
 
@@ -259,18 +260,31 @@ def test_debug_shows_the_traceback(failing, monkeypatch: pytest.MonkeyPatch) -> 
         failing(KeyError("lost"))
 
 
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("train", "; the same command with run.resume=true goes on"),
+        ("evaluate", "; the same command goes on from what it measured"),
+    ],
+)
 def test_interruption_says_how_to_go_on(
-    failing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, how: str, failing, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert failing(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert failing(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "interrupted; go on with run.resume=true\n"
-    assert failing(KeyboardInterrupt(), which="evaluate") == 130
-    assert capsys.readouterr().err == (
-        "interrupted; the same command goes on from what it measured\n"
-    )
+    assert failing(KeyboardInterrupt(), which=command) == 130
+    assert capsys.readouterr().err == f"interrupted{how}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "told", "code"),
+    [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)],
+)
+def test_a_measurement_that_is_asked_to_end_says_how_to_go_on(
+    number: int, told: str, code: int, failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = f"import os; os.kill(os.getpid(), {int(number)}); raise error"
+    assert failing(KeyError("went on"), asked, which="evaluate") == code
+    said = capsys.readouterr().err
+    assert said == f"{told}; the same command goes on from what it measured\n"
 
 
 def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,7 +333,7 @@ def test_a_place_that_cannot_be_written_is_named_before_the_work(
 ) -> None:
     file = tmp_path / "a file"
     file.touch()
-    assert cli.main([text.replace("FILE", str(file)) for text in told]) == 1
+    assert cli.main([text.replace("FILE", str(file)) for text in told]) == 2
     text = capsys.readouterr().err
     assert f"must lie where files can be written, got {file}" in text
     assert f": {file} is no folder; name another place\n" in text
@@ -329,6 +343,6 @@ def test_a_run_is_no_place_for_stored_features(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").touch()
-    assert cli.main(["capture", f"store.dir={tmp_path}"]) == 1
+    assert cli.main(["capture", f"store.dir={tmp_path}"]) == 2
     assert f"a folder of its own, got {tmp_path}, which holds a run" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]

@@ -11,22 +11,11 @@ from omegaconf import OmegaConf
 
 from drafttrain.__main__ import PLACES
 from drafttrain.assemble import record_evaluation
-from drafttrain.config import (
-    COMMANDS,
-    SECTIONS,
-    EvaluateConfig,
-    ExportConfig,
-    TrainConfig,
-    choices,
-    command_groups,
-    compose,
-    conf_dir,
-    load_choice,
-    recorded,
-    typed,
-)
+from drafttrain.choices import choices, command_groups, conf_dir, own_choices
+from drafttrain.config import compose, load_choice, recorded, typed
 from drafttrain.help import EXAMPLES, MOST_USED, documented, headline
 from drafttrain.run import RunConfig, check_run_folder, load_config, write_config
+from drafttrain.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "config_train.yaml"
 YAML = sorted(conf_dir().rglob("*.yaml"))
@@ -120,11 +109,17 @@ def test_a_field_that_yaml_lacks_or_invents_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "drafter").mkdir()
     own = tmp_path / "drafter" / "mine.yaml"
     own.write_text("# Mine.\n_target_: drafttrain.drafters.ngram.NgramConfig\nname: mine\n")
-    with pytest.raises(ValueError, match=r"drafter\.max_ngram must be given"):
-        typed(compose("train", ["drafter=mine"], tmp_path), TrainConfig)
+    with (
+        own_choices(tmp_path),
+        pytest.raises(ValueError, match=r"drafter\.max_ngram must be given"),
+    ):
+        typed(compose("train", ["drafter=mine"]), TrainConfig)
     own.write_text(own.read_text() + "max_ngram: 3\nmin_ngram: 1\nmid_ngram: 2\n")
-    with pytest.raises(ValueError, match=r"drafter\.mid_ngram is not a field of NgramConfig; did"):
-        typed(compose("train", ["drafter=mine"], tmp_path), TrainConfig)
+    with (
+        own_choices(tmp_path),
+        pytest.raises(ValueError, match=r"drafter\.mid_ngram is not a field of NgramConfig; did"),
+    ):
+        typed(compose("train", ["drafter=mine"]), TrainConfig)
 
 
 def test_composed_default_is_the_golden_one() -> None:
@@ -262,15 +257,6 @@ def test_a_checkpointed_run_is_not_overwritten(run_folder: Path) -> None:
         check_run_folder(config)
 
 
-def test_a_run_resumes_only_as_what_it_was(run_folder: Path) -> None:
-    (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
-    same = ["run.resume=true", f"run.dir={run_folder}"]
-    check_run_folder(typed(compose("train", same), TrainConfig))
-    other = typed(compose("train", [*same, "drafter.unroll=9"]), TrainConfig)
-    with pytest.raises(ValueError, match=r"drafter\.unroll must be \d+ to resume, .*got 9"):
-        check_run_folder(other)
-
-
 def test_a_run_without_checkpoints_may_start_again(run_folder: Path) -> None:
     (run_folder / "checkpoints").mkdir()
     check_run_folder(typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig))
@@ -295,14 +281,18 @@ def test_a_drafter_of_ones_own_needs_no_fork(
     yaml_text = "# Mine.\n_target_: my_drafter.MineConfig\n\n# Its width.\nwidth: 3\n\nname: mine\n"
     (own / "drafter" / "mine.yaml").write_text(yaml_text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = typed(compose("train", ["drafter=mine", "drafter.width=4"], own), TrainConfig)
-    assert type(config.drafter).__name__ == "MineConfig"
-    assert config.drafter.width == 4  # type: ignore[attr-defined]
-    # What a run folder says is trusted only with the user's own yaml beside it.
-    write_config(config, run_folder / "config.yaml")
+    with own_choices(own):
+        config = typed(compose("train", ["drafter=mine", "drafter.width=4"]), TrainConfig)
+        assert type(config.drafter).__name__ == "MineConfig"
+        assert config.drafter.width == 4  # type: ignore[attr-defined]
+        # What a run folder says is trusted only with the user's own yaml beside it.
+        write_config(config, run_folder / "config.yaml")
+        again = typed(compose("evaluate", [f"run.dir={run_folder}"]), EvaluateConfig)
+        assert again.drafter == config.drafter
+        assert recorded(run_folder, TrainConfig, "run.init_from").drafter == config.drafter
+        assert load_choice("drafter", "mine").width == 3
     with pytest.raises(ValueError, match=r"_target_ must name a class of drafttrain or of a yaml"):
-        compose("evaluate", [f"run.dir={run_folder}"])
-    assert compose("evaluate", [f"run.dir={run_folder}"], own).drafter.width == 4
+        typed(compose("evaluate", [f"run.dir={run_folder}"]), EvaluateConfig)
     sys.modules.pop("my_drafter")
 
 
@@ -348,7 +338,7 @@ def test_a_run_saved_before_keys_were_added_is_read(tmp_path: Path, named: bool)
         for section in ("model", "hardware", "trainer", "deepspeed"):
             saved[section]["name"] = "mine"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
-    read = recorded(tmp_path, TrainConfig)
+    read = recorded(tmp_path, TrainConfig, "run.init_from")
     assert (read.hardware.ranks, read.eval.before, read.features.name) == ("auto", True, "online")
     assert read.model.shape is None
     for command, schema in (("evaluate", EvaluateConfig), ("export", ExportConfig)):

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.engine import DeepSpeedConfig, Engine, NonFiniteError, build_engine
+from drafttrain.engine.deepspeed import import_deepspeed
+from drafttrain.ranks import Ranks
 from drafttrain.types import Losses, LossTerm, weighted_sum
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +121,7 @@ def torchrun(
     command += ["--nproc_per_node", str(ranks), __file__, ",".join(engines), str(micro_batch)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     done = subprocess.run(
-        [*command, str(output)], env=environment, capture_output=True, text=True, timeout=240
+        [*command, str(output)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text())
@@ -305,6 +308,17 @@ def test_float16_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("device", "told"), [("cuda:1", "1"), ("cpu", "0")])
+def test_deepspeed_is_told_the_gpu_that_the_user_names(
+    device: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as a launcher of one process says
+    import_deepspeed(Ranks(0, 0, 1, torch.device(device)))
+    assert os.environ["LOCAL_RANK"] == told
+
+
+@pytest.mark.slow
 def test_plain_torch_does_not_import_deepspeed_and_deepspeed_is_quiet() -> None:
     script = (
         "import sys; sys.path.insert(0, 'tests'); import test_engine as t\n"
@@ -327,9 +341,12 @@ def main() -> None:
         curves[name] = train(engine, int(micro_batch))
         folder = Path(output).parent
         engine.save(folder)
-        kept = engine.ranks.broadcast_object(engine.weights())
+        weights = engine.weights()
+        if engine.is_main:
+            save_file(weights, folder / "weights.safetensors")
+        engine.barrier()
         resumed = make_engine(name)
-        resumed.load_weights(kept)
+        resumed.load_weights(load_file(folder / "weights.safetensors"))
         resumed.load(folder)
         goes_on, expected = (train(e, 4, steps=2, first=STEPS) for e in (resumed, engine))
         assert goes_on == expected, name  # bitwise

@@ -129,7 +129,7 @@ def test_two_ranks_with_masters_take_the_steps_of_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", __file__, str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     curves = json.loads(output.read_text())
     expected = train(make_engine("none"), micro_batch=1)

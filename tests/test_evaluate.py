@@ -1,5 +1,7 @@
 """Evaluation: every turn by every method, the losslessness check, what is refused, validation."""
 
+import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, drafter_config, model_config
 
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.ngram import Ngram
 from drafttrain.engine import build_engine
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
@@ -23,6 +26,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
+    check_depths,
     check_settings,
     first_turn,
     measure,
@@ -31,7 +35,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Decoded, PromptResult, Sample
+from drafttrain.types import Decoded, PromptResult, Proposal, Sample
 from drafttrain.validate import Validation
 
 PROMPTS = [
@@ -76,7 +80,7 @@ def results_of(
     }
     values |= more
     prompts = values.pop("prompts", PROMPTS)
-    results = measure(target, methods, prompts, "chat", config, **values)
+    results = measure(target, methods, prompts, BY_TEMPLATE, config, **values)
     return at_depth(results, methods, "eagle3", config.depth)
 
 
@@ -109,6 +113,24 @@ def test_every_turn_is_measured_by_every_method_in_as_many_blocks_as_asked(
     assert len(used) == min(blocks, len(PROMPTS) + repeats - 1)
 
 
+def test_between_prompts_only_what_is_new_is_looked_through_for_garbage(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """What Python and its libraries hold takes half a second to look through."""
+    seen: list[int] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            seen.append(info["generation"])
+
+    gc.callbacks.append(collected)
+    try:
+        measured(target, drafters, blocks=1, max_new_tokens=2)
+    finally:
+        gc.callbacks.remove(collected)
+    assert seen == [0] * len(PROMPTS)
+
+
 def test_greedy_outputs_of_all_methods_are_equal_and_fit_the_limit(
     target: Target, drafters: dict[str, Drafter]
 ) -> None:
@@ -131,7 +153,7 @@ def test_a_later_turn_carries_the_answer_before_it(
     answer = target.tokenizer.decode(first.tokens, skip_special_tokens=True)
     assert answer
     said = [("user", "Say hello."), ("assistant", answer), ("user", "And good bye, please.")]
-    expected = prompt_tokens([Message(*turn) for turn in said], target.tokenizer, "chat")
+    expected = prompt_tokens([Message(*turn) for turn in said], target.tokenizer, BY_TEMPLATE)
     assert second.num_prompt_tokens == len(expected)
 
 
@@ -147,7 +169,7 @@ def test_sampled_results_repeat_with_the_seed(target: Target, drafters: dict[str
 
 
 def greedy_prompts(target: Target) -> list[tuple[str, list[int]]]:
-    return [(prompt.id, first_turn(prompt, target, "chat")) for prompt in PROMPTS]
+    return [(prompt.id, first_turn(prompt, target, BY_TEMPLATE)) for prompt in PROMPTS]
 
 
 def test_a_lossless_loop_is_identical_on_every_prompt_checked(
@@ -161,7 +183,7 @@ def test_a_lossless_loop_is_identical_on_every_prompt_checked(
 def test_a_planted_divergence_is_reported_by_prompt_and_position(
     target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = first_turn(PROMPTS[1], target, "chat")
+    wrong = first_turn(PROMPTS[1], target, BY_TEMPLATE)
 
     def diverging(target: Target, drafter: Drafter, prompt: list[int], **more: Any) -> Decoded:
         decoded = speculative_decode(target, drafter, prompt, **more)
@@ -183,18 +205,18 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
     target: Target, drafters: dict[str, Drafter]
 ) -> None:
     drafter = drafters["eagle3"]
-    check_settings(PROMPTS, target, drafter, "chat", settings())
+    check_settings(PROMPTS, target, drafter, BY_TEMPLATE, settings())
     long = Prompt("novel", "chat", "chat", ("word " * 200,))
     with pytest.raises(ValueError, match=r"eval\.prompts: novel may need 10\d\d tokens"):
-        check_settings([*PROMPTS, long], target, drafter, "chat", settings())
+        check_settings([*PROMPTS, long], target, drafter, BY_TEMPLATE, settings())
     # Each turn fits alone; with the answers in between they do not.
     many = Prompt("talker", "chat", "chat", ("Go on.",) * 8)
-    check_settings([many], target, drafter, "chat", settings())
+    check_settings([many], target, drafter, BY_TEMPLATE, settings())
     with pytest.raises(ValueError, match=r"talker .* lower eval\.max_new_tokens"):
-        check_settings([many], target, drafter, "chat", settings(max_new_tokens=60))
+        check_settings([many], target, drafter, BY_TEMPLATE, settings(max_new_tokens=60))
     heads = random_drafter("medusa", target)
     with pytest.raises(ValueError, match=r"^eval\.depth must"):
-        check_settings(PROMPTS, target, heads, "chat", settings(depth=50))
+        check_settings(PROMPTS, target, heads, BY_TEMPLATE, settings(depth=50))
 
 
 @pytest.mark.parametrize(
@@ -213,33 +235,34 @@ def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: st
         settings(**changes)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batches_say_what_single_prompts_say(
-    size: int, temperature: float, target: Target, drafters: dict[str, Drafter]
+    temperature: float, target: Target, drafters: dict[str, Drafter]
 ) -> None:
     prompts = [
         Prompt(f"p{i}", "chat", "chat", ("Say " + "hello " * i, "And?")[: 1 + i % 2])
         for i in range(5)
     ]
-    config = settings(temperature=temperature, blocks=1)
-    alone = results_of(target, drafters, config, prompts=prompts)
-    together = results_of(target, drafters, config, prompts=prompts, batch_size=size)
+    config = settings(temperature=temperature, blocks=1, max_new_tokens=8)
 
-    def table(results: list[PromptResult]) -> dict[Any, Any]:
+    def table(size: int) -> dict[Any, Any]:
+        results = results_of(target, drafters, config, prompts=prompts, batch_size=size)
         return {
             (r.prompt_id, r.turn, r.method): (r.tokens, r.stats.trimmed, r.stats.untrimmed)
             for r in results
         }
 
-    assert len(table(alone)) == 3 * 7
-    assert table(together) == table(alone)
+    alone = table(1)
+    assert len(alone) == 3 * 7
+    assert table(2) == alone
+    assert table(3) == alone
 
 
 def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     target: Target, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(blocks=2, repeats=2)
+    monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
+    config = settings(blocks=2, repeats=2, max_new_tokens=4)
     conditions = {"seed": 0}
     whole = Journal(tmp_path / "whole", "point", conditions)
     expected = results_of(target, drafters, config, journal=whole)
@@ -273,6 +296,49 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     assert Journal(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
     other = Journal(tmp_path / "whole", "point", {"seed": 1})
     assert other.num_known == 0  # measured under other conditions
+
+
+class Interrupted(Ngram):
+    """Prompt lookup, while which something else takes the machine, once."""
+
+    sleeps = 0
+
+    def propose(self, state: Any, depth: int) -> Proposal | None:
+        self.sleeps += 1
+        if self.sleeps == 40:
+            time.sleep(2.0)
+        return super().propose(state, depth)
+
+
+def test_what_was_disturbed_is_measured_again(
+    target: Target, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    slow = Interrupted(drafter_config("ngram"), target.spec)  # type: ignore[arg-type]
+    journal = Journal(tmp_path, "point", {})
+    results = results_of(
+        target, {**drafters, "ngram": slow}, settings(blocks=3, repeats=3), journal=journal
+    )
+    assert slow.sleeps >= 40
+    assert max(r.stats.total_s for r in results) < 2.0, "the disturbed batch was replaced"
+    assert len(results) == len(TURNS) * len(METHODS) * 3
+    again = Journal(tmp_path, "point", {})
+    stored = [r for group in again.known.values() for r in group]
+    assert max(r.stats.total_s for r in stored) < 2.0, "a resumed evaluation has the new one"
+
+
+def test_a_depth_that_no_context_holds_is_refused_by_its_own_name(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """It was blamed on the prompt, after the target was loaded."""
+    positions = target.spec.max_positions
+    for drafter in drafters.values():
+        with pytest.raises(ValueError, match=rf"eval\.depth must be at most {positions - 13}, got"):
+            check_depths(drafter, settings(depth=99999))
+        with pytest.raises(ValueError, match=r"eval\.depths must be at most \d+, got 99999: tiny"):
+            check_depths(drafter, settings(depths=[2, 99999]))
+    medusa = random_drafter("medusa", target)
+    with pytest.raises(ValueError, match=r"eval\.depth must be in 1\.\.4 for drafter=medusa, got"):
+        check_depths(medusa, settings(depth=99999))
 
 
 def test_spreading_takes_one_task_after_the_other() -> None:

@@ -1,6 +1,7 @@
 """Exports: engines accept anything, so everything they would misread must be an error here."""
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests_support import drafter_config, model_config
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.export import ExportConfig, layout
 from drafttrain.export.card import CardData, model_card, read_run, served_as
@@ -34,6 +36,7 @@ VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
     family="eagle3",
+    about=Eagle3.about,
     target="tiny",
     base_model="ada/tiny",
     license="apache-2.0",
@@ -93,7 +96,7 @@ def config_of(**changes: Any) -> ExportConfig:
 
 
 def export(drafter: Drafter, folder: Path, **changes: Any) -> Exported:
-    card = dataclasses.replace(CARD, family=drafter.config.name)
+    card = dataclasses.replace(CARD, family=drafter.config.name, about=drafter.about)
     return export_vllm(drafter, "/models/tiny", folder, config_of(**changes), card)
 
 
@@ -453,7 +456,9 @@ def test_a_card_without_an_evaluation_says_not_measured_and_how_to_serve(tmp_pat
     text = (tmp_path / "out" / "README.md").read_text()
     assert "An EAGLE-3 drafter ([arXiv:2503.01840]" in text
     assert "Not measured: the run has no evaluation." in text
-    assert all(command in text for command in done.commands.values())
+    assert done.commands["vLLM"].startswith("vllm serve /models/tiny --speculative-config")
+    assert '\nvllm serve ada/tiny --speculative-config \'{"method": "eagle3"' in text
+    assert "`DRAFTER` is the directory of this drafter." in text
     assert "| data.conversations | 512 |" in text
     assert "| commit | 0123abc |" in text
     assert "| versions.torch | 2.13.0 |" in text
@@ -469,8 +474,8 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert provenance == {"commit": "89abcde"}
     card = dataclasses.replace(CARD, reports=reports, provenance=provenance)
     text = model_card(card, {"model_type": "llama"}, {"vLLM": "vllm serve"}, ())
-    assert "Evaluation `greedy`: eagle3 at depth 3, greedy, batch 1." in text
-    assert "Evaluation `sampled`" in text
+    assert "Evaluation **greedy**: eagle3 at depth 3, greedy, batch 1." in text
+    assert "Evaluation **sampled**" in text
     rows = [
         line for line in text.splitlines() if line.startswith(("| **all**", "| code", "| all,"))
     ]
@@ -483,20 +488,106 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert "Not measured" not in text
 
 
-def test_names_cannot_break_out_of_the_front_matter(tmp_path: Path) -> None:
-    odd = 'ada/"tiny"\nlicense: mit #'
-    card = dataclasses.replace(CARD, base_model=odd)
-    text = model_card(card, {}, {"vLLM": "vllm serve"}, ())
-    data = yaml.safe_load(text.split("---\n")[1])
-    assert data["base_model"] == odd
-    assert data["license"] == "apache-2.0"
+ODD = "x\n---\nlicense: mit\n\n# Free\n<script>alert(1)</script>|[a](http://b)`\u202e\ud800```"
+
+
+def test_no_name_breaks_out_of_its_place_in_the_card(tmp_path: Path) -> None:
+    """Target, family, task, method, evaluation, flag and setting may be anybody's text."""
+    told = json.dumps(evaluation())
+    for word in ('"chat"', '"ngram"', '"cpu"', '"bfloat16"', '"greedy match"'):
+        told = told.replace(word, json.dumps(ODD))
+    report = json.loads(told)
+    report["verdict"] = report["lossless"]["statement"] = ODD
+    report["flags"] = [{"kind": "timing", "row": ODD, "text": ODD}]
+    card = dataclasses.replace(
+        CARD,
+        title=ODD,
+        family=ODD,
+        about=None,
+        target=ODD,
+        base_model=ODD,
+        training={ODD: "x"},
+        provenance={"commit": ODD},
+        reports={ODD: report},
+    )
+    text = model_card(card, {"model_type": ODD}, {"vLLM": shlex.join(["vllm", "serve", ODD])}, ())
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    front, _, rest = text.removeprefix("---\n").partition("---\n")
+    assert yaml.safe_load(front)["license"] == "apache-2.0"
+    assert "base_model" not in yaml.safe_load(front)
+    fenced = [line for line in rest.splitlines() if line.startswith("vllm serve")]
+    assert len(fenced) == 1
+    assert rest.splitlines()[rest.splitlines().index(fenced[0]) + 1] == "`" * 4
+    rest = rest.replace(fenced[0], "")
+    assert "<script" not in rest
+    assert "\n---\n" not in rest
+    assert "\n# Free" not in rest
+    assert "\u202e" not in rest
+    assert "](http://b)" not in rest.replace("\\](http://b)", "")
+    tables = [line.replace("\\|", "") for line in rest.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in tables} == {3, 8}
+
+
+def test_a_card_names_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> None:
+    card = dataclasses.replace(
+        CARD,
+        base_model=None,
+        training={
+            "data": {
+                "path": ["secret/chats.jsonl"],
+                "cache_dir": "outputs/cache",
+                "seed": 0,
+                "skipped": "correct /home/ada/chats.jsonl:3",
+                "repo": "https://ada:hunter2@example.org/x",
+                "template": "chat",
+            },
+            "steps": 300,
+        },
+        provenance={
+            "command": "python -m drafttrain train model.path=/home/ada/secret",
+            "checkpoint": "outputs/secret/checkpoints/step-3",
+            "features": {"store.dir": "secret/store"},
+            "platform": "Linux-5.10/x86",
+        },
+    )
+    drafter = drafter_of("eagle3")
+    export_vllm(drafter, "/home/ada/secret", tmp_path / "out", config_of(), card)
+    text = (tmp_path / "out" / "README.md").read_text()
+    for word in ("secret", "/home", "outputs", "hunter2", str(tmp_path), "python -m drafttrain"):
+        assert word not in text, word
+    assert "| data.template | chat |" in text
+    assert "| platform | Linux-5.10/x86 |" in text
+    assert "vllm serve TARGET --speculative-config" in text
+    assert "`TARGET` is the directory of the target's weights, `DRAFTER` is the" in text
+
+
+def test_a_family_of_the_users_own_has_a_card(tmp_path: Path) -> None:
+    """A drafter in a folder of its own, outside the package; the card ended in a KeyError."""
+    (tmp_path / "own_family.py").write_text(
+        "from drafttrain.drafters.medusa import Medusa\n\n\nclass Own(Medusa):\n    about = None\n"
+    )
+    found = importlib.util.spec_from_file_location("own_family", tmp_path / "own_family.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    drafter = module.Own(
+        dataclasses.replace(drafter_config("medusa", num_heads=3), name="own"), spec()
+    )
+    drafter.prepare(
+        torch.ones(VOCAB, dtype=torch.long),
+        Readout(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)),
+    )
+    export(drafter, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "A drafter of the family own for speculative decoding with" in text
 
 
 def test_a_report_that_is_not_json_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "evaluations" / "broken"
     folder.mkdir(parents=True)
     (folder / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"broken/report.json must be a JSON object"):
+    with pytest.raises(ValueError, match=r"broken/report.json must be valid JSON"):
         read_run(tmp_path)
 
 

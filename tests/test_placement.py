@@ -92,6 +92,8 @@ def selfgen_config(folder: Path, count: int = 11) -> SelfgenConfig:
         name="selfgen",
         max_length=64,
         holdout=0,
+        template_kwargs={},
+        template_date="2024-07-26",
         template="chat",
         seed=5,
         num_conversations=count,
@@ -390,7 +392,7 @@ def test_training_with_target_and_drafter_in_pieces_takes_the_steps_of_whole_one
         command += [f"data.cache_dir={tmp_path / kind}", f"run.dir={tmp_path / kind / 'run'}"]
         command += [*more, "trainer.save_every=1", "drafter.intermediate_size=40"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"target placement: {kind} (as hardware.target_placement says)" in done.stdout
         rows = (tmp_path / kind / "run" / "metrics.jsonl").read_text().splitlines()

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from drafttrain.ranks import LostRankError, Ranks, join_ranks
 
@@ -36,7 +38,7 @@ def run_ranks(task: str, count: int = 2, script: str = __file__) -> list[str]:
         }
         command = [sys.executable, script, task]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    return [process.communicate(timeout=100)[0].strip() for process in ranks]
+    return [process.communicate(timeout=300)[0].strip() for process in ranks]
 
 
 def test_a_process_alone_is_its_own_world() -> None:
@@ -58,7 +60,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.slow
 def test_three_ranks_agree() -> None:
     for rank, output in enumerate(run_ranks("agree", count=3)):
-        assert output == f"{rank} sum 6.0 max [3, -1] object {{'from': 0}}"
+        assert output == f"{rank} sum 6.0 max [3, -1] object {{'from': 0}} of [[], [1], [2, 2]]"
 
 
 @pytest.mark.slow
@@ -72,12 +74,36 @@ def test_a_rank_that_dies_is_noticed_by_the_other_at_once(task: str) -> None:
     assert float(seconds) < 20
 
 
+@pytest.mark.slow
+def test_what_is_written_to_the_ranks_network_is_not_unpickled() -> None:
+    """Rank 0 plays a neighbour who has got onto it."""
+    assert run_ranks("poison") == ["", "refused"]
+
+
+class Poison:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def poison(ranks: Ranks) -> None:
+    if ranks.is_main:
+        dist.broadcast_object_list([Poison()], src=0, group=ranks._messages)
+        ranks.barrier()
+        return
+    try:
+        ranks.broadcast_object(None)
+    except ValueError:
+        print("refused")
+    ranks.barrier()
+
+
 def agree(ranks: Ranks) -> None:
     total = ranks.sum_over_ranks(torch.tensor(ranks.rank + 1.0))
     most = ranks.max_over_ranks(torch.tensor([ranks.rank + 1, -1 - ranks.rank]))
     message = ranks.broadcast_object({"from": ranks.rank})
     ranks.barrier()
-    print(ranks.rank, "sum", total.item(), "max", most.tolist(), "object", message)
+    each = ranks.gather_objects([ranks.rank] * ranks.rank)
+    print(ranks.rank, "sum", total.item(), "max", most.tolist(), "object", message, "of", each)
 
 
 def die(ranks: Ranks, task: str) -> None:
@@ -99,5 +125,7 @@ if __name__ == "__main__":
     joined = join_ranks("cpu")
     if sys.argv[1] == "agree":
         agree(joined)
+    elif sys.argv[1] == "poison":
+        poison(joined)
     else:
         die(joined, sys.argv[1])

@@ -189,12 +189,32 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
     ):
         if python == "null" and importlib.util.find_spec("vllm"):
             continue
-        assert main([*call, f"vllm.python={python}"]) == 1
+        assert main([*call, f"vllm.python={python}"]) == 2
         assert re.match(f"error: {said}", capsys.readouterr().err)
     with_vllm = tmp_path / "with"
     with_vllm.write_text(f"#!/bin/sh\necho {HAS_VLLM}\n")
     with_vllm.chmod(0o755)
     require_vllm(str(with_vllm), asked)
+
+
+def test_a_worker_is_given_no_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ["HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"]
+    secrets += ["AWS_SESSION_TOKEN", "VLLM_API_KEY", "GITHUB_TOKEN", "HTTPS_PROXY", "MY_PASSWORD"]
+    needed = ["CUDA_HOME", "LD_LIBRARY_PATH", "VLLM_MAX_TOKENS_PER_EXPERT", "NCCL_DEBUG", "HF_HOME"]
+    for name in (*secrets, *needed, "PYTHONPATH", "RANK"):
+        monkeypatch.setenv(name, "5")
+    told = "import os\n" + READY.replace("'1'", "' '.join(os.environ)")
+    with engine_of(tmp_path, told, devices="4") as engine:
+        given = set(engine.version.split())
+    assert not given & {*secrets, "PYTHONPATH", "RANK"}
+    assert given >= {*needed, "PATH", "HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+    probe = tmp_path / "probe"
+    probe.write_text(f"#!/bin/sh\nenv > {tmp_path / 'seen'}\necho {HAS_VLLM}\n")
+    probe.chmod(0o755)
+    require_vllm(str(probe), "")
+    assert not any(secret in (tmp_path / "seen").read_text() for secret in secrets)
 
 
 def test_an_engine_that_dies_at_work_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:

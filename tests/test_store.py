@@ -12,14 +12,17 @@ from test_capture import ALONE, settings, write
 from test_drafters import TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
 from test_train import constant, random_samples, recorded, trainer
-from tests_support import model_config
+from tests_support import drafter_config, model_config
 
 from drafttrain.__main__ import main
 from drafttrain.capture.asked import Asked, asked_by
 from drafttrain.checkpoint import Checkpoints, load_state
 from drafttrain.data.batches import Batches, collate, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
+from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.medusa import Medusa
 from drafttrain.engine import Engine, build_engine
+from drafttrain.losses import REJECTION
 from drafttrain.stopping import StopRequest
 from drafttrain.target.store import StoredTarget, runs
 from drafttrain.target.target import Target, load_target
@@ -295,18 +298,9 @@ def test_teacher_forced_alpha_is_the_overlap_of_the_laws(
     """Against the definition, for heads on a whole vocabulary: E sum min(target, draft)."""
     store, samples = open_store(folder), random_samples()[:5]
     drafter = random_drafter("medusa", target)
-    config = trainer()
-    engine = build_engine(
-        drafter,
-        deepspeed_config("none"),
-        device="cpu",
-        dtype=torch.float32,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.0,
-        max_grad_norm=config.max_grad_norm,
+    validation = TeacherForced(
+        store, engine_of(drafter), samples, num_conversations=5, micro_batch=2
     )
-    validation = TeacherForced(store, engine, samples, num_conversations=5, micro_batch=2)
     metrics = validation()
     expected, so_far = 1.0, 1.0
     for k in range(4):
@@ -323,10 +317,66 @@ def test_teacher_forced_alpha_is_the_overlap_of_the_laws(
         so_far *= alpha
         expected += so_far
     assert metrics["val/expected_acceptance_length"] == pytest.approx(expected, rel=1e-4)
-    assert drafter.config.losses != {"total_variation": 1.0}, "the drafter's own loss is untouched"
+    assert drafter.config.losses != REJECTION, "the drafter's own loss is untouched"
     columns, rows = validation.table()
     assert columns == ["depth", "alpha", "positions"]
     assert [row[0] for row in rows] == [1, 2, 3, 4]
+
+
+def test_teacher_forced_alpha_counts_what_a_reduced_vocabulary_lacks(
+    target: Target, folder: Path
+) -> None:
+    """A uniform drafter of 24 tokens: its overlap with the target's whole law, everywhere."""
+    samples = random_samples()[:5]
+    drafter = random_drafter("eagle3", target, draft_vocab_size=64, draft_vocab_coverage=1.0)
+    assert drafter.vocab is not None
+    with torch.no_grad():
+        drafter.get_parameter("lm_head.weight").zero_()
+    validation = TeacherForced(
+        open_store(folder), engine_of(drafter), samples, num_conversations=5, micro_batch=2
+    )
+    metrics = validation()
+    overlaps = []
+    for sample in samples:
+        final = target.features(collate([sample]), ()).final_hidden[0]
+        laws = target.readout.logits(final).softmax(-1)[:, drafter.vocab.target_ids]
+        overlap = laws.clamp(max=1 / drafter.vocab.size).sum(-1).detach()
+        overlaps += [
+            float(overlap[t - 1]) for t in range(2, len(sample.tokens)) if sample.loss_mask[t]
+        ]
+    assert metrics["val/alpha_1"] == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-4)
+
+
+def test_validation_without_the_target_is_refused_for_a_drafter_that_names_no_depths(
+    target: Target, folder: Path
+) -> None:
+    """A family of the user's own, whose terms have other names, was judged 1.0 whatever it did."""
+
+    class Named(Medusa):
+        depth_terms = ()
+
+    drafter = Named(drafter_config("medusa"), target.spec)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"features\.validate must be true for drafter=medusa.*"):
+        TeacherForced(
+            open_store(folder),
+            engine_of(drafter),
+            random_samples()[:5],
+            num_conversations=5,
+            micro_batch=2,
+        )
+
+
+def engine_of(drafter: Drafter) -> Engine:
+    return build_engine(
+        drafter,
+        deepspeed_config("none"),
+        device="cpu",
+        dtype=torch.float32,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
 
 
 def test_tokens_that_a_reduced_vocabulary_lacks_count_as_rejected(
@@ -413,11 +463,11 @@ def test_from_the_command_line_a_store_is_written_and_trained_from(
     lengths = recorded(tmp_path / "alone", "val/expected_acceptance_length")
     assert [step for step, _ in lengths] == [2]
     capsys.readouterr()
-    assert main([*train, f"run.dir={tmp_path / 'no'}", *stored, "drafter=eagle3"]) == 1
+    assert main([*train, f"run.dir={tmp_path / 'no'}", *stored, "drafter=eagle3"]) == 2
     assert "but lacks [" in capsys.readouterr().err
     wrong = [*stored, "model.name=other", f"run.dir={tmp_path / 'no'}"]
-    assert main([*train, *wrong]) == 1
+    assert main([*train, *wrong]) == 2
     assert "model must be tiny, of which features.dir=" in capsys.readouterr().err
     layered = ["drafter=small_lm", "drafter.layers=[0,1]", f"run.dir={tmp_path / 'no'}"]
-    assert main([*train, *stored, "features.validate=false", *layered]) == 1
+    assert main([*train, *stored, "features.validate=false", *layered]) == 2
     assert "features.validate must be true for drafter=small_lm" in capsys.readouterr().err

@@ -165,6 +165,14 @@ def test_a_finished_run_resumed_trains_no_further(target: Target, tmp_path: Path
         assert torch.equal(again.module.state_dict()[key], value), key
 
 
+def test_a_run_resumed_past_its_last_step_ends(target: Target, tmp_path: Path) -> None:
+    start("medusa", target, tmp_path, trainer(), constant)
+    losses = recorded(tmp_path)
+    start("medusa", target, tmp_path, trainer(max_steps=2), constant)
+    assert recorded(tmp_path) == losses
+    assert [step for step, _ in recorded(tmp_path, "val/acceptance_length")][-1] == 6
+
+
 def test_the_micro_batch_changes_no_loss_noise_included(target: Target, tmp_path: Path) -> None:
     assert build("eagle", target.spec).config.feature_noise > 0
     curves = {}

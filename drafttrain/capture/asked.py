@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.target.shards import STORED
-
-SMALLEST_SHARD_MB = 0.001
+from drafttrain.target.shards import LARGEST_SHARD_MB, SMALLEST_SHARD_MB, STORED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +25,10 @@ class StoreConfig:
             raise ValueError("store.dir must name a folder, got nothing")
         if self.dtype not in STORED:
             raise ValueError(f"store.dtype must be one of {', '.join(STORED)}, got {self.dtype}")
-        if not SMALLEST_SHARD_MB <= self.shard_mb <= 1e6:
+        if not SMALLEST_SHARD_MB <= self.shard_mb <= LARGEST_SHARD_MB:
             raise ValueError(
-                f"store.shard_mb must be in [{SMALLEST_SHARD_MB}, 1e6], got {self.shard_mb}"
+                f"store.shard_mb must be in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}], "
+                f"got {self.shard_mb}"
             )
         if self.drafters is not None and not self.drafters:
             raise ValueError(

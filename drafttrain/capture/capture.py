@@ -17,8 +17,10 @@ from torch import Tensor
 from drafttrain.capture.asked import Asked, StoreConfig
 from drafttrain.capture.prepare import duration, finish, prepare, size_of
 from drafttrain.data.batches import collate
+from drafttrain.disk import DiskError
 from drafttrain.ranks import Ranks
 from drafttrain.stopping import StopRequest
+from drafttrain.target.manifest import read_manifest
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.shards import (
     FINAL,
@@ -31,7 +33,6 @@ from drafttrain.target.shards import (
     encode,
     kept_positions,
     plan_shards,
-    read_manifest,
     shard_name,
     write_tensors,
 )
@@ -104,11 +105,12 @@ def capture(
 def _disk_full_explained(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    except (OSError, SafetensorError, DiskError) as error:
+        cause = error.__cause__ if isinstance(error, DiskError) else error
+        full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         if not full:
             raise
-        raise ValueError(
+        raise DiskError(
             f"the disk of store.dir={folder} is full "
             f"({size_of(shutil.disk_usage(folder).free)} free): make room there; the same command "
             "then goes on where it stopped"

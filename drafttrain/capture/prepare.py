@@ -2,38 +2,47 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from drafttrain.capture.asked import Asked, StoreConfig
+from drafttrain.disk import write_whole
 from drafttrain.readout import Readout
+from drafttrain.target.manifest import read_journals, read_manifest
 from drafttrain.target.shards import (
     CONVERSATIONS,
-    JOURNALS,
+    JOURNAL,
+    MANIFEST,
     PROVENANCE,
     REACH,
     READOUT,
+    SHARD,
+    UNFINISHED,
     File,
     Manifest,
     Shard,
+    StoredReadout,
     StoreError,
     bytes_per_row,
+    own_files,
     plan_shards,
     problem_of,
-    read_journals,
-    read_manifest,
     tensor_names,
     write_tensors,
-    write_text,
 )
 from drafttrain.target.store import rows_per_shard, samples_to_tensors
 from drafttrain.types import FeatureSource, Sample
 
+OWN = re.compile(
+    "|".join(map(re.escape, (MANIFEST, PROVENANCE, CONVERSATIONS, READOUT)))
+    + f"|{SHARD.pattern}|{JOURNAL.pattern}|{UNFINISHED.pattern}|probe"
+)
 SPARE_BYTES = 1e6  # for what no plan counts: headers, the manifest, names
 
 
@@ -50,14 +59,15 @@ def prepare(
 ) -> None:
     """Begin a store, or check the one that is there and strike out what is damaged of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".*.tmp"):
+    own_files(folder, OWN)  # before anything is written or removed
+    for leftover in own_files(folder, UNFINISHED):
         leftover.unlink()
     earlier = read_manifest(folder)
     tensors = samples_to_tensors(samples)
     settings = settings_of(target, tensors, asked, config, template)
     if earlier is not None:
         require_same(folder, earlier.settings, settings)
-    write_text(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
+    write_whole(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
     head, about = readout_to_tensors(target.readout)
     names = tensor_names(asked.layers, config.final_hidden)
     size = bytes_per_row(config.dtype, target.spec.hidden_size, len(names))
@@ -65,7 +75,7 @@ def prepare(
         complete=False,
         settings=settings,
         target=target.spec,
-        readout={},
+        readout=about,
         conversations=File(CONVERSATIONS, 0, ""),
         num_conversations=len(samples),
         num_tokens=sum(len(sample.tokens) for sample in samples),
@@ -81,18 +91,18 @@ def prepare(
         beside = 0 if earlier else sum(t.nbytes for t in (*head.values(), *tensors.values()))
         require_room(folder, manifest, len(plan), beside, say)
     if earlier is None:
-        readout = {"file": asdict(write_tensors(folder / READOUT, head)), **about}
+        readout = replace(about, file=write_tensors(folder / READOUT, head))
         conversations = write_tensors(folder / CONVERSATIONS, tensors)
     else:
         readout, conversations = earlier.readout, earlier.conversations
-        for file, content in ((File(**readout["file"]), head), (conversations, tensors)):
+        for file, content in ((readout.file, head), (conversations, tensors)):
             if problem := problem_of(folder, file, config.verify):
                 say(f"{folder / file.file} {problem}: written again")
                 write_tensors(folder / file.file, content)
     complete = len(manifest.shards) == len(plan)
     manifest = replace(manifest, complete=complete, readout=readout, conversations=conversations)
     manifest.write(folder)
-    for journal in folder.glob(JOURNALS):  # the manifest has what they had
+    for journal in own_files(folder, JOURNAL):  # the manifest has what they had
         journal.unlink()
 
 
@@ -156,21 +166,19 @@ def finish(folder: Path, manifest: Manifest, plan: list[range]) -> None:
     assert len(shards) == len(plan), f"{len(shards)} of {len(plan)} shards"
     ordered = sorted(shards.values(), key=_number)
     replace(manifest, complete=True, shards=ordered).write(folder)
-    for journal in folder.glob(JOURNALS):
+    for journal in own_files(folder, JOURNAL):
         journal.unlink()
 
 
-def readout_to_tensors(readout: Readout) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what is written of the readout once, and the numbers that are no tensors."""
+def readout_to_tensors(readout: Readout) -> tuple[dict[str, Tensor], StoredReadout]:
+    """Return what is written of the readout once, and what the manifest says of it."""
     tensors = {"embedding": readout.embedding, "norm": readout.norm, "head_bias": readout.head_bias}
     if readout.head is not readout.embedding:
         tensors["head"] = readout.head
-    numbers = {
-        "embedding_scale": readout.embedding_scale,
-        "logit_scale": readout.logit_scale,
-        "soft_cap": readout.soft_cap,
-    }
-    return {k: t.contiguous().cpu() for k, t in tensors.items() if t is not None}, numbers
+    about = StoredReadout(
+        File(READOUT, 0, ""), readout.embedding_scale, readout.logit_scale, readout.soft_cap
+    )
+    return {k: t.contiguous().cpu() for k, t in tensors.items() if t is not None}, about
 
 
 def _number(record: Shard) -> tuple[int, str]:

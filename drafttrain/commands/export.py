@@ -10,9 +10,11 @@ from drafttrain.assemble import (
 from drafttrain.config import (
     ExportConfig,
 )
+from drafttrain.disk import require_writable, written
 from drafttrain.export.card import CardData, read_run, served_as
-from drafttrain.export.hub import plan_push, push
+from drafttrain.export.hub import check_push, plan_push, push
 from drafttrain.export.vllm import export_vllm
+from drafttrain.lock import beside, hold
 from drafttrain.measuring import tuned_export
 from drafttrain.pretrained import load_tokenizer
 from drafttrain.terminal import console
@@ -22,13 +24,17 @@ def export(config: ExportConfig) -> None:
     """Write a run's drafter as serving engines load it, check it, and push it if asked."""
     run = Path(config.run.dir)
     settings = tuned_export(config.export, run)
-    drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
     place = Path(settings.dir or run / "export")
+    require_writable(place.parent, "export.dir")
+    if settings.push is not None and not settings.dry_run:
+        check_push(settings.push, settings.private)
+    drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
     record, reports = read_run(run)
     name = served_as(config.model)
     card = CardData(
         title=f"{config.drafter.name} for {config.model.name}",
         family=config.drafter.name,
+        about=drafter.about,
         target=config.model.name,
         base_model=None if config.model.path else config.model.repo,
         license=settings.license,
@@ -36,15 +42,19 @@ def export(config: ExportConfig) -> None:
         provenance=record,
         reports=reports,
     )
-    done = export_vllm(
-        drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
-    )
-    for line in done.lines():
-        console.print(line)
-    if settings.push is None:
-        return
-    if settings.dry_run:
-        for line in plan_push(place, tuple(done.sizes), settings.push, settings.private):
+    # The folder is replaced as a whole: a lock in it would be too.
+    with hold(place, "export.dir", "export", console.print, file=beside(place)):
+        with written(place, "export.dir"):
+            done = export_vllm(
+                drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
+            )
+        for line in done.lines():
             console.print(line)
-        return
-    console.print(f"pushed to {push(place, tuple(done.sizes), settings.push, settings.private)}")
+        if settings.push is None:
+            return
+        files = tuple(done.sizes)
+        if settings.dry_run:
+            for line in plan_push(place, files, settings.push, settings.private):
+                console.print(line)
+            return
+        console.print(f"pushed to {push(place, files, settings.push, settings.private)}")

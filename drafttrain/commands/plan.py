@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from drafttrain.config import PlanConfig
 from drafttrain.disk import require_writable
-from drafttrain.plan.pages import notes, pieces, printed, tables, write_plan
+from drafttrain.lock import hold
+from drafttrain.plan.files import write_plan
+from drafttrain.plan.pages import headline, notes, pieces, printed, tables
 from drafttrain.planning import plan_of
-from drafttrain.terminal import console
+from drafttrain.terminal import Terminal, console
 
 WIDTH = 100
 
@@ -21,7 +21,8 @@ def plan(config: PlanConfig) -> None:
         require_writable(Path(config.plan.dir), "plan.dir")
     found, source = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
-    wide = Console(width=width, highlight=False)
+    wide = Terminal(width)
+    wide.print(textwrap.fill(headline(found), width), "")
     for table in tables(found):
         for piece in pieces(table, wide):
             wide.print(printed(piece))
@@ -29,7 +30,8 @@ def plan(config: PlanConfig) -> None:
     wide.print(listed("What the numbers assume", notes(found, source), width))
     if config.plan.dir is not None:
         folder = Path(config.plan.dir)
-        write_plan(found, folder, source)
+        with hold(folder, "plan.dir", "plan", console.print):
+            write_plan(found, folder, source)
         console.print(f"plan: {folder / 'plan.html'} (the same in plan.md, plan.json)")
 
 

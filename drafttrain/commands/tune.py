@@ -1,20 +1,44 @@
 """The depth that pays on this machine."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from drafttrain.assemble import (
     record_evaluation,
 )
 from drafttrain.config import (
     TuneConfig,
 )
-from drafttrain.evaluation.tune import as_rows, choose, tune_drafter, write_tuned
-from drafttrain.measuring import set_up
-from drafttrain.report.tuning import rich_table, tune_tables, write_tuning
+from drafttrain.evaluation.record import keep, require_same, settings_of
+from drafttrain.evaluation.tune import TUNED, as_rows, choose, tune_drafter, write_tuned
+from drafttrain.lock import hold, require_free
+from drafttrain.measuring import Setup, set_up
+from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
+from drafttrain.run import call
 from drafttrain.terminal import console
 
 
 def tune(config: TuneConfig) -> None:
     """Predict every depth's speedup on this machine, measure it, choose, and write the choice."""
+    folder = Path(config.run.dir)
+    require_free(folder / "tune", "run.dir")
+    require_kept(config, {})
     setup = set_up(config, needs_exact=False)
+    with hold(folder / "tune", "run.dir", "tune", console.print):
+        require_kept(config, setup.subject)
+        tune_held(config, setup)
+
+
+def require_kept(config: TuneConfig, subject: Mapping[str, str]) -> None:
+    """Refuse to replace a choice by one of other settings, weights or prompts."""
+    folder = Path(config.run.dir)
+    ways = f"move {folder / TUNED} elsewhere to keep both, or replace it by tune.overwrite=true"
+    settings, overwrite = settings_of(config, subject), config.tune.overwrite
+    require_same(folder / "tune", folder / TUNED, settings, overwrite, ways)
+
+
+def tune_held(config: TuneConfig, setup: Setup) -> None:
+    """Predict, measure and choose from what is set up, where only this command tunes."""
     predictions, costs = tune_drafter(
         setup.parts,
         setup.prompts,
@@ -26,15 +50,18 @@ def tune(config: TuneConfig) -> None:
         seed=config.run.seed,
     )
     record_evaluation(config)
+    keep(setup.folder / "tune", settings_of(config, setup.subject))
     file = write_tuned(setup.folder, predictions, costs, setup.conditions)
     rows = as_rows(predictions)
-    tables = tune_tables(rows, choose(predictions))
+    choice = choose(predictions)
+    tables = tune_tables(rows, choice)
+    console.print(headline(choice))
     for table in tables:
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
-    page = write_tuning(setup.folder, title, rows, tables, setup.notes)
+    page = write_tuning(setup.folder, title, rows, tables, setup.notes, choice)
     console.print(f"chosen depths: {file}; the whole of it: {page}")
     console.print(
-        f"next: python -m drafttrain evaluate run.dir={setup.folder} eval.tuned=true, "
-        f"or export run.dir={setup.folder} export.tuned=true"
+        f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
+        f"or {call('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
     )

@@ -45,6 +45,14 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True)
+class About:
+    """What a model card says of a family: data, no code."""
+
+    kind: str  # with its article: "An EAGLE-3"
+    paper: str  # its number on arXiv
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a drafter can do; asked before anything runs."""
 
@@ -106,6 +114,7 @@ class Compiled:
 class Drafter(nn.Module, ABC):
     """A drafter. Weights it shares with the target (embedding, head) are read from the readout."""
 
+    about: ClassVar[About | None] = None  # None: a card calls it by its configuration's name
     config: DrafterConfig
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
@@ -130,6 +139,15 @@ class Drafter(nn.Module, ABC):
         A store may then leave out the others (store.assistant_only).
         """
         return None
+
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """Names of the terms of `forward` on drafted tokens, the first depth first.
+
+        Validation without the target reads them, computed with the loss `rejection`; a drafter that
+        names none is judged in the decode loop alone.
+        """
+        return ()
 
     @property
     def begins_from_target(self) -> bool:

@@ -12,6 +12,7 @@ from drafttrain import losses
 from drafttrain.cache import KeyValues
 from drafttrain.chunked import OutputHead, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     DraftState,
@@ -124,6 +125,7 @@ class EagleState(DraftState):
 class Eagle(Drafter):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
+    about = About("An EAGLE", "2401.15077")
     captures = ()
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
@@ -146,6 +148,11 @@ class Eagle(Drafter):
     ) -> Float[Tensor, "batch seq hidden"]:
         embedded = embed(self.embed_tokens, readout, tokens, self.dtype)
         return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
+
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """One: training shows it one depth."""
+        return ("depth_1",)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""

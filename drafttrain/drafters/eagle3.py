@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     Expansion,
@@ -93,6 +94,8 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 class Eagle3(Drafter):
     """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
 
+    about = About("An EAGLE-3", "2503.01840")
+
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
         super().__init__()
         self.config: Eagle3Config = config
@@ -156,6 +159,11 @@ class Eagle3(Drafter):
         if ids is not None:
             self._reduce(DraftVocab.of(ids.to(self.device), self.spec.vocab_size))
         load_exactly(self, tensors)
+
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """A term for each unrolled depth."""
+        return tuple(f"depth_{depth + 1}" for depth in range(self.config.unroll))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
@@ -236,7 +244,7 @@ class Eagle3(Drafter):
             return chunked_losses(self.config, weights, [head], states, places, labels, law)
 
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
-        return {f"depth_{depth + 1}": term for depth, term in enumerate(terms)}
+        return dict(zip(self.depth_terms, terms, strict=True))
 
     def _fuse(
         self, features: TargetFeatures, length: int | None = None

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     Capabilities,
     Drafter,
     DrafterConfig,
@@ -86,6 +87,7 @@ class MedusaState(DraftState):
 class Medusa(Drafter):
     """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
 
+    about = About("A Medusa", "2401.10774")
     captures = ()
 
     def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:
@@ -137,6 +139,11 @@ class Medusa(Drafter):
             with torch.no_grad():
                 head.weight.copy_(readout.head)
 
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """A term for each head."""
+        return tuple(f"head_{k + 1}" for k in range(self.config.num_heads))
+
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
 
@@ -169,7 +176,10 @@ class Medusa(Drafter):
             )
 
         terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))
-        return {f"head_{k + 1}": replace(term, uncovered=None) for k, term in enumerate(terms)}
+        return {
+            name: replace(term, uncovered=None)
+            for name, term in zip(self.depth_terms, terms, strict=True)
+        }
 
     def begin(
         self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int

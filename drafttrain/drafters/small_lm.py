@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drafttrain import pretrained
 from drafttrain.chunked import Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.drafters.base import (
+    About,
     DrafterConfig,
     TrainingChance,
     load_exactly,
@@ -120,6 +121,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
 class SmallLM(CausalDrafter):
     """A causal language model of the target's vocabulary, trained to say what the target says."""
 
+    about = About("A distilled", "2310.08461")
+
     def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, None)
         self.config: SmallLMConfig = config
@@ -223,6 +226,11 @@ class SmallLM(CausalDrafter):
             )
         for layer in stacks[0]:
             layer.forward = partial(self.layer, layer.forward)
+
+    @property
+    def depth_terms(self) -> tuple[str, ...]:
+        """One: training shows it one depth."""
+        return ("depth_1",)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of the next token at every trained position against the target's law."""

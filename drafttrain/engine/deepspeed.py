@@ -21,7 +21,9 @@ from drafttrain.types import Losses
 def import_deepspeed(ranks: Ranks) -> Any:
     """Import DeepSpeed (seconds, the first time), told where these ranks compute."""
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))  # asked for even of a single process
+    # It takes the GPU of this number, even in a single process: of hardware.device=cuda:1, 1.
+    gpu = ranks.device.index
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank if gpu is None else gpu)
     with warnings.catch_warnings(action="ignore"):
         import deepspeed
 

@@ -9,6 +9,7 @@ from drafttrain.decode.loop import is_lossless
 from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
 from drafttrain.report import VerdictSettings
 from drafttrain.types import Sampling
+from drafttrain.untrusted import folder_name
 
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
@@ -19,6 +20,7 @@ class EvalConfig:
     """Which prompts, how they are decoded, and how carefully that is measured."""
 
     name: str
+    overwrite: bool
     prompts: str | None
     dataset: str | None
     subset: str | None
@@ -61,8 +63,7 @@ class EvalConfig:
     currency: str
 
     def __post_init__(self) -> None:
-        named = bool(self.name.strip(". ")) and "/" not in self.name
-        _require("name", named, "a name without slashes, it names a folder", repr(self.name))
+        folder_name(self.name, "eval.name")
         _sampling("", self.temperature, self.top_k, self.top_p)
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
@@ -172,7 +173,7 @@ class EvalConfig:
     @property
     def conditions(self) -> dict[str, Any]:
         """What a measurement depends on: what else is set here only says how it is reported."""
-        reported = ["name", "resamples", "certify", "lossless_prompts", "temperatures"]
+        reported = ["name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"]
         reported += [
             "engine",
             "vllm_python",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafttrain.disk import append_text
+from drafttrain.disk import append_text, write_whole
 from drafttrain.types import Counters, DecodeStats, PromptResult
 
 Key = tuple[int, int]  # block, batch of prompts
@@ -32,8 +32,8 @@ class Journal:
         self.known: dict[Key, list[PromptResult]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self._load():
-            self.file.write_text(
-                json.dumps({"mark": self.mark, "conditions": dict(conditions)}) + "\n"
+            write_whole(
+                self.file, json.dumps({"mark": self.mark, "conditions": dict(conditions)}) + "\n"
             )
 
     @property

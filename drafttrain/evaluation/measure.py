@@ -9,16 +9,19 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.journal import Journal, Key
+from drafttrain.report.statistics import disturbed_turns
 from drafttrain.target.target import Target
-from drafttrain.terminal import progress
-from drafttrain.types import Decoded, PromptResult, Sampling
+from drafttrain.terminal import console, progress
+from drafttrain.types import Decoded, PromptResult, Sampling, TargetSpec
 
 PLAIN = "autoregressive"
+TRIES_AGAIN = 2  # how often what was disturbed is measured again
 
 Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # prompts, row names
 
@@ -45,17 +48,14 @@ def check_settings(
     prompts: Sequence[Prompt],
     target: Target,
     drafter: Drafter,
-    template: str,
+    template: Template,
     config: EvalConfig,
 ) -> None:
     """Refuse, before anything is decoded, a depth or a prompt that cannot be.
 
     The drafter may not be able to draft as deep, the target's context may be too short.
     """
-    try:
-        check_depth(drafter, max(config.every_depth))
-    except ValueError as error:
-        raise ValueError(f"eval.{error}") from None
+    check_depths(drafter, config)
     for prompt in prompts:
         complaint = too_long(prompt, target, template, config, [drafter])
         if complaint:
@@ -65,22 +65,48 @@ def check_settings(
             )
 
 
-def too_long(
-    prompt: Prompt,
-    target: Target,
-    template: str,
-    config: EvalConfig,
-    drafters: Sequence[Drafter] = (),
-) -> str:
-    """Return why a prompt may not fit target's and drafters' contexts, or nothing where it fits."""
+def check_depths(drafter: Drafter, config: EvalConfig) -> None:
+    """Refuse a depth beyond what the drafter can draft, or what the contexts can hold.
+
+    Nothing of the target is needed: its shape is the one that the drafter was built for.
+    """
     deepest = max(config.every_depth)
-    contexts = [(target.spec.max_positions, target.spec.name)]
+    key = "depth" if deepest == config.depth else "depths"
+    try:
+        check_depth(drafter, deepest)
+    except ValueError as error:
+        raise ValueError(f"eval.{key}{str(error).removeprefix('depth')}") from None
+    positions, who = context_of(drafter.spec, [drafter])
+    most = positions - config.max_new_tokens - 1
+    if deepest > most:
+        raise ValueError(
+            f"eval.{key} must be at most {max(most, 0)}, got {deepest}: {who} has {positions} "
+            f"positions, of which eval.max_new_tokens={config.max_new_tokens} and a prompt take "
+            "their part"
+        )
+
+
+def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
+    """Return the shortest context of a target and its drafters in positions, and whose it is."""
+    contexts = [(spec.max_positions, spec.name)]
     contexts += [
         (drafter.max_positions, f"drafter={drafter.config.name}")
         for drafter in drafters
         if drafter.max_positions is not None
     ]
-    positions, who = min(contexts)
+    return min(contexts)
+
+
+def too_long(
+    prompt: Prompt,
+    target: Target,
+    template: Template,
+    config: EvalConfig,
+    drafters: Sequence[Drafter] = (),
+) -> str:
+    """Return why a prompt may not fit target's and drafters' contexts, or nothing where it fits."""
+    deepest = max(config.every_depth)
+    positions, who = context_of(target.spec, drafters)
     room = positions - config.max_new_tokens - deepest
     # Later turns carry the answers before them, each at its longest.
     needed = len(first_turn(prompt, target, template)) + sum(
@@ -100,7 +126,7 @@ def skip_long(
     prompts: Sequence[Prompt],
     report: SkipReport,
     target: Target,
-    template: str,
+    template: Template,
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> list[Prompt]:
@@ -123,7 +149,7 @@ def skip_long(
     return fitting
 
 
-def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:
+def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:
     """Return the tokens of a prompt's first turn."""
     return prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
 
@@ -181,7 +207,7 @@ def measure(
     target: Target,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     *,
     sampling: Sampling,
@@ -196,7 +222,8 @@ def measure(
     blocks, each into `config.repeats` of them. Within a block each batch goes through all methods
     one after the other, in an order that rotates, so that a change in the machine's speed meets
     all of them. Later turns follow the plain loop's answers, the same for every method. What the
-    journal holds already is not measured again.
+    journal holds already is not measured again. Batches in which one method was disturbed are,
+    whole: what they took the second time stands, whatever it is.
     """
     decode = decoders(target, methods, config, sampling, seed)
     names = list(decode)
@@ -204,7 +231,7 @@ def measure(
     for name in names:  # first calls pay for allocations that later ones do not
         warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
         decode[name](warm, [0] * len(warm))
-    results: list[PromptResult] = []
+    measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
         for block in range(config.blocks)
@@ -212,25 +239,50 @@ def measure(
         if (block - place) % config.blocks < config.repeats
     ]
     label = "evaluate" if batch_size == 1 else f"evaluate, batch {batch_size}"
+
+    def take(done: int, key: Key) -> None:
+        block, place = key
+        shift = (done + block) % len(names)
+        order = names[shift:] + names[:shift]
+        measured[key] = _group(target, decode, order, groups[place], template, block)
+        if journal:
+            journal.add(key, measured[key])
+        gc.collect(0)  # what is new; all that libraries hold takes half a second
+
     gc.collect()
     gc.disable()  # a collection inside a timed cycle would be charged to one method
     try:
         with progress(label, len(work), show=show) as tick:
-            for done, (block, place) in enumerate(work):
-                key = (block, place)
+            for done, key in enumerate(work):
                 known = journal.get(key) if journal else None
                 if known is None:
-                    shift = (done + block) % len(names)
-                    order = names[shift:] + names[:shift]
-                    known = _group(target, decode, order, groups[place], template, block)
-                    if journal:
-                        journal.add(key, known)
-                    gc.collect()
-                results.extend(known)
+                    take(done, key)
+                else:
+                    measured[key] = known
                 tick(1)
+        for _ in range(TRIES_AGAIN):
+            again = disturbed_keys(measured)
+            if not again:
+                break
+            console.print(
+                f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
+                "kept the machine busy while one method decoded them"
+            )
+            for key in again:
+                take(work.index(key), key)
     finally:
         gc.enable()
-    return results
+    return [result for key in work for result in measured[key]]
+
+
+def disturbed_keys(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
+    """Return the batches in which a method took far longer than the others on the same prompt."""
+    found = disturbed_turns(result for results in measured.values() for result in results)
+    return [
+        key
+        for key, results in measured.items()
+        if any((r.block, r.prompt_id, r.turn) in found for r in results)
+    ]
 
 
 def _group(
@@ -238,7 +290,7 @@ def _group(
     decode: Mapping[str, Decode],
     order: Sequence[str],
     group: Sequence[tuple[int, Prompt]],
-    template: str,
+    template: Template,
     block: int,
 ) -> list[PromptResult]:
     """Decode one batch of prompts, turn after turn, by every method."""

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.prompts import Prompt
+from drafttrain.data.template import Template
+from drafttrain.disk import write_whole
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
@@ -25,6 +27,7 @@ class TuneConfig:
     """Which depths and batches are weighed, and how carefully."""
 
     name: str
+    overwrite: bool
     depths: list[int]
     batch_sizes: list[int]
     contexts: list[int]
@@ -72,7 +75,7 @@ class Prediction:
 def tune_drafter(
     parts: Parts,
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     settings: TuneConfig,
     *,
@@ -295,9 +298,7 @@ def write_tuned(
         },
         "conditions": dict(conditions),
     }
-    part = file.with_suffix(".json.part")
-    part.write_text(json.dumps(record, indent=2) + "\n")
-    part.replace(file)
+    write_whole(file, json.dumps(record, indent=2) + "\n")
     return file
 
 

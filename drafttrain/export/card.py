@@ -1,23 +1,38 @@
 """The model card: what the drafter is, what was measured, how to serve it, where it came from."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.drafters.base import About
 from drafttrain.pretrained import EMBEDDED, ModelConfig
 from drafttrain.report.certificate import certificate_rows
 from drafttrain.report.definitions import DEFINITIONS
+from drafttrain.report.markdown import LONGEST_TEXT, depth_told, escaped, table
+from drafttrain.report.verdict import main_depth, rows_by_depth
 from drafttrain.report.wording import estimate, flat, number, positions, speed
+from drafttrain.untrusted import read_object, shown
 
-FAMILIES = {
-    "eagle3": ("An EAGLE-3", "2503.01840"),
-    "eagle": ("An EAGLE", "2401.15077"),
-    "medusa": ("A Medusa", "2401.10774"),
-    "small_lm": ("A distilled", "2310.08461"),
-}
 MADE_BY = "Made with drafttrain."
+# What commands in a card call the folders of the machine that wrote it.
+TARGET, DRAFTER = "TARGET", "DRAFTER"
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# Settings and records of one machine alone: they say nothing of a drafter to its readers.
+PLACES = (
+    "command",
+    "checkpoint",
+    "examples",
+    "path",
+    "paths",
+    "dir",
+    "cache_dir",
+    "files",
+    "init_from",
+)
+A_PLACE = re.compile(r"(^|[\s=:'\"(\[,])(~?/[\w.]|~$|\.\.?/|[A-Za-z]:\\|[A-Za-z][\w+.-]*://)")
 
 
 @dataclass(frozen=True)
@@ -25,12 +40,13 @@ class CardData:
     """What a card says beyond the weights themselves.
 
     `target` names the target in words, `base_model` is its Hub repository if it has one. `training`
-    and `provenance` are printed as they are, nested mappings flattened; `reports` are evaluations'
-    report.json by name.
+    and `provenance` are printed but for what is of one machine alone, nested mappings flattened;
+    `reports` are evaluations' report.json by name. Any of it may be somebody else's text.
     """
 
     title: str
-    family: str  # the drafter's name: eagle3, eagle, medusa, small_lm
+    family: str  # the drafter's name, as its yaml has it
+    about: About | None
     target: str
     base_model: str | None
     license: str
@@ -57,61 +73,100 @@ def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     provenance = run_dir / "provenance.json"
     reports = sorted((run_dir / "evaluations").glob("*/report.json"))
     return (
-        _read(provenance) if provenance.exists() else {},
-        {path.parent.name: _read(path) for path in reports},
+        read_object(provenance) if provenance.exists() else {},
+        {path.parent.name: read_object(path) for path in reports},
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON object, but cannot be read: {error}") from error
 
 
 def model_card(
     card: CardData, settings: Mapping[str, Any], commands: Mapping[str, str], notes: tuple[str, ...]
 ) -> str:
     """Return README.md: front matter that the Hub understands, then the card in Markdown."""
-    family, paper = FAMILIES[card.family]
     sections = [
         _front_matter(card, commands),
-        f"# {card.title}",
-        f"{family} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper})) for speculative "
-        f"decoding with {_target(card)}. It drafts for that one target; another "
-        "would refuse most of its drafts. Speculative decoding by an exact rule does not change "
-        "what the target says, only how fast.",
+        f"# {escaped(card.title)}",
+        f"{_family(card)} for speculative decoding with {_target(card)}. It drafts for that one "
+        "target; another would refuse most of its drafts. Speculative decoding by an exact rule "
+        "changes nothing of what the target writes, only how fast.",
         "## Measured",
         *_measured(card.reports),
         "## Serving",
-        *(f"{engine}:\n\n```bash\n{command}\n```" for engine, command in commands.items()),
+        *(f"{engine}:\n\n{_fenced(command)}" for engine, command in commands.items()),
+        *_stand_ins(commands),
         *notes,
         "The target must be the very weights that the drafter was trained with; a fine-tuned "
         "variant is accepted less often.",
         "## Shape",
-        _table(["config.json", ""], flat({k: v for k, v in settings.items() if v is not None})),
+        _listed(["config.json", ""], {k: v for k, v in settings.items() if v is not None}),
         "## Training",
-        _table(["setting", "value"], flat(card.training)) if card.training else "Not recorded.",
+        _listed(["setting", "value"], card.training),
         "## Provenance",
-        _table(["", ""], flat(card.provenance)) if card.provenance else "Not recorded.",
+        _listed(["", ""], card.provenance),
         MADE_BY,
     ]
     return "\n\n".join(sections) + "\n"
 
 
+def public(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without places in this machine's file system, addresses and commands."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if inner := public(value):
+                kept[key] = inner
+            continue
+        if key.rpartition(".")[2] in PLACES or any(
+            map(_is_place, value if isinstance(value, list) else [value])
+        ):
+            continue
+        kept[key] = value
+    return kept
+
+
+def _is_place(value: Any) -> bool:
+    if not isinstance(value, str) or not value:
+        return False
+    # "squad" may be a data set of the Hub, and a folder here: then it is read from the folder.
+    return bool(A_PLACE.search(value)) or ("/" in value and Path(value).exists())
+
+
+def _family(card: CardData) -> str:
+    if card.about is None:
+        return f"A drafter of the family {escaped(card.family)}"
+    paper = card.about.paper
+    return f"{card.about.kind} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper}))"
+
+
 def _target(card: CardData) -> str:
-    if card.base_model is None:
-        return card.target
-    return f"[{card.base_model}](https://huggingface.co/{card.base_model})"
+    if card.base_model is None or not REPO_ID.fullmatch(card.base_model):
+        return escaped(card.target)
+    return f"[{escaped(card.base_model)}](https://huggingface.co/{card.base_model})"
+
+
+def _fenced(command: str) -> str:
+    # No run of backticks in a name is as long as the fence: none closes it.
+    runs = [len(run) for run in re.findall("`+", command)]
+    fence = "`" * max([3, *(run + 1 for run in runs)])
+    return f"{fence}bash\n{shown(command, LONGEST_TEXT)}\n{fence}"
+
+
+def _stand_ins(commands: Mapping[str, str]) -> list[str]:
+    told = " ".join(commands.values())
+    names = [
+        f"`{name}` is the directory of {what}"
+        for name, what in ((TARGET, "the target's weights"), (DRAFTER, "this drafter"))
+        if re.search(rf"\b{name}\b", told)
+    ]
+    return [f"{', '.join(names)}."] if names else []
 
 
 def _front_matter(card: CardData, commands: Mapping[str, str]) -> str:
     # JSON strings are YAML strings: no name, however odd, can break out of its line.
-    tags = ["speculative-decoding", card.family, "drafttrain"]
+    tags = ["speculative-decoding", shown(card.family), "drafttrain"]
     tags += [engine.lower() for engine in commands]
     lines = ["---", "library_name: drafttrain", "pipeline_tag: text-generation"]
     lines.append(f"license: {json.dumps(card.license)}")
-    if card.base_model is not None:
+    if card.base_model is not None and REPO_ID.fullmatch(card.base_model):
         lines.append(f"base_model: {json.dumps(card.base_model)}")
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags), "---"]
     return "\n".join(lines)
@@ -124,10 +179,10 @@ def _measured(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, report in reports.items():
         try:
             parts += _evaluation(name, report)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
-                f"evaluation {name} has a report.json that a card cannot be made from (it lacks "
-                f"{error}); evaluate the run again, or remove that folder"
+                f"evaluation {shown(name)} has a report.json that a card cannot be made from (it "
+                f"lacks {shown(error)}); evaluate the run again, or remove that folder"
             ) from error
     terms = ("acceptance_length", "acceptance_per_position", "tokens_per_second", "speedup", "ci95")
     parts.append("\n".join(f"- `{term}`: {DEFINITIONS[term]}" for term in terms))
@@ -137,39 +192,44 @@ def _measured(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
     header = ["task", "acceptance length", "macro", "per position", "tokens/s plain"]
     header += ["tokens/s drafted", "speedup"]
-    rows = [_row("**all**", report["summary"])]
-    rows += [_row(task, row) for task, row in report["tasks"].items()]
+    rows = [
+        _row("**all**" if task == "all" else escaped(task), row)
+        for task, row in rows_by_depth(report)[main_depth(report)].items()
+    ]
     for method, other in report["methods"].items():
         if "speedup" in other["summary"]:
-            rows.append(_row(f"all, by {method}", other["summary"]))
+            rows.append(_row(f"all, by {escaped(method)}", other["summary"]))
     sampling, timing, lossless = report["sampling"], report["timing"], report["lossless"]
     greedy = sampling["temperature"] == 0
-    law = "greedy" if greedy else ", ".join(f"{key} {value}" for key, value in sampling.items())
+    settings = ", ".join(f"{key} {value}" for key, value in sampling.items())
     return [
-        f"Evaluation `{name}`: {report['drafter']} at depth {report['depth']}, {law}, "
-        f"batch {report['batch_size']}. {report['verdict']}",
-        _table(header, rows),
-        f"Lossless: {lossless['statement']}.",
+        f"Evaluation **{escaped(name)}**: {escaped(report['drafter'])} at "
+        f"{escaped(depth_told(report))}, {'greedy' if greedy else escaped(settings)}, "
+        f"batch {escaped(report['batch_size'])}. {escaped(report['verdict'])}",
+        "\n".join(table(header, rows)),
+        f"Lossless: {escaped(lossless['statement'])}.",
         *_certificate(report["certificate"]),
-        f"Timed in {timing['dtype']} on {timing['device']} with {timing['threads']} threads, "
-        f"{timing['blocks']} interleaved blocks.",
-        *(f"Beware ({flag['row']}): {flag['text']}." for flag in report["flags"]),
+        f"Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])} with "
+        f"{escaped(timing['threads'])} threads, {escaped(timing['blocks'])} interleaved blocks.",
+        *(f"Beware ({escaped(flag['row'])}): {escaped(flag['text'])}." for flag in report["flags"]),
     ]
 
 
 def _certificate(section: Mapping[str, Any] | None) -> list[str]:
     if section is None:
         return []
+    checks = [[escaped(cell) for cell in row] for row in certificate_rows(dict(section))]
     return [
-        f"Certificate ({section['dtype']}, {section['num_prompts']} prompts): "
-        f"{section['statement']}. Rule: {section['rule']}.",
-        _table(["check", "outcome", "measured", "bound"], certificate_rows(dict(section))),
+        f"Certificate ({escaped(section['dtype'])}, {escaped(section['num_prompts'])} prompts): "
+        f"{escaped(section['statement'])}. Rule: {escaped(section['rule'])}.",
+        "\n".join(table(["check", "outcome", "measured", "bound"], checks)),
     ]
 
 
-def _row(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(name: str, row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row; `name` is Markdown already, the rest are numbers."""
     length, rates = row["acceptance_length"], row["tokens_per_second"]
-    return (
+    return [
         name,
         estimate({"micro": length["micro"], "ci95": length["ci95"]}),
         number(length["macro"]),
@@ -177,12 +237,9 @@ def _row(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         speed(rates["autoregressive"]),
         speed(rates["speculative"]),
         estimate(row["speedup"]),
-    )
+    ]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
-        return "| " + " | ".join(escaped) + " |"
-
-    return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+def _listed(header: list[str], tree: Mapping[str, Any]) -> str:
+    rows = [[escaped(cell) for cell in row] for row in flat(public(tree))]
+    return "\n".join(table(header, rows)) if rows else "Not recorded."

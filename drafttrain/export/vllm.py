@@ -18,7 +18,7 @@ from torch import Tensor
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import MADE_BY, CardData, model_card
+from drafttrain.export.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
 from drafttrain.export.engines import SGLANG_ALGORITHMS, cannot_serve
 from drafttrain.readout import Readout
 from drafttrain.types import Nodes, TargetFeatures, TargetSpec
@@ -106,13 +106,17 @@ def export_vllm(
     commands = serve_commands(method, target, model, config.num_speculative_tokens)
     refused = cannot_serve(method, settings, "embed_tokens.weight" in tensors, drafter.spec)
     commands = {engine: told for engine, told in commands.items() if engine not in refused}
+    # A card is read elsewhere: it names no folder of this machine.
+    elsewhere = (card.base_model or TARGET, config.push or DRAFTER)
+    published = serve_commands(method, *elsewhere, config.num_speculative_tokens)
+    published = {engine: told for engine, told in published.items() if engine not in refused}
     told = (f"No {engine} command: {reason}." for engine, reason in refused.items())
     notes = (*_notes(method, settings, commands, drafter.spec), *told)
     with _all_or_nothing(folder, config.overwrite) as draft:
         (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         rounding = read_back(draft, drafter, dtype)
-        (draft / "README.md").write_text(model_card(card, settings, commands, notes))
+        (draft / "README.md").write_text(model_card(card, settings, published, notes))
         if method == "draft_model":
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
             load_tokenizer().save_pretrained(draft)

@@ -27,8 +27,14 @@ class Job:
     load: Load
     chip: Accelerator
     max_steps: int
+    data_tokens: int | None  # different ones, at most; None: not known without the data
     target_bytes: float
     price_per_hour: float
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that training reads, every epoch anew."""
+        return self.max_steps * self.load.tokens_per_step
 
     @property
     def token_bytes(self) -> int:
@@ -56,6 +62,7 @@ class Plan:
     chosen: Cost
     others: tuple[Cost, ...]
     store_tokens: int
+    depth: int  # asked for while serving
     host: Host
     serving: tuple[Serving, ...]
     break_even: int | None
@@ -73,13 +80,15 @@ def describe_job(
     ranks: int,
     ranks_here: int,
     max_length: int,
+    conversations: int | None,
     max_steps: int,
     tokens_per_step: int,
 ) -> Job:
     """Count target and drafter. UnknownShapeError where the target's architecture is not known.
 
     ranks_here: of the run's, those that share a machine, and on a CPU its memory.
-    max_length: of the data's conversations, in tokens.
+    max_length: of the data's conversations, in tokens. conversations: how many of them there are
+    at most, None where only reading the data would say.
     """
     plain = shape_of(model)
     length = settings.length or min(max_length, model.max_positions or plain.max_positions)
@@ -110,6 +119,7 @@ def describe_job(
         load=load,
         chip=chip,
         max_steps=max_steps,
+        data_tokens=None if conversations is None else conversations * length,
         target_bytes=shape.bytes(width, model.quantization),
         price_per_hour=price,
     )
@@ -196,7 +206,9 @@ def build_plan(
         job=job,
         chosen=chosen,
         others=others,
-        store_tokens=settings.tokens or job.max_steps * job.load.tokens_per_step,
+        store_tokens=settings.tokens
+        or min(job.trained_tokens, job.data_tokens or job.trained_tokens),
+        depth=settings.depth,
         host=host,
         serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
         break_even=break_even(host, *acceptance),

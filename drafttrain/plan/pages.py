@@ -1,9 +1,7 @@
-"""A plan on the terminal and on disk."""
+"""A plan in tables and sentences."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -14,11 +12,8 @@ from drafttrain.plan.build import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
-from drafttrain.report.markdown import escaped, table
-from drafttrain.report.pages import page
 from drafttrain.report.tables import Table
 from drafttrain.report.tuning import rich_table
-from drafttrain.report.write import as_json, write_texts
 
 GIBIBYTE = 2**30
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
@@ -50,6 +45,29 @@ def tables(plan: Plan) -> list[Table]:
         time_and_money(plan),
         serving(plan),
     ]
+
+
+def headline(plan: Plan) -> str:
+    """Return whether it fits, how long it takes, what it costs, and what the drafter brings."""
+    job, cost = plan.job, plan.chosen
+    memory = cost.memory
+    machine = "this machine" if job.chip.is_cpu else f"each {job.chip.name}"
+    fits = "Fits" if memory.fits else "Does NOT fit"
+    sizes = f"{gib(memory.total)} of the {gib(memory.limit)} of {machine}"
+    price = f" and {money(cost.dollars)}" if cost.dollars else ""
+    first = plan.serving[0]
+    speedup, depth = first.speedup, f"depth {plan.depth}"
+    if first.best_depth and first.best_speedup > first.speedup:
+        speedup, depth = first.best_speedup, f"depth {first.best_depth}"
+    return (
+        f"{fits}: {sizes}, {_held(memory.placement)}, deepspeed={memory.sharding.name}. Training "
+        f"takes {hours(cost.hours)}{price}. Serving {first.batch} request"
+        f"{'s' * (first.batch > 1)} is then {speedup:.2f} times as fast at {depth}, predicted."
+    )
+
+
+def _held(placement: str) -> str:
+    return "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
 
 
 def printed(content: Table) -> RichTable:
@@ -118,7 +136,7 @@ def what(plan: Plan) -> Table:
             f"drafter: {job.drafter}",
             f"{parts.num_parameters:,} parameters",
             f"{parts.num_parameters / job.shape.num_parameters:.2%} of the target"
-            + (f"; says {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
+            + (f"; can draft {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
         ],
         [
             "features",
@@ -128,7 +146,7 @@ def what(plan: Plan) -> Table:
         [
             "features, stored",
             disk(plan.job.token_bytes * plan.store_tokens),
-            f"for {count(plan.store_tokens)} tokens (plan.tokens)",
+            f"at most, for {count(plan.store_tokens)} different tokens; plan.tokens says how many",
         ],
         [
             "training",
@@ -158,9 +176,8 @@ def components(plan: Plan, placement: str) -> Table:
     if any(memory.host for memory in found):
         rows.append(["on the host, all ranks", *(_gib(memory.host) for memory in found)])
     whole = "this machine" if plan.job.chip.is_cpu else f"each {plan.job.chip.name}"
-    held = "features from the disk" if placement == "stored" else f"target {WHERE[placement]}"
     return Table(
-        f"Memory of {whole}, {held}, by deepspeed=...",
+        f"Memory of {whole}, {_held(placement)}, by deepspeed=...",
         f"GiB of {_gib(plan.job.chip.memory)}; {_ranks(plan.job)}, micro batch of "
         f"{plan.job.load.rows} x {plan.job.load.length:,} tokens.",
         ["", *(memory.sharding.name.replace("_", "\n") for memory in found)],
@@ -282,70 +299,6 @@ def notes(plan: Plan, source: str) -> list[str]:
     chip = plan.job.chip
     values = {"efficiency": chip.efficiency, "bandwidth": chip.bandwidth_efficiency}
     return [text.format(source=source, **values) for text in ASSUMED]
-
-
-def write_plan(plan: Plan, folder: Path, source: str) -> None:
-    """Write plan.json, plan.md and plan.html, every way to shard by component."""
-    placements = dict.fromkeys(cost.memory.placement for cost in plan.others)
-    first, _, *rest = tables(plan)
-    shown = [first, *(components(plan, where) for where in placements), *rest]
-    title = f"{plan.job.drafter} for {plan.job.target}: the plan"
-    lines = [f"# {escaped(title)}", ""]
-    for content in shown:
-        cells = [[escaped(cell) for cell in row] for row in content.rows]
-        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
-        lines += [*table([escaped(c) for c in content.columns], cells), ""]
-    lines += ["## Advice", "", *(f"- {escaped(text)}" for text in plan.advice), ""]
-    lines += [f"- {escaped(text)}" for text in notes(plan, source)]
-    texts = {
-        "plan.json": as_json(as_data(plan)),
-        "plan.md": "\n".join(lines) + "\n",
-        "plan.html": page(
-            "plan.html.j2",
-            title=title,
-            tables=shown,
-            advice=plan.advice,
-            notes=notes(plan, source),
-        ),
-    }
-    write_texts(texts, folder)
-
-
-def as_data(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data, bytes and seconds."""
-
-    def told(cost: Cost) -> dict[str, Any]:
-        memory = cost.memory
-        return {
-            "deepspeed": memory.sharding.name,
-            "target": memory.placement,
-            "bytes": {**memory.parts, "total": memory.total},
-            "host_bytes": memory.host,
-            "fits": memory.fits,
-            "headroom_bytes": memory.limit - memory.total,
-            "speed": asdict(cost.speed),
-            "hours": cost.hours,
-            "kilowatt_hours": cost.kilowatt_hours,
-            "dollars": cost.dollars,
-        }
-
-    job = plan.job
-    return {
-        "target": {"name": job.target, "num_parameters": job.shape.num_parameters}
-        | asdict(job.shape),
-        "drafter": {"name": job.drafter} | asdict(job.parts),
-        "accelerator": asdict(job.chip),
-        "load": asdict(job.load),
-        "feature_bytes_per_token": plan.job.token_bytes,
-        "store_tokens": plan.store_tokens,
-        "store_bytes": plan.job.token_bytes * plan.store_tokens,
-        "chosen": told(plan.chosen),
-        "choices": [told(cost) for cost in plan.others],
-        "serving": [asdict(row) for row in plan.serving],
-        "serving_accelerators": plan.host.spread,
-        "break_even_batch": plan.break_even,
-        "advice": list(plan.advice),
-    }
 
 
 def money(dollars: float) -> str:

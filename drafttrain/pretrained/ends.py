@@ -42,7 +42,7 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
         prefix = next(name for name, other in model.named_modules() if other is module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             file, key = stored_as(f"{prefix}.{name}", stored, config.origin)
-            with safe_open(file, "pt", device="cpu") as opened:
+            with safe_open(file, "pt", device="cpu") as opened:  # mapped: nothing is read yet
                 value = opened.get_tensor(key)
             if value.shape != parameter.shape or not value.is_floating_point():
                 raise ValueError(

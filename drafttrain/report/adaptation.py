@@ -7,7 +7,7 @@ from typing import Any
 from drafttrain.report.pairs import QUANTITIES, measured_of
 from drafttrain.report.statistics import Key, Resampling
 from drafttrain.report.tables import Table
-from drafttrain.report.wording import change, estimate, number
+from drafttrain.report.wording import TOO_FEW, change, estimate, number
 
 BEFORE = "before"  # the method that decodes with what training started from
 DEFINITION = (
@@ -21,7 +21,7 @@ def adaptation(report: Mapping[str, Any], resampling: Resampling) -> dict[str, A
     """Return acceptance and speedup before and after, by task and in all, None where not measured.
 
     Each of "all" and the tasks has, of `acceptance_length` and `speedup`, `before`, `after` and
-    their paired `difference` (value and ci95, which is None where a single prompt leaves none).
+    their paired `difference` (value and ci95, which is None for too few prompts).
     """
     measured = measured_of(report)
     if BEFORE not in measured:
@@ -52,7 +52,7 @@ def _statement(row: Mapping[str, Any]) -> str:
     )
     low, high = difference["ci95"] or (None, None)
     if low is None or high is None:
-        return f"{said}; no interval from a single prompt"
+        return f"{said}; {TOO_FEW}"
     answer = "better" if low > 0 else "worse" if high < 0 else "not decided"
     return f"{said}: {answer} ({change(difference)}, 95 %)"
 

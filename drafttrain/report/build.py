@@ -21,11 +21,14 @@ from drafttrain.report.tables import Table
 from drafttrain.report.verdict import (
     ExtraMemory,
     VerdictSettings,
+    disagreement,
+    disturbance,
     handicap,
     headline,
+    main_depth,
     verdicts_of,
 )
-from drafttrain.report.wording import between, number
+from drafttrain.report.wording import TOO_FEW, between, number, rule_statement
 from drafttrain.types import Counters, PromptResult, Sampling
 
 SCHEMA_VERSION = 2
@@ -149,6 +152,8 @@ def build_report(
     report["flags"] = _flags(report, totals, sampling, timing)
     report["verdicts"] = verdicts_of(report, _longest(totals[drafter]), verdict, memory)
     report["verdict"] = headline(report)
+    if main_depth(report) != depth:
+        report["beats_ngram"]["statement"] += f" Both at depth {depth}."
     return {key: _plain_value(value) for key, value in report.items()}
 
 
@@ -180,7 +185,7 @@ def _plain(plain: Totals) -> dict[str, Any]:
 
 
 def _lossless_statement(check: LosslessCheck) -> str:
-    rule = f"rule {check.rule} is {'lossless' if check.lossless else 'NOT lossless'}"
+    rule = rule_statement(check.rule, check.lossless)
     if not check.greedy_total:
         return f"{rule}; greedy outputs were not checked"
     counted = f"{check.greedy_identical} of {check.greedy_total} greedy outputs identical"
@@ -199,7 +204,7 @@ def _beats_ngram(totals: dict[str, Totals], drafter: str, resampling: Resampling
     if value is None:
         return {**answer, "statement": "Not compared with prompt lookup (ngram): nothing timed."}
     if ci95 is None:
-        which = "no interval from a single prompt"
+        which = TOO_FEW
     else:
         which = f"95 % interval {between(ci95)}"
         answer["answer"] = "yes" if ci95[0] > 0 else "no" if ci95[1] < 0 else "undecided"
@@ -223,11 +228,18 @@ def _flags(
     flags = []
     for method, rows in drafted.items():
         for name, row in {"all": rows["summary"], **rows["tasks"]}.items():
-            text = "" if method == PLAIN else handicap(row)
-            if text:
-                flags.append(
-                    {"kind": "handicapped_baseline", "row": f"{method}: {name}", "text": text}
-                )
+            if method == PLAIN:
+                continue
+            found = {"handicapped_baseline": handicap(row)}
+            if method == report["drafter"]:  # the others were decoded beside it
+                found["disturbed"] = disturbance(row)
+            if name == "all":
+                found["blocks_disagree"] = disagreement(row)
+            flags += [
+                {"kind": kind, "row": f"{method}: {name}", "text": text}
+                for kind, text in found.items()
+                if text
+            ]
     lossless = report["lossless"]
     if not lossless["lossless"] or lossless["greedy_identical"] < lossless["greedy_total"]:
         flags.append({"kind": "lossless", "row": "all", "text": lossless["statement"]})
@@ -248,6 +260,8 @@ def _flags(
                 f"{differing['num']} of {differing['of']} greedy outputs differ from the plain "
                 f"loop's in {timing.dtype}, the dtype of the timing"
             )
+            if timing.dtype not in ("float32", "float64"):
+                text += ": rounding decides between two tokens that are nearly tied"
             flags.append({"kind": "outputs_differing", "row": row, "text": text})
     return flags
 
@@ -267,6 +281,7 @@ def _measurements(totals: dict[str, Totals]) -> list[dict[str, Any]]:
             "num_repeated_tokens": prompt.num_repeated_tokens,
             "outside_repetition": _counts(prompt.outside),
             "seconds": asdict(prompt.seconds),
+            "disturbed": prompt.disturbed,
         }
         for method, prompts in totals.items()
         for prompt in prompts.values()

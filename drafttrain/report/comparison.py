@@ -17,9 +17,10 @@ from drafttrain.report.runs import (
     training_statement,
 )
 from drafttrain.report.statistics import Key, Resampling
-from drafttrain.report.wording import between, signed
+from drafttrain.report.wording import between, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
+PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
 
 Comparison = dict[str, Any]
 Scopes = dict[str | None, list[Key]]  # the prompts of each task; None: of all
@@ -132,8 +133,8 @@ def _lossless(method: Method) -> dict[str, Any]:
         text = check["statement"]
         certificate = run.report.get("certificate") or {}
         if method.reference:
-            law = "lossless" if check["lossless"] else "NOT lossless"
-            text = f"rule {check['rule']} is {law}; outputs of this reference were not checked"
+            rule = rule_statement(check["rule"], check["lossless"])
+            text = f"{rule}; outputs of this reference were not checked"
         elif certificate.get("statement"):
             text = f"{text}; certificate: {certificate['statement']}"
         texts.append(text)
@@ -159,15 +160,19 @@ def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling
         "other": two.label,
         "summary": summary,
         "tasks": found,
-        **_answer(one, two, summary),
+        **_answer(one, two, summary, scopes[None]),
     }
 
 
-def _answer(one: Method, two: Method, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(
+    one: Method, two: Method, summary: Mapping[str, Any], keys: Sequence[Key]
+) -> dict[str, Any]:
     ci95 = summary["speedup"]["ci95"]
+    apart = plain_loops_apart([*one.runs, *two.runs], keys)
     answer = None
     if ci95 is not None:
         answer = "faster" if ci95[0] > 0 else "slower" if ci95[1] < 0 else "undecided"
+        answer = "undecided" if apart else answer
     words = f"{one.label} is {answer} than {two.label}"
     if answer not in ("faster", "slower"):
         words = f"Whether {one.label} is faster than {two.label} is undecided"
@@ -178,6 +183,8 @@ def _answer(one: Method, two: Method, summary: Mapping[str, Any]) -> dict[str, A
     ]
     lossy = [method.label for method in (one, two) if not _lossless(method)["lossless"]]
     warning = f"; NOT lossless: {', '.join(lossy)}" if lossy else ""
+    if apart:
+        warning += "; their plain loops ran at clearly different speeds"
     return {"answer": answer, "statement": f"{words}: {', '.join(shown)}{warning}."}
 
 
@@ -223,6 +230,9 @@ def _flags(
         if len(set(values.values())) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in values.items())
             flag("timing", "all", f"speeds were not measured with the same {what} ({listed})")
+    apart = plain_loops_apart(runs, keys)
+    if apart:
+        flag("plain_loops", "all", apart)
     if runs[0].report["sampling"]["temperature"] == 0:
         for run in runs[1:]:
             num = _texts_differing(runs[0], run, keys)
@@ -246,6 +256,28 @@ def _flags(
     for (kind, row, text), names in own.items():
         flag(kind, f"{', '.join(names)}: {row}", text)
     return found
+
+
+def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
+    """Return by how much the plain loops of the runs differ in speed, or nothing if they agree.
+
+    The same target decodes the same prompts: where it was much faster in one run, that run's
+    drafter had less to gain, or the machine was another.
+    """
+    speeds = {}
+    for run in runs:
+        plain = [next(iter(run.measured.values())).plain[key] for key in keys]
+        seconds = sum(row.seconds for row in plain)
+        if seconds > 0:
+            speeds[run.name] = sum(row.tokens for row in plain) / seconds
+    if not speeds or max(speeds.values()) <= PLAIN_APART * min(speeds.values()):
+        return ""
+    listed = ", ".join(f"{name} {speed(value)}" for name, value in speeds.items())
+    return (
+        f"the plain loops ran at clearly different speeds (tokens per second: {listed}): the "
+        "speedups are not of the same machine at rest, and their order may be chance; evaluate the "
+        "runs again, one right after the other"
+    )
 
 
 def _machines(runs: Sequence[RunReport]) -> dict[str, dict[str, str]]:

@@ -10,6 +10,8 @@ from drafttrain.report.plots import (
     Axes,
     Line2D,
     beside,
+    bounds,
+    cut_interval,
     height_of,
     hollow,
     legend,
@@ -45,19 +47,21 @@ def estimates_plot(
     colours = looks(rows)
 
     def draw(axes: Axes) -> None:
-        highest = even
+        known = [measured for measured in shown.values() if measured["value"] is not None]
+        values = [own for measured in known for own in measured["by_run"]]
+        ends = [end for measured in known for end in measured["ci95"] or []]
+        span = (0.0, bounds([0.0, even, *values], ends)[1])
         for index, (method, measured) in enumerate(shown.items()):
             value, ci95 = measured["value"], measured["ci95"]
             kind, mark = colours[method]
             if value is None:
                 continue
             if ci95:
-                axes.plot(ci95, [index] * 2, color=STAND_IN[kind], linewidth=2.5, alpha=0.55)
+                cut_interval(axes, ci95, index, kind, span)
             axes.plot(value, index, mark, color=STAND_IN[kind])
             for own in measured["by_run"] if len(measured["by_run"]) > 1 else ():
                 axes.plot(own, index + 0.26, **hollow(kind) | {"markersize": 5})
-            highest = max(highest, *measured["by_run"], *(ci95 or []))
-        rows_axis(axes, list(shown), highest, unit)
+        rows_axis(axes, list(shown), span[1], unit)
         axes.axvline(even, color=STAND_IN["ink"], **NO_CHANGE)
         for index, measured in enumerate(shown.values()):
             across = axes.get_yaxis_transform()
@@ -87,12 +91,11 @@ def differences_plot(
     names = list(dict.fromkeys(name for parts in found.values() for name in parts))
     if not names:
         return None
-    ends = [
-        end
-        for parts in found.values()
-        for measured in parts.values()
-        for end in (measured["value"], *(measured["ci95"] or []))
-    ]
+    parts_of_all = [measured for parts in found.values() for measured in parts.values()]
+    ends = bounds(
+        [0.0, *(measured["value"] for measured in parts_of_all)],
+        [end for measured in parts_of_all for end in measured["ci95"] or []],
+    )
 
     def draw(axes: Axes) -> None:
         for place, (method, parts) in enumerate(found.items()):
@@ -103,11 +106,11 @@ def differences_plot(
                 value, ci95 = parts[name]["value"], parts[name]["ci95"]
                 y = index + (place - (len(found) - 1) / 2) * 0.72 / len(found)
                 if ci95:
-                    axes.plot(ci95, [y, y], color=STAND_IN[kind], linewidth=2.5, alpha=0.55)
+                    cut_interval(axes, ci95, y, kind, ends)
                 axes.plot(value, y, mark, color=STAND_IN[kind])
         rows_axis(axes, names, 1.0, unit)
-        room = 0.04 * (max(*ends, 0.0) - min(*ends, 0.0)) or 1.0
-        axes.set_xlim(min(*ends, 0.0) - room, max(*ends, 0.0) + room)
+        room = 0.04 * (ends[1] - ends[0]) or 1.0
+        axes.set_xlim(ends[0] - room, ends[1] + room)
         axes.axvline(0.0, color=STAND_IN["ink"], **NO_CHANGE)
         if len(found) == 1:
             (parts,) = found.values()

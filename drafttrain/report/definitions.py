@@ -1,5 +1,7 @@
 """What every number of a report means, in one sentence each: printed wherever the number is."""
 
+from drafttrain.report.statistics import DISTURBED, FEWEST_PROMPTS
+
 DEFINITIONS: dict[str, str] = {
     "num_prompts": "Prompts measured; the turns of one prompt count as one, and one prompt is the "
     "unit that the bootstrap resamples.",
@@ -25,7 +27,9 @@ DEFINITIONS: dict[str, str] = {
     "summed over turns. autoregressive: the plain loop; speculative: with the drafter.",
     "speedup": "Tokens per second over those of the plain autoregressive loop: same process, "
     "prompts, batch, sampling, trimmed output, blocks interleaved. ci95: paired by prompt; blocks: "
-    "the same ratio within each timing block, over the prompts that were timed in it.",
+    "the same ratio within each timing block, over the prompts that were timed in it, as measured; "
+    "num_disturbed: prompts on whose passes one method took, by its own median, more than "
+    f"{DISTURBED:g} times as long as another; they count at the pace of the others.",
     "predicted_speedup": "acceptance_length * t_plain / (t_draft + t_verify), t_plain being the "
     "target's time for one plain step; it leaves out prefill and the loop's own time, and a pass "
     "without a draft counts as a draft with nothing accepted.",
@@ -51,7 +55,8 @@ DEFINITIONS: dict[str, str] = {
     "the timing dtype, out of how many; under sampling they may differ, their law may not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
     "them.",
-    "ci95": "95 % interval by bootstrap over prompts (BCa); none from a single prompt. Prompts "
+    "ci95": '95 % interval by bootstrap over prompts (BCa); none, "too few", from '
+    f"fewer than {FEWEST_PROMPTS} prompts. Prompts "
     "decoded together share their batch's time, so that intervals of speeds at batch sizes above 1 "
     "are somewhat too narrow.",
     "lossless": "Whether the verification rule leaves the target's law unchanged, and how many "
@@ -115,7 +120,8 @@ def verdict_definition(marginal_speedup: float) -> str:
     return (
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
         "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
-        "whose plain loop was handicapped. unknown: nothing was timed. Where a sweep measured "
+        "whose plain loop was handicapped, or whose timings were disturbed. unknown: nothing was "
+        "timed. Where a sweep measured "
         "other depths too, each verdict is on the fastest of several depths, chosen on the prompts "
         "it is judged by, which flatters it a little."
     )

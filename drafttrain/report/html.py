@@ -3,10 +3,10 @@
 from typing import Any
 
 from drafttrain.report import plots, sweep_plots, wording
-from drafttrain.report.markdown import methods_of, money_cells
+from drafttrain.report.markdown import depth_told, methods_of, money_cells
 from drafttrain.report.pages import page
 from drafttrain.report.statistics import PLAIN
-from drafttrain.report.verdict import bill
+from drafttrain.report.verdict import bill, is_serious
 
 
 def html(report: dict[str, Any]) -> str:
@@ -32,6 +32,9 @@ def html(report: dict[str, Any]) -> str:
             "speed": plots.speed_plot(rows, drafter) if timed else None,
             **_sweep(report["sweep"]),
         },
+        depth=depth_told(report),
+        serious=[flag for flag in report["flags"] if is_serious(flag, report)],
+        ordinary=[flag for flag in report["flags"] if not is_serious(flag, report)],
         words=wording,
         bill=bill(report["verdicts"]["all"]),
         money_cells=money_cells,

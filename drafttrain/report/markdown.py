@@ -1,11 +1,13 @@
 """The report as Markdown: for a pull request, a model card, a log."""
 
 import re
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from drafttrain.report.rows import Row
 from drafttrain.report.statistics import PLAIN
+from drafttrain.report.verdict import main_depth, rows_by_depth
 from drafttrain.report.wording import (
     NOTHING,
     estimate,
@@ -15,13 +17,17 @@ from drafttrain.report.wording import (
     number,
     percent,
     positions,
+    shortened,
     speed,
 )
+from drafttrain.untrusted import shown
+
+LONGEST_TEXT = 100_000  # characters; what is longer is no text of a report
 
 
 def escaped(value: object) -> str:
-    """Return text that neither Markdown nor HTML takes for markup; line ends become spaces."""
-    text = escape(" ".join(str(value).split()), quote=False)
+    """Return text in one line that neither Markdown, HTML nor a terminal takes for markup."""
+    text = escape(shown(" ".join(str(value).split()), LONGEST_TEXT), quote=False)
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text) or NOTHING
 
 
@@ -32,10 +38,23 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def methods_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
-    """Return the rows of each drafting method, the report's drafter first, "all" first in each."""
-    drafted = {report["drafter"]: report}
-    drafted |= {name: rows for name, rows in report["methods"].items() if name != PLAIN}
-    return {name: {"all": rows["summary"], **rows["tasks"]} for name, rows in drafted.items()}
+    """Return the rows of each drafting method, the report's drafter first, "all" first in each.
+
+    The drafter's are those of the headline's depth, the others' those of the report's.
+    """
+    others = {name: rows for name, rows in report["methods"].items() if name != PLAIN}
+    return {report["drafter"]: rows_by_depth(report)[main_depth(report)]} | {
+        name: {"all": rows["summary"], **rows["tasks"]} for name, rows in others.items()
+    }
+
+
+def depth_told(report: Mapping[str, Any]) -> str:
+    """Return the depth that the drafter is shown at, and of which it is the fastest."""
+    depth, depths = main_depth(report), report["verdicts"]["all"]["of_depths"]
+    told = f"depth {depth}"
+    if len(depths) > 1:
+        told += f", the fastest of {', '.join(map(str, depths))}"
+    return told if depth == report["depth"] else f"{told} (ngram drafts at {report['depth']})"
 
 
 def measured_table(report: dict[str, Any]) -> list[str]:
@@ -113,10 +132,10 @@ def repetition_table(report: dict[str, Any]) -> list[str]:
         "acceptance length outside [95 %]",
         "rate outside",
         "share of drafts",
-        "length less ngram's [95 %]",
-        "the same outside",
-        "tokens per pass less ngram's [95 %]",
-        "the same outside",
+        "acceptance length minus ngram's [95 %]",
+        "the same, outside repetition",
+        "tokens per pass minus ngram's [95 %]",
+        "the same, outside repetition",
     ]
     lines: list[str] = []
     for method, rows in methods_of(report).items():
@@ -189,7 +208,9 @@ def markdown(report: dict[str, Any]) -> str:
         "Flags": flags,
         "Greedy divergences": divergences,
         "Notes": [f"- {escaped(note)}" for note in report["notes"]],
-        "Prompts": [f"- {escaped(key)}: {escaped(text)}" for key, text in flat(report["prompts"])],
+        "Prompts": [
+            f"- {escaped(key)}: {escaped(text)}" for key, text in shortened(report["prompts"])
+        ],
         "Definitions": [
             f"- `{key}`: {escaped(text)}" for key, text in report["definitions"].items()
         ],
@@ -206,7 +227,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"Lossless: {escaped(report['lossless']['statement'])}.",
         "",
-        f"Depth {report['depth']}, temperature {sampling['temperature']}, top-k "
+        f"D{depth_told(report)[1:]}; temperature {sampling['temperature']}, top-k "
         f"{sampling['top_k']}, top-p {sampling['top_p']}, at most {sampling['max_new_tokens']} new "
         f"tokens, batch {report['batch_size']}. Timed in {escaped(timing['dtype'])} on "
         f"{escaped(timing['device'])}, {timing['threads']} threads, "

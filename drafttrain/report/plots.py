@@ -22,6 +22,7 @@ from drafttrain.report.wording import Number, estimate, number, speed
 WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
+FAR = 0.6  # of the range of the values: how far beyond them an axis goes for intervals
 LEGEND_LIMIT = 50  # characters of all names that fit in one line
 
 # Names of the page's CSS variables. matplotlib draws with stand-ins that say which is meant, so
@@ -160,6 +161,29 @@ def beside(axes: Axes, x: Number, y: Number, words: str, **look: Any) -> None:
     axes.annotate(words, (x, y), (5, 0), textcoords="offset points", va="center_baseline", **look)
 
 
+def bounds(values: Sequence[Number], ends: Sequence[Number]) -> tuple[float, float]:
+    """Return from where to where an axis goes that shows every value.
+
+    An end of an interval far beyond the values does not stretch it: the other intervals would be
+    too short to see. It is cut (`cut_interval`); the number stands beside it.
+    """
+    low, high = float(min(values)), float(max(values))
+    room = FAR * max(high - low, 0.25 * abs(high), 1e-9)
+    return max(min([low, *ends]), low - room), min(max([high, *ends]), high + room)
+
+
+def cut_interval(
+    axes: Axes, ci95: Sequence[Number], y: float, kind: str, shown: tuple[float, float]
+) -> None:
+    """Draw an interval, with an arrow where it goes on beyond the axis."""
+    low, high = max(ci95[0], shown[0]), min(ci95[1], shown[1])
+    look: dict[str, Any] = {"color": STAND_IN[kind], "alpha": 0.55}
+    axes.plot([low, high], [y, y], linewidth=2.5, **look)
+    for end, at, mark in ((ci95[0], low, "<"), (ci95[1], high, ">")):
+        if end != at:
+            axes.plot(at, y, mark, clip_on=False, markersize=6, **look)
+
+
 def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
     """Return measured speedup by task with intervals, the predicted one beside it.
 
@@ -168,7 +192,11 @@ def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
     names, kinds = list(rows[drafter]), _kinds(rows, drafter)
 
     def draw(axes: Axes) -> None:
-        highest = 1.0
+        every = [rows[method][name] for method in kinds for name in names]
+        values = [row["speedup"]["value"] or 0.0 for row in every]
+        values += [row["predicted_speedup"] or 0.0 for row in every]
+        ends = [end for row in every for end in row["speedup"]["ci95"] or []]
+        shown = (0.0, bounds([0.0, 1.0, *values], ends)[1])
         for place, (method, kind) in enumerate(kinds.items()):
             for index, name in enumerate(names):
                 row = rows[method][name]
@@ -176,13 +204,12 @@ def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
                 predicted = row["predicted_speedup"]
                 y = index + (place - (len(kinds) - 1) / 2) * 0.32
                 if ci95:
-                    axes.plot(ci95, [y, y], color=STAND_IN[kind], linewidth=2.5, alpha=0.55)
+                    cut_interval(axes, ci95, y, kind, shown)
                 if value is not None:
                     axes.plot(value, y, "o", color=STAND_IN[kind])
                 if predicted is not None:
                     axes.plot(predicted, y, **hollow(kind))
-                highest = max(highest, value or 0.0, predicted or 0.0, *(ci95 or []))
-        rows_axis(axes, names, highest, "times plain decoding, 95 % interval")
+        rows_axis(axes, names, shown[1], "times plain decoding, 95 % interval")
         axes.axvline(1.0, color=STAND_IN["ink"], linewidth=1.25, linestyle=(0, (4, 3)), zorder=1)
         for index, name in enumerate(names):
             words = estimate(rows[drafter][name]["speedup"])

@@ -3,9 +3,9 @@
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from drafttrain.types import Counters, PromptResult
 PLAIN = "autoregressive"
 NGRAM = "ngram"
 CONFIDENCE = 0.95
+FEWEST_PROMPTS = 5  # of fewer, drawing them again says nothing about others
+DISTURBED = 4.0  # times as long as the other methods' passes over the same prompt
 
 Interval = list[float]
 Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
@@ -62,6 +64,7 @@ class PromptTotals:
     outside: tuple[Counters, int] | None
     num_repeated_tokens: int
     num_positions: int  # of the longest turn, prompt and output together
+    disturbed: bool = False  # its seconds are what the other methods' passes promise
 
     @property
     def num_output_tokens(self) -> int:
@@ -103,10 +106,74 @@ def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
                 f"{method} differs in {len(odd)} of them, such as turn {turn} of {prompt_id!r} in "
                 f"block {block}"
             )
-    return {
+    totals = {
         method: {key: _totals(key, prompts[key]) for key in measured[PLAIN]}
         for method, prompts in measured.items()
     }
+    paces = {
+        method: {
+            key: (prompt.seconds.total - prompt.seconds.prefill) / max(prompt.num_target_passes, 1)
+            for key, prompt in prompts.items()
+        }
+        for method, prompts in totals.items()
+    }
+    for method, promised in disturbed(paces).items():
+        for key, pace in promised.items():
+            totals[method][key] = _at_pace(totals[method][key], pace)
+    return totals
+
+
+Unit = TypeVar("Unit")
+
+
+def disturbed(paces: Mapping[str, Mapping[Unit, float]]) -> dict[str, dict[Unit, float]]:
+    """Return by method the units whose timing was disturbed, and the pace they would have had.
+
+    paces: by method, the seconds of a target pass of each unit (a prompt, or a turn of it), without
+    its prefill. The methods decode a unit one right after the other: where, each measured by its
+    own median over the units, one of them took more than DISTURBED times as long as another,
+    something else kept the machine busy. A long context slows all of them. None where there are
+    fewer than FEWEST_PROMPTS units.
+    """
+    found: dict[str, dict[Unit, float]] = {}
+    if len(paces) < 2 or any(len(units) < FEWEST_PROMPTS for units in paces.values()):
+        return found
+    medians = {method: statistics.median(units.values()) for method, units in paces.items()}
+    if not all(medians.values()):
+        return found
+    for unit in next(iter(paces.values())):
+        relative = {method: paces[method][unit] / medians[method] for method in paces}
+        least = min(relative.values())
+        for method, value in relative.items():
+            if value > DISTURBED * least > 0:
+                found.setdefault(method, {})[unit] = least * medians[method]
+    return found
+
+
+def disturbed_turns(results: Iterable[PromptResult]) -> set[tuple[int, str, int]]:
+    """Return block, prompt and turn of the measurements in which a method was disturbed."""
+    paces: dict[str, dict[tuple[int, str, int], float]] = {}
+    for result in results:
+        seconds = result.stats.total_s - result.stats.prefill_s
+        paces.setdefault(result.method, {})[result.block, result.prompt_id, result.turn] = (
+            seconds / max(result.stats.num_target_passes, 1)
+        )
+    return {unit for units in disturbed(paces).values() for unit in units}
+
+
+def _at_pace(prompt: PromptTotals, pace: float) -> PromptTotals:
+    """Return a prompt as if each of its passes had taken so many seconds."""
+    seconds = prompt.seconds
+    spent = pace * max(prompt.num_target_passes, 1)
+    share = spent / (seconds.total - seconds.prefill)
+    settled = Seconds(
+        total=seconds.prefill + spent,
+        prefill=seconds.prefill,
+        draft=share * seconds.draft,
+        verify=share * seconds.verify,
+        other=share * seconds.other,
+    )
+    return replace(prompt, seconds=settled, disturbed=True)
 
 
 def _totals(key: Key, cells: dict[tuple[int, int], PromptResult]) -> PromptTotals:
@@ -171,12 +238,12 @@ def ratio(numerator: int | float, denominator: int | float) -> float | None:
 def interval(
     statistic: Callable[..., Values], columns: Sequence[Sequence[float]], resampling: Resampling
 ) -> Interval | None:
-    """Return the 95 % interval of a statistic of whole prompts, or None for fewer than two.
+    """Return the 95 % interval of a statistic of whole prompts, or None for too few of them.
 
     `columns` are values by prompt; prompts are resampled whole, so that columns stay paired, with
     bias correction and acceleration (BCa; Efron 1987). The statistic takes the columns and `axis`.
     """
-    if len(columns[0]) < 2:
+    if len(columns[0]) < FEWEST_PROMPTS:
         return None
     # A second of importing, which commands that only lay out tables (plan, --help) do not pay.
     from scipy.stats import DegenerateDataWarning, bootstrap
@@ -276,7 +343,7 @@ def speedup(
     """Return how many times as fast as plain decoding: value, interval, and value by block."""
     fast, slow = speed(prompts), speed(plain)
     if not (fast and slow and _timed(prompts) and _timed(plain)):
-        return {"value": None, "ci95": None, "blocks": []}
+        return {"value": None, "ci95": None, "blocks": [], "num_disturbed": 0}
     numbers = sorted({block for prompt in plain for block in prompt.block_seconds})
     return {
         "value": fast / slow,
@@ -285,6 +352,9 @@ def speedup(
             ratio(_block_speed(prompts, block) or 0.0, _block_speed(plain, block) or 0.0)
             for block in numbers
         ],
+        "num_disturbed": sum(
+            mine.disturbed or theirs.disturbed for mine, theirs in zip(prompts, plain, strict=True)
+        ),
     }
 
 

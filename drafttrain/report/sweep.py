@@ -25,7 +25,7 @@ def sweep_point(
     """Return what one point of a sweep measured, in all and by task."""
     totals = collect(results)
     resampling = Resampling(resamples, seed)
-    plain = totals[PLAIN]
+    plain, ngram = totals[PLAIN], totals.get(NGRAM)
 
     def row_of(method: str, task: str | None = None) -> dict[str, Any]:
         pairs = [
@@ -34,7 +34,11 @@ def sweep_point(
             if task is None or mine.task == task
         ]
         mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
-        return method_row(mine, theirs, depth, resampling, None)
+        lookup = None if ngram is None or method == NGRAM else ngram
+        beside = None
+        if lookup is not None:
+            beside = [p for p in lookup.values() if task is None or p.task == task]
+        return method_row(mine, theirs, depth, resampling, beside)
 
     tasks = sorted({prompt.task for prompt in plain.values()})
     return {

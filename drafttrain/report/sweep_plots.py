@@ -9,6 +9,7 @@ from drafttrain.report.plots import STAND_IN, picture
 
 HEIGHT = 300
 MARKERS = "osD^vP*X"
+DOTTED = (0, (1, 2.5))  # in line widths; closer dots look like a thin line
 
 
 def depth_plot(points: Sequence[Mapping[str, Any]]) -> Markup:
@@ -29,7 +30,7 @@ def depth_plot(points: Sequence[Mapping[str, Any]]) -> Markup:
                 depths, measured, marker=marker, markersize=6, linewidth=2, label=name, **look
             )
             axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
-        axes.axhline(1.0, color=STAND_IN["faint"], linestyle=":", linewidth=1)
+        axes.axhline(1.0, color=STAND_IN["soft"], linestyle=DOTTED, linewidth=1.5)
         every = sorted({point["depth"] for point in points})
         axes.set_xticks(every)
         axes.figure.legend(loc="outside upper left", ncols=4)
@@ -71,7 +72,7 @@ def batch_plot(points: Sequence[Mapping[str, Any]]) -> Markup:
                     color=STAND_IN["soft"],
                     va="bottom",
                 )
-        axes.axhline(1.0, color=STAND_IN["faint"], linestyle=":", linewidth=1)
+        axes.axhline(1.0, color=STAND_IN["soft"], linestyle=DOTTED, linewidth=1.5)
         axes.set_ylim(bottom=0)
         axes.margins(x=0.15)
         axes.set_xlabel("prompts decoded together")

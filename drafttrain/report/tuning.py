@@ -67,6 +67,21 @@ def tune_tables(predictions: Sequence[dict[str, Any]], choice: dict[str, Any]) -
     ]
 
 
+def headline(choice: dict[str, Any]) -> str:
+    """Return what was chosen for all tasks, batch by batch, as sentences."""
+    told = []
+    for size, chosen in choice.items():
+        best = chosen["all"]
+        speedup = f"{number(best['speedup'])} times as fast"
+        if best["speculate"]:
+            told.append(f"Batch {size}: speculate at depth {best['depth']}, {speedup}.")
+        else:
+            told.append(
+                f"Batch {size}: do not speculate; the best depth, {best['depth']}, is {speedup}."
+            )
+    return " ".join(told)
+
+
 def rich_table(content: Table) -> RichTable:
     """Return a table for the terminal."""
     shown = RichTable(
@@ -90,16 +105,17 @@ def write_tuning(
     predictions: Sequence[dict[str, Any]],
     tables: Sequence[Table],
     notes: Sequence[str],
+    choice: dict[str, Any],
 ) -> Path:
     """Write tuned.md and tuned.html into the run's folder; return the page."""
-    lines = [f"# {escaped(title)}", ""]
+    lines = [f"# {escaped(title)}", "", escaped(headline(choice)), ""]
     for content in tables:
         cells = [[escaped(cell) for cell in row] for row in content.rows]
-        lines += [f"## {content.title}", "", escaped(content.caption), ""]
-        lines += [*table(list(content.columns), cells), ""]
+        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
+        lines += [*table([escaped(column) for column in content.columns], cells), ""]
         lines += [f"- {escaped(note)}" for note in content.notes] + [""]
     lines += [f"- {escaped(note)}" for note in notes]
-    page = _page(title, predictions, tables, notes)
+    page = _page(title, predictions, tables, notes, choice)
     write_texts({"tuned.md": "\n".join(lines) + "\n", "tuned.html": page}, folder)
     return folder / "tuned.html"
 
@@ -109,6 +125,7 @@ def _page(
     predictions: Sequence[dict[str, Any]],
     tables: Sequence[Table],
     notes: Sequence[str],
+    choice: dict[str, Any],
 ) -> str:
     from drafttrain.report.sweep_plots import depth_plot  # matplotlib takes a second
 
@@ -126,4 +143,11 @@ def _page(
         if p["task"] == "all"
     ]
     plot: Markup | None = depth_plot(points) if len({p["depth"] for p in points}) > 1 else None
-    return page("tuned.html.j2", title=title, tables=tables, notes=notes, plot=plot)
+    return page(
+        "tuned.html.j2",
+        title=title,
+        tables=tables,
+        notes=notes,
+        plot=plot,
+        headline=headline(choice),
+    )

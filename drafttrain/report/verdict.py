@@ -5,11 +5,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from drafttrain.report import wording
-from drafttrain.report.wording import between, number, percent
+from drafttrain.report.statistics import DISTURBED
+from drafttrain.report.wording import TOO_FEW, between, number, percent
 
 SPECULATE, MARGINAL, DO_NOT, UNKNOWN = "speculate", "marginal", "do not", "unknown"
 DECISIONS = (SPECULATE, MARGINAL, DO_NOT, UNKNOWN)
+IN_WORDS = {
+    SPECULATE: "Speculate",
+    MARGINAL: "Marginal",
+    DO_NOT: "Do not speculate",
+    UNKNOWN: "Undecided",
+}
 SECONDS_PER_HOUR = 3600
+FEWEST_BLOCKS = 3  # to see whether they agree
+DISAGREEING = 1.5  # times as fast in one block as in another
+FEW_DISTURBED = 0.05  # of the prompts: a share that decides nothing
 
 Verdict = dict[str, Any]
 
@@ -81,22 +91,58 @@ def handicap(row: Mapping[str, Any]) -> str:
     )
 
 
+def disturbance(row: Mapping[str, Any]) -> str:
+    """Return how many of a row's timings were disturbed, or nothing."""
+    num = row["speedup"].get("num_disturbed", 0)
+    if not num:
+        return ""
+    return (
+        f"{num} of {row['num_prompts']} prompts took more than {DISTURBED:g} times as long by one "
+        "method as by another: something else kept the machine busy; each counts at the pace of "
+        "the other methods"
+    )
+
+
+def disagreement(row: Mapping[str, Any]) -> str:
+    """Return how far the timing blocks of a row are apart, or nothing where they agree."""
+    blocks = [value for value in row["speedup"].get("blocks", []) if value]
+    if len(blocks) < FEWEST_BLOCKS or max(blocks) <= DISAGREEING * min(blocks):
+        return ""
+    return (
+        f"the timing blocks disagree, {number(min(blocks))} to {number(max(blocks))} times as fast:"
+        " measure again on a quiet machine, or in more blocks (eval.blocks, eval.repeats)"
+    )
+
+
+def doubtful(row: Mapping[str, Any], name: str, settings: VerdictSettings) -> bool:
+    """Return whether the timings of a row are too disturbed to say that speculation pays.
+
+    A few prompts of many change little; blocks that disagree may each be above what is worth
+    having. The blocks of a single task hold few prompts each: only those of all are compared.
+    """
+    num, of = row["speedup"].get("num_disturbed", 0), row["num_prompts"]
+    blocks = [value for value in row["speedup"].get("blocks", []) if value]
+    apart = name == "all" and bool(disagreement(row))
+    return num > FEW_DISTURBED * of or (apart and min(blocks) <= settings.marginal_speedup)
+
+
 def verdict_of(
     row: Mapping[str, Any],
     depth: int,
     settings: VerdictSettings,
     extra_memory: dict[str, int] | None,
     of_depths: list[int],
+    name: str = "all",
 ) -> Verdict:
     """Return the verdict on one row of a report, in numbers and in a sentence.
 
     of_depths: the depths that were measured, of which this is the fastest.
-    A row whose plain loop was handicapped has a speedup that cannot be trusted: its verdict is at
-    most marginal.
+    A row whose plain loop was handicapped, or whose timings were disturbed, has a speedup that
+    cannot be trusted: its verdict is at most marginal.
     """
-    flagged = bool(handicap(row))
+    flagged, doubted = bool(handicap(row)), doubtful(row, name, settings)
     decision = decide(row["speedup"], settings.marginal_speedup)
-    if flagged and decision == SPECULATE:
+    if (flagged or doubted) and decision == SPECULATE:
         decision = MARGINAL
     verdict: Verdict = {
         "decision": decision,
@@ -109,6 +155,7 @@ def verdict_of(
         "money": _money(row, settings),
         "extra_memory": extra_memory,
         "flagged": flagged,
+        "disturbed": doubted,
     }
     return {**verdict, "statement": _statement(verdict)}
 
@@ -139,19 +186,14 @@ def call(verdict: Verdict) -> str:
     depth, measured = f"at depth {verdict['depth']}", verdict["of_depths"]
     if len(measured) > 1:
         depth += f", the fastest of {', '.join(map(str, measured))}"
-    return {
-        SPECULATE: f"Speculate {depth}",
-        MARGINAL: f"Marginal {depth}",
-        DO_NOT: f"Do not speculate {depth}",
-        UNKNOWN: f"Undecided {depth}",
-    }[verdict["decision"]]
+    return f"{IN_WORDS[verdict['decision']]} {depth}"
 
 
 def _statement(verdict: Verdict) -> str:
     value, ci95 = verdict["speedup"]["value"], verdict["speedup"]["ci95"]
     if value is None:
         return f"{call(verdict)}: no speedup could be computed."
-    interval = f"95 % interval {between(ci95)}" if ci95 else "no interval from a single prompt"
+    interval = f"95 % interval {between(ci95)}" if ci95 else TOO_FEW
     clauses = [
         f"{call(verdict)}: {number(value)} times as fast ({interval})",
         f"acceptance rate {number(verdict['acceptance_rate'])}",
@@ -159,6 +201,8 @@ def _statement(verdict: Verdict) -> str:
     ]
     if verdict["flagged"]:
         clauses.append("but the plain loop was handicapped")
+    if verdict["disturbed"]:
+        clauses.append("but its timings were disturbed")
     return "; ".join(clauses) + "."
 
 
@@ -190,22 +234,35 @@ def verdicts_of(
     longest: the positions of the longest turn, in all and by task. Where the report's sweep has
     other depths at its own temperature and batch size, each verdict is on the fastest of them.
     """
+    measured = rows_by_depth(report)
+    depths = sorted(measured)
+
+    def best(name: str) -> Verdict:
+        rows = {depth: measured[depth][name] for depth in depths}
+        depth = max(rows, key=lambda depth: rows[depth]["speedup"]["value"] or 0.0)
+        size = None if memory is None else memory.at(longest[name], report["batch_size"])
+        return verdict_of(rows[depth], depth, settings, size, depths, name)
+
+    return {name: best(name) for name in measured[report["depth"]]}
+
+
+def rows_by_depth(report: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the rows of the report's drafter, "all" first, at every depth that was measured.
+
+    At the report's own temperature and batch size.
+    """
     point = report["sampling"]["temperature"], report["batch_size"]
-    by_depth = {
+    found = {
         other["depth"]: {"all": other["summary"], **other["tasks"]}
         for other in report["sweep"]
         if (other["temperature"], other["batch_size"]) == point
     }
-    by_depth[report["depth"]] = {"all": report["summary"], **report["tasks"]}
-    depths = sorted(by_depth)
+    return {**found, report["depth"]: {"all": report["summary"], **report["tasks"]}}
 
-    def best(name: str) -> Verdict:
-        rows = {depth: by_depth[depth][name] for depth in depths}
-        depth = max(rows, key=lambda depth: rows[depth]["speedup"]["value"] or 0.0)
-        size = None if memory is None else memory.at(longest[name], report["batch_size"])
-        return verdict_of(rows[depth], depth, settings, size, depths)
 
-    return {name: best(name) for name in by_depth[report["depth"]]}
+def main_depth(report: Mapping[str, Any]) -> int:
+    """Return the depth that the headline is of: every page shows the drafter at that depth."""
+    return int(report["verdicts"]["all"]["depth"])
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -215,11 +272,23 @@ def headline(report: Mapping[str, Any]) -> str:
     if verdict["decision"] == UNKNOWN:
         return f"No speedup could be computed for {drafter} on {report['target']}."
     times = f"{report['target']} decodes {number(value)} times as fast with {drafter} as alone"
-    law = "" if report["lossless"]["lossless"] else ", by a rule that changes what it says"
+    law = "" if report["lossless"]["lossless"] else ", by a rule that changes what it writes"
+    doubt = ", but its timings were disturbed" if verdict.get("disturbed") else ""
     if ci95 is None:
-        return f"{call(verdict)}: {times}, from a single prompt and so without an interval{law}."
+        return f"{call(verdict)}: {times} ({TOO_FEW}){doubt}{law}."
     sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
-    return f"{call(verdict)}: {times} (95 % interval {between(ci95)}){sure}{law}."
+    return f"{call(verdict)}: {times} (95 % interval {between(ci95)}){sure}{doubt}{law}."
+
+
+def is_serious(flag: Mapping[str, str], report: Mapping[str, Any]) -> bool:
+    """Return whether a flag puts a report's numbers in doubt.
+
+    Few timing blocks, and greedy outputs that rounding changed in a narrow dtype where the rule is
+    lossless and the check found no difference, do not.
+    """
+    check = report["lossless"]
+    sound = check["lossless"] and check["greedy_identical"] == check["greedy_total"]
+    return not (flag["kind"] == "timing" or (flag["kind"] == "outputs_differing" and sound))
 
 
 def grouped(verdicts: Mapping[str, Verdict]) -> list[str]:
@@ -231,7 +300,6 @@ def grouped(verdicts: Mapping[str, Verdict]) -> list[str]:
     for decision in DECISIONS:
         names = [name for name, verdict in tasks.items() if verdict["decision"] == decision]
         if names:
-            words = decision[0].upper() + decision[1:]
             listed = "every task" if len(names) == len(tasks) else ", ".join(names)
-            lines.append(f"{words}: {listed}.")
+            lines.append(f"{IN_WORDS[decision]}: {listed}.")
     return lines

@@ -1,10 +1,12 @@
 """How the report writes a number: one rounding for terminal, Markdown and HTML."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Number = int | float
 NOTHING = "\N{EN DASH}"
+TOO_FEW = "too few prompts for an interval"
 
 
 def number(value: Number | None, digits: int = 2) -> str:
@@ -43,12 +45,21 @@ def between(interval: Sequence[Number] | None) -> str:
 
 
 def estimate(measured: Mapping[str, Any]) -> str:
-    """Return value and 95 % interval: `1.52 [1.44, 1.60]`."""
+    """Return value and 95 % interval: `1.52 [1.44, 1.60]`, or `1.52 [too few]` prompts for one."""
     value = measured["value"] if "value" in measured else measured["micro"]
-    if value is None or measured["ci95"] is None:
+    if value is None:
         return number(value)
+    if measured["ci95"] is None:
+        return f"{number(value)} [too few]"
     low, high = measured["ci95"]
     return f"{number(value)} [{number(low)}, {number(high)}]"
+
+
+def rule_statement(rule: str, lossless: bool) -> str:
+    """Return a rule and whether it is lossless, once: `decode` says it in the rule's own name."""
+    if "lossless" in rule:
+        return f"rule: {rule}"
+    return f"rule: {rule} ({'lossless' if lossless else 'NOT lossless'})"
 
 
 def signed(value: Number | None) -> str:
@@ -58,8 +69,10 @@ def signed(value: Number | None) -> str:
 
 def change(measured: Mapping[str, Any]) -> str:
     """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
-    if measured["value"] is None or measured["ci95"] is None:
-        return signed(measured["value"])
+    if measured["value"] is None:
+        return signed(None)
+    if measured["ci95"] is None:
+        return f"{signed(measured['value'])} [too few]"
     low, high = measured["ci95"]
     return f"{signed(measured['value'])} [{signed(low)}, {signed(high)}]"
 
@@ -77,6 +90,18 @@ def positions(values: Sequence[Number | None]) -> str:
     """Return rates by position, without their leading zeros to fit a narrow column."""
     texts = [number(value) for value in values]
     return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+
+
+def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the leaves of nested mappings; a hash as its first digits, for it names and no more.
+
+    What is empty is left out.
+    """
+    return [
+        (key, f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{40,}", text) else text)
+        for key, text in flat(tree)
+        if text not in (NOTHING, "")
+    ]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

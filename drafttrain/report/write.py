@@ -10,9 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from drafttrain.disk import write_whole, writing
-from drafttrain.report.markdown import markdown, methods_of
+from drafttrain.report.markdown import depth_told, markdown, methods_of
 from drafttrain.report.verdict import bill, grouped
 from drafttrain.report.wording import estimate, number, positions, speed
+
+REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -29,7 +31,9 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 def as_json(content: Mapping[str, Any]) -> str:
     """Return plain data as the text of a .json file; there is no NaN in it."""
-    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half a surrogate pair, which no file can hold, is written as JSON writes it.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def write_texts(texts: Mapping[str, str], folder: Path) -> None:
@@ -49,7 +53,7 @@ def summary_table(report: dict[str, Any]) -> Table:
     caption += [f"Lossless: {report['lossless']['statement']}."]
     caption += [f"Flag: {flag['row']}: {flag['text']}." for flag in report["flags"]]
     table = Table(
-        title=Text(f"{drafter} on {report['target']}, depth {report['depth']}"),
+        title=Text(f"{drafter} on {report['target']}, {depth_told(report)}"),
         caption=Text("\n".join(caption)),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

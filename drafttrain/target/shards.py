@@ -13,8 +13,8 @@ is in a journal or in the manifest. So a capture that is killed loses at most th
 
 import hashlib
 import json
-import os
-import shlex
+import re
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +25,20 @@ from jaxtyping import Bool, Float
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafttrain.disk import append_text, flush, replacing, write_whole
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import (
+    Count,
+    FileName,
+    Sha256,
+)
 
 FORMAT = 1
 MANIFEST, PROVENANCE = "manifest.json", "provenance.json"
 CONVERSATIONS, READOUT = "conversations.safetensors", "readout.safetensors"
-JOURNALS = "journal-*.jsonl"
+SHARD = re.compile(r"shard-\d{5,9}\.safetensors")
+JOURNAL = re.compile(r"journal-\d{1,9}\.jsonl")
+UNFINISHED = re.compile(r"\..*\.tmp")  # what a kill leaves of a file that was being written
 FINAL = "final_hidden"
 REACH = "reach of store.drafters"  # among the settings: null, or positions before a trained token
 SCALE = ".scale"  # ends the name of the scales of a tensor in float8
@@ -39,6 +47,8 @@ STORED = {
     "bfloat16": torch.bfloat16,
     "float8": torch.float8_e4m3fn,
 }
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}  # as safetensors says them
+SMALLEST_SHARD_MB, LARGEST_SHARD_MB = 0.001, 1e6
 LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
 CONVENTION = (
     "layer.i is Transformers' hidden_states[i]: the input of layer i, before any norm (i = number "
@@ -55,9 +65,9 @@ class StoreError(ValueError):
 class File:
     """A file of a store as it was written."""
 
-    file: str
-    bytes: int
-    sha256: str
+    file: FileName
+    bytes: Count
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,20 @@ class Shard(File):
     squares: of each tensor, the sum of squared errors of what is stored and of squared values.
     """
 
-    tokens: int  # of its conversations
-    rows: int  # features: as many, unless the store keeps those before trained tokens only
-    conversations: list[int]
+    tokens: Count  # of its conversations
+    rows: Count  # features: as many, unless the store keeps those before trained tokens only
+    conversations: list[Count]
     squares: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class StoredReadout:
+    """The file of the target's ends, and its numbers that are no tensors."""
+
+    file: File
+    embedding_scale: float
+    logit_scale: float
+    soft_cap: float | None
 
 
 @dataclass(frozen=True)
@@ -83,12 +103,12 @@ class Manifest:
     complete: bool
     settings: dict[str, Any]
     target: TargetSpec
-    readout: dict[str, Any]  # its file, and the numbers that are no tensors
+    readout: StoredReadout
     conversations: File
-    num_conversations: int
-    num_tokens: int
-    num_rows: int
-    bytes_per_row: int
+    num_conversations: Count
+    num_tokens: Count
+    num_rows: Count
+    bytes_per_row: Count
     shards: list[Shard]
 
     @property
@@ -138,40 +158,7 @@ class Manifest:
             "relative_error": self.relative_errors(),
         }
         text = json.dumps(head, indent=1)[:-2] + ',\n "shards": [\n  '
-        write_text(folder / MANIFEST, text + ",\n  ".join(shards) + "\n ]\n}\n")
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a store, None if there is none; StoreError if it is damaged."""
-    path = folder / MANIFEST
-    try:
-        plain = json.loads(path.read_text())
-        if plain.pop("format") != FORMAT:
-            raise StoreError(
-                f"{path} must be of format {FORMAT}, which this version reads; capture again into "
-                "another store.dir"
-            )
-        if plain.pop("fingerprint") != digest(plain["settings"]):
-            raise ValueError("its settings are not those of its fingerprint")
-        del plain["convention"], plain["relative_error"]
-        target = plain["target"] | {"eos_token_ids": tuple(plain["target"]["eos_token_ids"])}
-        return Manifest(
-            **plain
-            | {
-                "target": TargetSpec(**target),
-                "conversations": File(**plain["conversations"]),
-                "shards": [Shard(**shard) for shard in plain["shards"]],
-            }
-        )
-    except FileNotFoundError:
-        return None
-    except StoreError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"{path} must be a manifest as `capture` wrote it, but cannot be read ({error!r}); "
-            f"restore it, or remove {folder} and capture again"
-        ) from error
+        write_whole(folder / MANIFEST, text + ",\n  ".join(shards) + "\n ]\n}\n")
 
 
 def tensor_names(layers: Sequence[int], final_hidden: bool) -> list[str]:
@@ -231,56 +218,47 @@ def decode(stored: Sequence[Tensor], into: Float[Tensor, "row hidden"]) -> None:
         into.mul_(stored[1][:, None])
 
 
+def refuse_unless_own(path: Path) -> None:
+    """Raise StoreError if a file of a store is no plain file; FileNotFoundError without one.
+
+    What stands behind a link is not the store's: to be read, written over or removed.
+    """
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
+        raise StoreError(
+            f"{path} must be a file of the store's own, got a {what}; copy what it stands for "
+            "there, or remove it"
+        )
+
+
+def own_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the files of a store whose names match; StoreError for a link by such a name."""
+    found = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    for path in found:
+        refuse_unless_own(path)
+    return found
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> File:
     """Write a file that appears whole or not at all; OSError where the disk is full."""
-    beside = path.with_name(f".{path.name}.tmp")
-    save_file(tensors, beside)
-    beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
-    flush(beside)
-    written = File(path.name, beside.stat().st_size, sha256(beside))
-    os.replace(beside, path)
-    flush(path.parent)
-    return written
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text that appears whole or not at all."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    flush(beside)
-    os.replace(beside, path)
-    flush(path.parent)
+    with replacing(path) as beside:
+        save_file(tensors, beside)
+        beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
+        return File(path.name, beside.stat().st_size, sha256(beside))
 
 
 def append_line(path: Path, record: Any) -> None:
     """Add a record to a journal, and wait until it is on the disk."""
-    with path.open("a") as stream:
-        stream.write(json.dumps(record) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    append_text(path, json.dumps(record) + "\n")
     flush(path.parent)
-
-
-def read_journals(folder: Path) -> list[Shard]:
-    """Return the shards that journals record; a torn last line, left by a kill, is left out."""
-    found = []
-    for path in sorted(folder.glob(JOURNALS)):
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        try:
-            found += [Shard(**json.loads(line)) for line in content[:whole].splitlines()]
-        except (ValueError, TypeError) as error:
-            raise StoreError(
-                f"{path} must be a journal as `capture` wrote it, got {error!r}; remove it: its "
-                "shards are then captured again"
-            ) from error
-    return found
 
 
 def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
     """Return what is wrong with a file of a store, None if it is as it was written."""
     path = folder / record.file
     try:
+        refuse_unless_own(path)
         size = path.stat().st_size
         if size != record.bytes:
             return f"must have the {record.bytes:,} bytes that were written, got {size:,}"
@@ -289,25 +267,6 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
     except OSError as error:
         return f"must be readable, got {error.strerror}"
     return None
-
-
-def require_whole(folder: Path, record: File, checksum: bool) -> None:
-    """Raise StoreError that names the file and how to mend it, unless it is as it was written."""
-    problem = problem_of(folder, record, checksum)
-    if problem is not None:
-        raise StoreError(
-            f"{folder / record.file} {problem}: it is damaged or changed; this writes again what "
-            f"is damaged, and nothing else: {recapture(folder)} store.verify=true"
-        )
-
-
-def recapture(folder: Path) -> str:
-    """Return the command that captured a store."""
-    try:
-        command = str(json.loads((folder / PROVENANCE).read_text())["command"])
-        return command.replace(" store.verify=true", "")
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"python -m drafttrain capture store.dir={shlex.quote(str(folder))} ..."
 
 
 def digest(plain: Any) -> str:
@@ -319,12 +278,3 @@ def sha256(path: Path) -> str:
     """Return the checksum of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

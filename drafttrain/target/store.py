@@ -1,8 +1,10 @@
 """Features from the disk: what the target said once, for any number of drafters and runs."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -10,23 +12,24 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.lock import require_free
 from drafttrain.readout import Readout
+from drafttrain.target.manifest import check_tensors, read_manifest, recapture, require_whole
 from drafttrain.target.shards import (
     CONVERSATIONS,
+    DTYPES,
     FINAL,
     READOUT,
     SCALE,
-    File,
     Manifest,
     StoreError,
     decode,
     kept_positions,
     plan_shards,
-    read_manifest,
-    recapture,
-    require_whole,
+    shard_name,
 )
 from drafttrain.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
+from drafttrain.untrusted import header_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +77,13 @@ class StoredTarget:
         self.manifest = self._manifest()
         self.spec = self.manifest.target
         self.readout = self._readout()
-        self.samples = read_samples(folder, self.manifest.conversations)
+        self.samples = read_samples(folder, self.manifest)
         self.ordinals = {sample.index: place for place, sample in enumerate(self.samples)}
         self._place_rows()
         self._opened: dict[int, dict[str, list[Tensor]]] = {}
 
     def _manifest(self) -> Manifest:
+        require_free(self.folder, "features.dir")
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise StoreError(
@@ -89,21 +93,30 @@ class StoredTarget:
         if not manifest.complete:
             raise StoreError(
                 f"features.dir must be a finished store, but {self.folder} is not: the same "
-                f"command goes on where it stopped: {recapture(self.folder)}"
+                f"command goes on where it stopped: {recapture(self.folder, manifest)}"
             )
         return manifest
 
     def _readout(self) -> Readout:
-        about = dict(self.manifest.readout)
-        require_whole(self.folder, File(**about.pop("file")), self.checksums)
-        tensors = load_file(self.folder / READOUT)
+        about = self.manifest.readout
+        require_whole(self.folder, self.manifest, about.file, self.checksums)
+        path = self.folder / READOUT
+        found = header_of(path)
+        dtype = found["embedding"].dtype if "embedding" in found else "F32"
+        table, row = [self.spec.vocab_size, self.spec.hidden_size], [self.spec.hidden_size]
+        shapes = {"embedding": table, "head": table, "norm": row, "head_bias": table[:1]}
+        here = {name: (dtype, shapes[name]) for name in shapes if name in {"embedding", *found}}
+        check_tensors(path, found, here)
+        tensors = load_file(path)
         embedding = tensors["embedding"]
         readout = Readout(
             embedding,
             tensors.get("head", embedding),
             tensors.get("norm"),
             tensors.get("head_bias"),
-            **about,
+            about.embedding_scale,
+            about.logit_scale,
+            about.soft_cap,
         ).to(self.dtype)
         return readout.on(self.device)
 
@@ -113,11 +126,19 @@ class StoredTarget:
         kept = [int(kept_positions(sample.loss_mask, reach).sum()) for sample in self.samples]
         most = rows_per_shard(self.manifest)
         self.shard_of, self.first_row = [0] * len(kept), [0] * len(kept)
+        planned = []
         for number, places in enumerate(plan_shards(kept, most)):
             row = 0
             for place in places:
                 self.shard_of[place], self.first_row[place] = number, row
                 row += kept[place]
+            planned.append((shard_name(number), row))
+        if planned != [(shard.file, shard.rows) for shard in self.manifest.shards]:
+            raise StoreError(
+                f"{self.folder}/manifest.json must list the {len(planned)} shards of its "
+                "conversations in order, with the rows of each, and lists others; restore it, or "
+                f"remove {self.folder} and capture again"
+            )
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
         """Return the features of a batch of the store's conversations, on the target's device."""
@@ -192,15 +213,23 @@ class StoredTarget:
                 raise StoreError(
                     f"features.dir={self.folder} is of {self.spec.name} with the {what} of "
                     f"fingerprint {stored[:16]}, but {origin} has {found[:16]}; point model.path "
-                    "at the target that was captured, or capture this one"
+                    "at the target that was captured (data.template_kwargs and "
+                    "data.template_date as they were), or capture this one"
                 )
 
     def _shard(self, number: int) -> dict[str, list[Tensor]]:
         if number not in self._opened:
             record = self.manifest.shards[number]
-            require_whole(self.folder, record, self.checksums)
-            with safe_open(self.folder / record.file, framework="pt") as file:
-                names = set(file.keys())
+            require_whole(self.folder, self.manifest, record, self.checksums)
+            path, dtype = self.folder / record.file, self.manifest.settings["store.dtype"]
+            features = (DTYPES[dtype], [record.rows, self.spec.hidden_size])
+            expected: dict[str, Any] = dict.fromkeys(self.manifest.names, features)
+            if dtype == "float8":
+                scales = (name + SCALE for name in self.manifest.names)
+                expected |= dict.fromkeys(scales, ("F32", [record.rows]))
+            check_tensors(path, header_of(path), expected)
+            with safe_open(path, framework="pt") as file:
+                names = set(expected)
                 self._opened[number] = {
                     # Maps of the file: nothing is read before it is asked for.
                     name: [file.get_tensor(part) for part in (name, name + SCALE) if part in names]
@@ -224,17 +253,29 @@ def samples_to_tensors(samples: list[Sample]) -> dict[str, Tensor]:
     }
 
 
-def read_samples(folder: Path, record: File) -> list[Sample]:
-    """Return the conversations of a store, in its order."""
-    require_whole(folder, record, checksum=True)
-    stored = load_file(folder / CONVERSATIONS)
-    lengths = stored["lengths"].tolist()
-    parts = zip(
-        stored["tokens"].split(lengths),
-        stored["loss_mask"].split(lengths),
-        stored["index"].tolist(),
-        strict=True,
-    )
+def read_samples(folder: Path, manifest: Manifest) -> list[Sample]:
+    """Return the conversations of a store, in its order; StoreError if they are no such thing."""
+    require_whole(folder, manifest, manifest.conversations, checksum=True)
+    path, target = folder / CONVERSATIONS, manifest.target
+    number, total = [manifest.num_conversations], [manifest.num_tokens]
+    expected = {
+        **{"tokens": ("I32", total), "loss_mask": ("BOOL", total)},
+        **{"lengths": ("I64", number), "index": ("I64", number)},
+    }
+    check_tensors(path, header_of(path), expected)
+    stored = load_file(path)
+    tokens, lengths, index = stored["tokens"], stored["lengths"].tolist(), stored["index"].tolist()
+    if not lengths or min(lengths) < 1 or sum(lengths) != len(tokens):
+        raise StoreError(f"{path}: lengths must be at least 1 each and {len(tokens):,} together")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= target.vocab_size:
+        raise StoreError(
+            f"{path}: tokens must be in 0..{target.vocab_size - 1} for {target.name}, got "
+            f"{int(tokens.min())}..{int(tokens.max())}"
+        )
+    twice = [place for place, count in Counter(index).items() if count > 1 or place < 0]
+    if twice:
+        raise StoreError(f"{path}: index must name each conversation once, from 0, got {twice[0]}")
+    parts = zip(tokens.split(lengths), stored["loss_mask"].split(lengths), index, strict=True)
     return [Sample(tokens.long(), mask, index) for tokens, mask, index in parts]
 
 

@@ -1,0 +1,81 @@
+"""The fence sees what it must forbid: each control here has to fail."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import VICTIM, Fence, OverTheFenceError, fence
+
+__all__ = ["fence"]
+
+pytestmark = pytest.mark.slow
+
+
+def outside(folder: Path) -> Path:
+    return folder.parent / VICTIM
+
+
+def link_and_read(folder: Path) -> str:
+    (folder / "link").symlink_to(outside(folder))
+    return (folder / "link").read_text()
+
+
+def refuse_in_two_lines(folder: Path) -> None:
+    raise ValueError("first\nsecond")
+
+
+def spin(folder: Path) -> None:
+    started = time.process_time()
+    while time.process_time() - started < 5.1:
+        pass
+
+
+BREACHES: dict[str, Callable[[Path], object]] = {
+    "reads": lambda folder: outside(folder).read_text(),
+    "reads a link": link_and_read,
+    "writes": lambda folder: outside(folder).write_text("x"),
+    "writes beside": lambda folder: (folder.parent / "new").write_text("x"),
+    "writes elsewhere": lambda folder: Path("/tmp/over-the-fence").write_text("x"),
+    "removes": lambda folder: outside(folder).unlink(),
+    "renames": lambda folder: outside(folder).rename(folder / "x"),
+    "runs": lambda folder: subprocess.run(["true"]),
+    "shell": lambda folder: os.system("true"),
+    "memory": lambda folder: bytearray(2 * 10**9),
+    "unforeseen": lambda folder: {}["x"],
+    "two lines": refuse_in_two_lines,
+    "slow": spin,
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_no_breach_goes_unseen(fence: Fence, name: str) -> None:
+    folder = fence.fresh()
+    with pytest.raises((OverTheFenceError, AssertionError, MemoryError, KeyError)):
+        fence.holds(lambda: BREACHES[name](folder))
+    assert outside(folder).read_text() == "what nobody may touch\n"
+
+
+def test_what_is_read_past_python_is_seen_too(fence: Fence) -> None:
+    from safetensors import safe_open
+
+    folder = fence.fresh()
+
+    def work() -> None:
+        with safe_open(folder.parent / "victim.safetensors", "pt") as opened:
+            opened.get_tensor("x")
+
+    with pytest.raises(AssertionError):
+        fence.holds(work)
+
+
+def test_a_foreseen_refusal_is_returned(fence: Fence) -> None:
+    folder = fence.fresh()
+
+    def work() -> None:
+        (folder / "own").write_text("x")
+        raise ValueError("it must be so, got otherwise")
+
+    assert "got otherwise" in str(fence.holds(work))

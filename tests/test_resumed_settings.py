@@ -1,0 +1,152 @@
+"""A run is resumed as it was told: by its folder alone, and not otherwise without a word."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from lives import settings, write_conversations
+
+from drafttrain.__main__ import main
+from drafttrain.config import TrainConfig, compose, typed
+from drafttrain.resume import check_resumed
+from drafttrain.run import load_config, write_config
+
+TOLD = (
+    *(
+        "model=random",
+        "data=jsonl",
+        "data.path=talk.jsonl",
+        "drafter=medusa",
+        "drafter.num_heads=2",
+    ),
+    *("trainer=full", "trainer.lr=0.002", "hardware=cpu", "hardware.micro_batch=3", "eval=gsm8k"),
+    *("run.seed=5", "run.name=mine"),
+)
+
+
+def train_config(*overrides: str) -> TrainConfig:
+    return typed(compose("train", overrides), TrainConfig)
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
+    """What a run with a checkpoint was told, in outputs/mine."""
+    monkeypatch.chdir(tmp_path)
+    config = train_config(*TOLD)
+    Path("outputs/mine/checkpoints/step-000003").mkdir(parents=True)
+    write_config(config, Path("outputs/mine/config.yaml"))
+    return config
+
+
+@pytest.mark.parametrize("where", ["run.dir=outputs/mine", "run.name=mine"])
+def test_the_folder_alone_restores_every_setting(where: str, begun: TrainConfig) -> None:
+    again = train_config(where, "run.resume=true")
+    for section, told in vars(begun).items():
+        if section != "run":
+            assert getattr(again, section) == told
+    assert (again.run.seed, again.run.name, again.run.dir) == (5, "mine", "outputs/mine")
+    assert check_resumed(again) == []
+
+
+def test_a_folder_that_moved_or_is_named_by_the_drafter_is_found(begun: TrainConfig) -> None:
+    Path("outputs/mine").rename("outputs/medusa-random")
+    again = train_config("drafter=medusa", "model=random", "run.resume=true", "drafter.num_heads=2")
+    assert again.trainer.lr == 0.002
+    assert (again.run.name, again.run.dir) == ("mine", "outputs/medusa-random")
+
+
+def test_where_no_run_is_there_is_nothing_to_restore(begun: TrainConfig) -> None:
+    assert train_config("run.name=other", "run.resume=true").drafter.name == "eagle3"
+    assert train_config("run.name=mine").drafter.name == "eagle3", "without run.resume"
+    assert train_config("run.name=mine", "run.resume=false").drafter.name == "eagle3"
+    saved = load_config(Path("outputs/mine"))
+    del saved["trainer"]  # of an evaluation without a run
+    Path("outputs/mine/config.yaml").write_text(yaml.safe_dump(saved))
+    assert train_config("run.name=mine", "run.resume=true").drafter.name == "eagle3"
+
+
+def test_a_run_from_before_a_key_was_added_is_restored_with_its_default(
+    begun: TrainConfig,
+) -> None:
+    saved = load_config(Path("outputs/mine"))
+    del saved["vllm"], saved["trainer"]["beta2"], saved["run"]["allow_changes"]
+    Path("outputs/mine/config.yaml").write_text(yaml.safe_dump(saved))
+    again = train_config("run.name=mine", "run.resume=true")
+    assert again.trainer == begun.trainer
+    assert check_resumed(again) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.lr=0.1", r"trainer\.lr must be 0\.002 to resume, as in \S+, got 0\.1, which"),
+        ("trainer.tokens_per_step=7", r"trainer\.tokens_per_step must be \d+ to resume"),
+        ("run.seed=6", r"run\.seed must be 5 to resume"),
+        ("hardware.dtype=bfloat16", r"hardware\.dtype must be \S+ to resume"),
+        ("drafter.losses={forward_kl: 1.0}", r"drafter\.losses must be \{.*\} to resume"),
+        ("drafter=eagle", r"drafter must be medusa to resume, .*, got eagle,"),
+        ("data.path=other.jsonl", r"data\.path must be talk\.jsonl to resume"),
+        ("model.seed=3", r"model\.seed must be 0 to resume"),
+    ],
+)
+def test_what_changes_the_losses_is_refused_unless_it_is_allowed(
+    given: str, said: str, begun: TrainConfig
+) -> None:
+    resumed = ("run.name=mine", "run.resume=true", given)
+    with pytest.raises(ValueError, match=said) as refused:
+        check_resumed(train_config(*resumed))
+    allow = next(text for text in str(refused.value).split() if "allow_changes" in text)
+    key = given.partition("=")[0]
+    assert allow == f"run.allow_changes=[{key}]"
+    (line,) = check_resumed(train_config(*resumed, allow))
+    assert line.startswith(f"resumed with {key} ")
+    assert line.endswith("as run.allow_changes allows")
+    (again,) = check_resumed(train_config(*resumed, f"run.allow_changes=[{key.split('.')[0]}]"))
+    assert again == line, "a whole section"
+
+
+def test_several_changes_are_named_together(begun: TrainConfig) -> None:
+    given = ("trainer.lr=0.1", "run.seed=6", "trainer.beta1=0.5")
+    with pytest.raises(
+        ValueError, match=r"run\.seed must be 5 .* got 6, which changes the losses; "
+    ):
+        check_resumed(train_config("run.name=mine", "run.resume=true", *given))
+    allow = "run.allow_changes=[run.seed,trainer.lr]"
+    with pytest.raises(ValueError, match=r"trainer\.beta1 must be .*=\[run\.seed,trainer\.lr,tra"):
+        check_resumed(train_config("run.name=mine", "run.resume=true", *given, allow))
+
+
+def test_what_changes_no_loss_is_allowed_and_said_in_one_line(begun: TrainConfig) -> None:
+    given = ("trainer.max_steps=9", "trainer.save_every=2", "hardware.micro_batch=1")
+    given += ("hardware.ranks=2", "tracker=wandb", "model.name=other", "eval.depth=2")
+    (line,) = check_resumed(train_config("run.name=mine", "run.resume=true", *given))
+    assert line.startswith("resumed with model.name random -> other, trainer.max_steps ")
+    for told in ("hardware.micro_batch 3 -> 1", "hardware.ranks auto -> 2", "tracker "):
+        assert told in line
+    assert line.endswith(
+        "which changes no loss of a step; the cosine schedule of trainer.lr ends with the last"
+    )
+
+
+def test_training_goes_on_by_its_folder_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    write_conversations(tmp_path / "data.jsonl")
+    assert main(settings(run, tmp_path / "data.jsonl", "trainer.max_steps=2", "run.seed=3")) == 0
+    before = load_config(run)
+    assert main(["train", f"run.dir={run}", "run.resume=true"]) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert load_config(run) == before
+    assert main(["train", f"run.dir={run}", "run.resume=true", "trainer.max_steps=4"]) == 0
+    said = "resumed with trainer.max_steps 2 -> 4, which changes no loss of a step"
+    assert said in capsys.readouterr().out
+    assert said in (run / "train.log").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [2, 4]
+    before["trainer"]["max_steps"] = 4
+    assert load_config(run) == before
+    assert main(["train", f"run.dir={run}", "run.resume=true", "trainer.lr=1"]) != 0
+    assert "trainer.lr must be" in capsys.readouterr().err
+    assert load_config(run) == before, "what is refused leaves no trace"
