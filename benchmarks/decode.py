@@ -324,8 +324,9 @@ def main() -> None:
     target = load_target(load_choice("model", "tiny"), DTYPES[arguments.dtype], "cpu")
     read, _ = read_prompts(BUILTIN_PROMPTS, None)
     chosen = read[:: max(1, len(read) // arguments.prompts)][: arguments.prompts]
+    template = load_choice("data", "selfgen").text_format
     prompts = [
-        prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, "auto")
+        prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
         for prompt in chosen
     ]
     setup = Setup(target, prompts, arguments.new_tokens, arguments.depth)

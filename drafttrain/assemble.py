@@ -13,14 +13,15 @@ import torch
 from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.capture.asked import refuse_without_store
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights
+from drafttrain.checkpoint import Checkpoints
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
-from drafttrain.data.template import template_fingerprint
+from drafttrain.data.template import Template, template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
+from drafttrain.lock import alone, holder_of
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
@@ -35,16 +36,35 @@ from drafttrain.terminal import console
 from drafttrain.types import FeatureSource, Sample, TargetSpec
 
 
+def read_samples(
+    config: DataConfig, model: ModelConfig, ranks: Ranks
+) -> tuple[list[Sample], SkipReport] | None:
+    """Return conversations as tokens, the same on every rank, and what was skipped.
+
+    Before the target is loaded, so that bad records are answered at once; None where it is to
+    write them itself. ValueError where nothing can be used.
+    """
+    if isinstance(config, SelfgenConfig):
+        return None
+    conversations, unread = read(config)
+    tokenizer = pretrained.load_tokenizer(model)
+    samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
+    size, largest = expected_spec(model).vocab_size, max(int(s.tokens.max()) for s in samples)
+    if largest >= size:
+        raise ValueError(
+            f"data={config.name} must hold tokens of {model.label}, which has {size:,}, got token "
+            f"{largest:,}; give conversations without recorded tokens, or name their target"
+        )
+    return samples, unread + unfit
+
+
 def load_samples(
     config: DataConfig, target: Target | ServedTarget, ranks: Ranks
 ) -> tuple[list[Sample], SkipReport]:
-    """Return conversations as tokens, the same on every rank, and what was skipped."""
-    if isinstance(config, SelfgenConfig):
-        assert isinstance(target, Target), "`refuse_selfgen` comes first"
-        return selfgen(target, config, ranks.is_main, ranks)
-    conversations, unread = read(config)
-    samples, unfit = encode(conversations, target.tokenizer, config, ranks.is_main)
-    return samples, unread + unfit
+    """Return conversations that the target writes itself, the same on every rank."""
+    assert isinstance(config, SelfgenConfig), "`read_samples` reads all others"
+    assert isinstance(target, Target), "`refuse_selfgen` comes first"
+    return selfgen(target, config, ranks.is_main, ranks)
 
 
 def refuse_selfgen(config: DataConfig) -> None:
@@ -65,13 +85,14 @@ def open_features(
     dtype: torch.dtype,
     ranks: Ranks,
     placement: str,
+    text_format: Template,
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
     Online features come from the target; with features.validate=false only the store is there.
     ValueError where a store is of another target, or cannot train the drafter: before the target
     is loaded, which takes its time. fresh: whether the drafter has no weights yet. placement:
-    where the target is to live, or "auto".
+    where the target is to live, or "auto". text_format: how this run writes prompts.
     """
     if not isinstance(features, StoredFeaturesConfig):
         return None, load_on_ranks(model, dtype, ranks, placement)
@@ -93,7 +114,7 @@ def open_features(
             )
         return store, None
     target = load_on_ranks(model, dtype, ranks, placement)
-    template = template_fingerprint(target.tokenizer)
+    template = template_fingerprint(target.tokenizer, text_format)
     store.check_target(target.spec.fingerprint, template, model.origin)
     return store, target
 
@@ -199,14 +220,15 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
     if not drafter.capabilities.trainable:
         return drafter, None
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    folder = checkpoints.best() or checkpoints.latest()
-    if folder is None:
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
         raise ValueError(
             f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
             "(trainer.save_every)"
         )
-    check_fingerprint(folder, spec)
-    drafter.load_weights(load_weights(folder))
+    folder, state, weights = chosen
+    check_fingerprint(folder, state.fingerprint, spec)
+    drafter.load_weights(weights)
     return drafter, folder
 
 
@@ -255,6 +277,8 @@ def drafter_to_evaluate(
             f"run.dir must be the folder of a run for drafter={config.name}, whose weights a run "
             f"holds, got {run}; a drafter that others trained is given by drafter.path=DIR"
         )
+    if (holder := holder_of(run)) is not None:
+        console.print(f"{run} is still written by {holder}: its best checkpoint of now is taken")
     drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
     return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
 
@@ -268,17 +292,15 @@ def record_evaluation(config: Any) -> None:
     if (folder / CONFIG).is_file() and "trainer" in load_config(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(config, folder / CONFIG)
+    with alone(folder / CONFIG):  # evaluations of other names write it too
+        write_config(config, folder / CONFIG)
 
 
-def check_fingerprint(checkpoint: Path | None, spec: TargetSpec) -> None:
+def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
     """Refuse a checkpoint that was trained on other weights than the target's."""
-    if checkpoint is None:
-        return
-    state = load_state(checkpoint)
-    if state.fingerprint != spec.fingerprint:
+    if trained_on != spec.fingerprint:
         raise ValueError(
-            f"{checkpoint} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
+            f"{checkpoint} was trained on a target with fingerprint {trained_on[:16]}, but "
             f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
             "trained on: point model.path at those, or adapt it to these by train run.init_from="
             f"{checkpoint.parent.parent}; evaluating that shows acceptance before and after"

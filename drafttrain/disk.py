@@ -101,7 +101,11 @@ def flush(path: Path) -> None:
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:
         if place.is_dir() and place != path:
             continue
-        _sync(place)
+        try:
+            _sync(place)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
 
 
 def _sync(place: Path) -> None:
@@ -165,9 +169,16 @@ def cut_torn_line(path: Path) -> int:
     """Cut off a last line without its end; return the bytes that are left."""
     end = path.stat().st_size
     with path.open("rb") as file:
-        if end == 0 or (file.seek(end - 1), file.read(1))[1] == b"\n":
-            return end
-        content = (file.seek(0), file.read())[1]
-    whole = content.rfind(b"\n") + 1
-    os.truncate(path, whole)
+        whole = end
+        while whole:  # backwards, a block at a time: a file may be larger than memory
+            begin = max(0, whole - (1 << 20))
+            file.seek(begin)
+            block = file.read(whole - begin)
+            at = block.rfind(b"\n")
+            if at >= 0:
+                whole = begin + at + 1
+                break
+            whole = begin
+    if whole < end:
+        os.truncate(path, whole)
     return whole

@@ -13,11 +13,12 @@ from drafttrain.assemble import (
     describe_target,
     load_samples,
     open_features,
+    read_samples,
 )
 from drafttrain.config import TrainConfig
 from drafttrain.data.batches import token_counts
-from drafttrain.data.chat import check_holdout, split_holdout
-from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, find_files
+from drafttrain.data.chat import REPEATED, check_holdout, num_repeated, split_holdout
+from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import SkipReport
 from drafttrain.drafters.base import Drafter
 from drafttrain.engine import Engine
@@ -61,9 +62,7 @@ def gather(
     online = not isinstance(config.features, StoredFeaturesConfig)
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
         check_holdout(config.data.num_conversations, config.data.holdout)
-    if online and isinstance(config.data, JsonlConfig):  # nor is a target loaded for missing files
-        for path in config.data.paths:
-            find_files(path)
+    ready = read_samples(config.data, config.model, ranks) if online else None
     started = time.monotonic()
     if online:  # else no engine is started
         check_engine(config.hardware, config.vllm, ranks)
@@ -75,6 +74,7 @@ def gather(
         dtype,
         ranks,
         config.hardware.target_placement,
+        config.data.text_format,
     )
     if target is not None:
         say(describe_target(target, started))
@@ -83,7 +83,8 @@ def gather(
         samples, skipped = store.samples, SkipReport(len(store.samples))
     else:
         assert target is not None
-        samples, skipped = load_samples(config.data, target, ranks)
+        samples, skipped = ready or load_samples(config.data, target, ranks)
+    skipped.note(REPEATED, num_repeated(samples))
     for line in skipped.lines():
         say(line)
     kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)

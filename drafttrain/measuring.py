@@ -25,6 +25,7 @@ from drafttrain.data.prompts import (
     overlap_record,
     prompts_sha256,
 )
+from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
@@ -49,13 +50,19 @@ class Setup:
     settings: EvalConfig
     parts: Parts
     prompts: list[Prompt]
-    template: str
+    template: Template
     checkpoint: Path | None  # of the run that trained the drafter
     origin: str  # names the drafter's weights
     conditions: dict[str, Any]  # what a measurement depends on besides `settings`
     timing: TimingInfo
     about_prompts: dict[str, Any]
     notes: list[str]
+
+    @property
+    def subject(self) -> dict[str, str]:
+        """Weights and prompts by names of their own: those of a file change under its name."""
+        weights = self.origin if self.checkpoint is None else self.checkpoint.name
+        return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
 
 
 def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Setup:
@@ -72,7 +79,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     if source.path is not None and skipped.counts:
         raise ValueError(
             f"eval.prompts={source.path} must be usable in every line, got "
-            f"{'; '.join(line.strip() for line in skipped.lines())}; correct or remove them"
+            f"{skipped.sentence()}; correct or remove them"
         )
     # The record is of the embedded target's training text; of another's, nothing is known.
     file = BUILTIN_PROMPTS if source.embedded else source.path
@@ -84,7 +91,8 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
         console.print(line)
     check_depths(drafter, settings)  # before the target, which takes its time
     target, choice = load_target_to_decode(model, config.hardware, device)
-    check_fingerprint(given.checkpoint, target.spec)
+    if given.checkpoint is not None:  # which the run may have dropped since it was read
+        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
@@ -97,7 +105,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     widened = inflate_as(model, target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
     console.print(how)
-    template = config.data.template
+    template = config.data.text_format
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     changed = changed_target(given.origin, given.fingerprint, target.spec)
     lines = [line for line in (widened, changed) if line]
@@ -141,7 +149,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
             "device": str(device),
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
-            "template": template,
+            "template": asdict(template),
         },
         timing=TimingInfo(
             dtype=name_of(choice.dtype),

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlparse
 
 from drafttrain.disk import append_text, write_whole
+from drafttrain.lock import alone
 from drafttrain.terminal import console
 from drafttrain.untrusted import lines_of, parse_json, shown
 
@@ -127,7 +128,8 @@ class Tracker:
             return
         if append:  # a torn last line is cut off before the next one is written
             self._step = max((row["step"] for row in read_metrics(path)), default=0)
-        else:
+            return
+        with alone(path):
             _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -157,11 +159,12 @@ class Tracker:
     def _append(self, row: dict[str, Any]) -> None:
         if self._path is None:
             return
-        if row["step"] == self._resume_step and self._path.exists():
-            # The step that a run goes on from is validated again: the new row replaces the old.
-            rows = read_metrics(self._path)
-            _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
-        append_text(self._path, _line(row))
+        with alone(self._path):  # a run that is evaluated while it goes on has two writers
+            if row["step"] == self._resume_step and self._path.exists():
+                # The step that a run goes on from is validated again: its new row replaces the old.
+                rows = read_metrics(self._path)
+                _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
+            append_text(self._path, _line(row))
 
     def _mirrored(self, action: Callable[[Mirror], None]) -> None:
         if self._mirror is None:

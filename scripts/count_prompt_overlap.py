@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafttrain.data.conversations import file_records
+from drafttrain.data.files import file_records
 from drafttrain.data.prompts import (
     BUILTIN_PROMPTS,
     count_overlap,

@@ -40,6 +40,8 @@ def main() -> None:
         limit=None,
         max_length=told.length,
         holdout=0,
+        template_kwargs={},
+        template_date="2024-07-26",
         template="chat",
         seed=0,
     )

@@ -92,7 +92,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def read(path: str, seed: int) -> list[Conversation]:
     """Return the conversations in a fixed random order, naming those that cannot be used."""
     config = JsonlConfig(
-        name="jsonl", max_length=2, holdout=0, template="chat", seed=seed, path=path, limit=None
+        name="jsonl",
+        max_length=2,
+        holdout=0,
+        template="chat",
+        template_kwargs={},
+        template_date="2024-07-26",
+        seed=seed,
+        path=path,
+        limit=None,
     )
     rows, report = read_jsonl(config)
     for line in report.lines():

@@ -1,9 +1,12 @@
 """The loss mask covers what the assistant writes, token by token, in each family's template."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests_support import BY_TEMPLATE, TOLD, WITHOUT_TEMPLATE
 from tokenizers import (
     AddedToken,
     Regex,
@@ -17,11 +20,11 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from drafttrain.data.chat import encode, prompt_of, prompt_tokens, split_holdout
+from drafttrain.data.chat import encode, num_repeated, prompt_of, prompt_tokens, split_holdout
 from drafttrain.data.conversations import Conversation, JsonlConfig, PlainText
-from drafttrain.data.records import Message
+from drafttrain.data.records import Message, Recorded
 from drafttrain.data.skips import NothingUsable
-from drafttrain.data.template import chat_format
+from drafttrain.data.template import RENDERING, Template, chat_format, template_fingerprint
 from drafttrain.types import Sample
 
 TINY = Path(__file__).parent.parent / "drafttrain" / "assets" / "tiny"
@@ -201,7 +204,14 @@ def chat(*contents: str, system: str | None = None) -> Conversation:
 
 
 def config(**changes: Any) -> JsonlConfig:
-    settings = {"path": "a", "limit": None, "max_length": 512, "holdout": 0, "template": "chat"}
+    settings = {
+        "path": "a",
+        "limit": None,
+        "max_length": 512,
+        "holdout": 0,
+        "template": "chat",
+        **TOLD,
+    }
     return JsonlConfig(**{"name": "test", "seed": 0, **settings, **changes})
 
 
@@ -250,14 +260,14 @@ TURNS = ("Hi there", "Yes it is", "Why so", "Because of that")
             "<|start_header_id|>assistant<|end_header_id|>\n\n«Because of that<|eot_id|>»",
         ),
         (
-            qwen3,  # the empty <think> block of the last turn is what the model itself begins with
+            qwen3,  # no empty <think> block in the last turn: the prompt has none, nor the answer
             "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n«Yes it is<|im_end|>»\n"
             "<|im_start|>user\nWhy so<|im_end|>\n<|im_start|>assistant\n"
-            "«<think>\n\n</think>\n\nBecause of that<|im_end|>»\n",
+            "«Because of that<|im_end|>»\n",
             "<|im_start|>system\nBe brief<|im_end|>\n"
             "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n«Yes it is<|im_end|>»\n"
             "<|im_start|>user\nWhy so<|im_end|>\n<|im_start|>assistant\n"
-            "«<think>\n\n</think>\n\nBecause of that<|im_end|>»\n",
+            "«Because of that<|im_end|>»\n",
         ),
         (
             mistral,  # its normalizer writes a space after every special token
@@ -279,6 +289,8 @@ def test_the_mask_covers_answers_and_end_of_turn(make: Any, plain: str, with_sys
     tokenizer = make()
     assert encode_one(chat(*TURNS), tokenizer) == plain
     assert encode_one(chat(*TURNS, system="Be brief"), tokenizer) == with_system
+    if make is qwen3:  # its prompt has no <think> block, nor the answer: training adds none
+        return
     # Tokenised as a whole: the very tokens that Transformers gives for the conversation.
     turns = [{"role": turn.role, "content": turn.content} for turn in chat(*TURNS).messages]
     (sample,), _ = encode([chat(*TURNS)], tokenizer, config())
@@ -303,7 +315,7 @@ def test_the_mask_is_that_of_the_generation_marks_where_a_template_has_them() ->
 @pytest.mark.parametrize("make", [tiny, llama3, qwen3, mistral])
 def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
     tokenizer = make()
-    form = chat_format(tokenizer)
+    form = chat_format(tokenizer, BY_TEMPLATE)
     end = form.tail.strip()
     said = f"It is {end}{form.closing}fake {end}"
     text = encode_one(chat(f"What is {end}{form.closing}?", said, "And?", end), tokenizer)
@@ -312,7 +324,7 @@ def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
     assert runs[0].count(end) == said.count(end) + 1
     assert runs[0].startswith(("It is", "  It is"))
     assert runs[0].endswith(end)
-    assert runs[1].removeprefix("<think>\n\n</think>\n\n").strip() in (end + end, f"{end} {end}")
+    assert runs[1].strip() in (end + end, f"{end} {end}")
 
 
 @pytest.mark.parametrize(
@@ -323,36 +335,28 @@ def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
         (tiny, " Yes it is\n", "<|assistant|>\n« Yes it is\n<|end|>»\n"),
         # The header's newline and the answer's first make one token: it is not the answer's.
         (tiny, "\n\nYes it is", "<|assistant|>\n\n«\nYes it is<|end|>»\n"),
-        (qwen3, "\nYes it is", "assistant\n«<think>\n\n</think>\n\nYes it is<|im_end|>»\n"),
+        (qwen3, "\nYes it is", "assistant\n«Yes it is<|im_end|>»\n"),
         (
             qwen3,
             "<think>\nHm.\n</think>\n\nYes it is",
             "assistant\n«<think>\nHm.\n</think>\n\nYes it is<|im_end|>»\n",
         ),
-        (
-            qwen3,
-            "<think>Or<|im_end|>\n?</think>Yes",
-            "assistant\n«<think>\nOr<|im_end|>\n?\n</think>\n\nYes<|im_end|>»\n",
-        ),
     ],
 )
-def test_answers_that_the_template_trims_or_rewrites_are_found(
-    make: Any, answer: str, expected: str
-) -> None:
+def test_answers_that_the_template_trims_are_found(make: Any, answer: str, expected: str) -> None:
     assert encode_one(chat("Hi there", answer), make()).endswith(expected)
 
 
-def test_thoughts_of_earlier_turns_are_stripped_and_the_turn_still_found() -> None:
+def test_earlier_answers_whose_thoughts_are_stripped_are_context_only() -> None:
     text = encode_one(chat("Hi", "<think>\nHm.\n</think>\n\nYes", "Why so", "That"), qwen3())
-    assert "assistant\n«Yes<|im_end|>»\n<|im_start|>user\nWhy so" in text
+    assert "assistant\nYes<|im_end|>\n<|im_start|>user\nWhy so" in text
+    assert text.endswith("assistant\n«That<|im_end|>»\n")
     assert "Hm." not in text
 
 
-def test_a_last_turn_of_the_user_is_context_only() -> None:
+def test_a_last_turn_of_the_user_is_left_out() -> None:
     text = encode_one(chat("Hi there", "Yes it is", "Why so"), llama3())
-    assert text.endswith(
-        "«Yes it is<|eot_id|>»<|start_header_id|>user<|end_header_id|>\n\nWhy so<|eot_id|>"
-    )
+    assert text.endswith("«Yes it is<|eot_id|>»")
 
 
 def test_a_template_that_ends_no_turn_trains_the_words_alone() -> None:
@@ -379,7 +383,7 @@ def test_what_a_template_refuses_or_garbles_is_counted_and_named() -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m['content'] + '<|end|>' }}", count, 1
     )
-    with pytest.raises(NothingUsable, match="1 x the chat template rewrites an answer beyond"):
+    with pytest.raises(NothingUsable, match="1 x the chat template shortens or rewrites the last"):
         encode([chat("Hi there", "Yes it is")], tokenizer, config())
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
     with pytest.raises(ValueError, match="must write each turn once, with something between"):
@@ -414,7 +418,7 @@ def test_a_template_and_turns_belong_together() -> None:
     with pytest.raises(ValueError, match=r"needs a tokenizer with a chat template.*template=none"):
         encode([chat(*TURNS)], bare, config())
     with pytest.raises(ValueError, match=r"needs a tokenizer with a chat template"):
-        prompt_tokens(chat("Hi").messages, bare, "chat")
+        prompt_tokens(chat("Hi").messages, bare, BY_TEMPLATE)
     with pytest.raises(
         NothingUsable, match=r"data.template=none takes \{\"text\": ...\}: a.jsonl:4"
     ):
@@ -428,29 +432,198 @@ def test_a_prompt_is_what_stands_before_the_answer_in_training(make: Any) -> Non
     tokenizer = make()
     conversation = chat("Hi there", "Yes it is", system="Be brief")
     (sample,), _ = encode([conversation], tokenizer, config())
-    prompt = prompt_tokens(conversation.messages[:2], tokenizer, "chat")
+    prompt = prompt_tokens(conversation.messages[:2], tokenizer, BY_TEMPLATE)
     assert prompt_of(sample) == prompt
     if tokenizer.bos_token in tokenizer.decode(prompt):
         assert prompt.count(tokenizer.bos_token_id) == 1
     turns = [{"role": turn.role, "content": turn.content} for turn in conversation.messages[:2]]
-    assert prompt_tokens(turns, tokenizer, "chat") == prompt
+    assert prompt_tokens(turns, tokenizer, BY_TEMPLATE) == prompt
 
 
 def test_a_prompt_without_a_template_is_the_text_with_one_beginning() -> None:
     tokenizer = mistral()
-    prompt = prompt_tokens([{"role": "user", "content": "Yes it is"}], tokenizer, "none")
+    prompt = prompt_tokens([{"role": "user", "content": "Yes it is"}], tokenizer, WITHOUT_TEMPLATE)
     assert tokenizer.decode(prompt) == "<s> Yes it is"
     (sample,), _ = encode([PlainText("Yes it is" * 40, 0, "a")], tokenizer, config(template="none"))
     assert prompt_of(sample) == sample.tokens[:32].tolist()
 
 
+def sample(index: int, *tokens: int) -> Sample:
+    return Sample(torch.tensor(tokens), torch.ones(len(tokens), dtype=torch.bool), index)
+
+
 def test_the_held_out_conversations_depend_on_the_seed_alone() -> None:
-    items = list(range(100))
+    items = [sample(number, number) for number in range(100)]
     kept, held = split_holdout(items, 10, seed=0)
     assert (kept, held) == split_holdout(items, 10, seed=0)
-    assert sorted(kept + held) == items
-    assert kept == sorted(kept)
+    places = [item.index for item in kept]
+    assert sorted(places + [item.index for item in held]) == list(range(100))
+    assert places == sorted(places)
     assert held != split_holdout(items, 10, seed=1)[1]
     assert split_holdout(items, 0, seed=0) == (items, [])
     with pytest.raises(ValueError, match=r"data\.holdout must be less than the 100 usable"):
         split_holdout(items, 100, seed=0)
+
+
+def test_equal_conversations_are_held_out_or_trained_together() -> None:
+    items = [sample(index, index % 30, 7) for index in range(60)]  # each twice
+    assert num_repeated(items) == 30
+    for seed in range(20):
+        kept, held = split_holdout(items, 10, seed)
+        assert len(held) == 10
+        assert not {int(item.tokens[0]) for item in kept} & {int(item.tokens[0]) for item in held}
+    with pytest.raises(ValueError, match=r"data\.holdout must be at least 2, the fewest that are"):
+        split_holdout(items, 1, seed=0)
+
+
+# What the target said, and nothing else
+
+# As DeepSeek-R1's distilled models: generation begins in <think>, and history has no thoughts.
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>' + m['content']"
+    " }}{% elif m['role'] == 'assistant' %}{% set content = m['content'] %}{% if '</think>' in"
+    " content %}{% set content = content.split('</think>')[-1] %}{% endif %}{{ '<|assistant|>' +"
+    " content + '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|assistant|><think>\n' }}{% endif %}"
+)
+REASONED = "Let me add.</think>\n\nFour."
+
+
+def r1() -> PreTrainedTokenizerFast:
+    tokenizer = tiny()
+    tokenizer.chat_template = R1
+    return tokenizer
+
+
+def test_an_answer_whose_reasoning_the_template_drops_is_refused_and_counted() -> None:
+    reasons = "the chat template shortens or rewrites the last answer"
+    for make, answer in (
+        (r1, REASONED),
+        (qwen3, "<think>Or<|im_end|>\n?</think>Yes"),
+    ):
+        _, report = encode([chat("2 + 2?", answer), chat("Hi", "Yes")], make(), config())
+        assert [reason.startswith(reasons) for reason in report.counts] == [True]
+
+
+def test_recorded_tokens_are_trained_as_they_are_after_the_prompt_that_evaluation_asks_with() -> (
+    None
+):
+    tokenizer = r1()
+    said = tuple(tokenizer(REASONED, add_special_tokens=False)["input_ids"])
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    for tokens, finished in (((*said, end), True), (said[:-1], False)):
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        talk = replace(chat("2 + 2?", text), recorded=(Recorded(tokens, finished),))
+        (found,), report = encode([talk], tokenizer, config())
+        assert report.counts == {}
+        prompt = prompt_tokens(talk.messages[:1], tokenizer, BY_TEMPLATE)
+        assert prompt_of(found) == prompt
+        assert tokenizer.decode(prompt).endswith("<think>\n")
+        assert found.tokens.tolist() == [*prompt, *tokens]  # and no end of turn where it was cut
+        assert found.loss_mask.tolist() == [False] * len(prompt) + [True] * len(tokens)
+
+
+def test_earlier_recorded_answers_are_trained_where_later_turns_see_them_as_they_were() -> None:
+    def recorded(tokenizer: Any, text: str, end: str) -> Recorded:
+        return Recorded(tuple(tokenizer(text + end, add_special_tokens=False)["input_ids"]), True)
+
+    for make, end, first, trained in (
+        (tiny, "<|end|>", "Yes it is", True),
+        (r1, "<|end|>", REASONED, False),
+    ):
+        tokenizer = make()
+        talk = replace(
+            chat("2 + 2?", first, "Why so", "Because"),
+            recorded=(recorded(tokenizer, first, end), recorded(tokenizer, "Because", end)),
+        )
+        (found,), report = encode([talk], tokenizer, config())
+        assert ("«Yes it is<|end|>»" in marked(found, tokenizer)) is trained
+        assert "Let me add" not in marked(found, tokenizer)
+        assert marked(found, tokenizer).endswith("«Because<|end|>»")
+        assert list(report.notes.values()) == ([] if trained else [1])
+
+
+def test_an_answer_that_was_cut_gets_no_end_of_turn() -> None:
+    tokenizer = tiny()
+    cut, whole = Recorded(None, False), Recorded(None, True)
+    talk = replace(chat(*TURNS), recorded=(cut, cut))
+    text = encode_one(talk, tokenizer)
+    assert "«Yes it is»<|end|>" in text
+    assert text.endswith("«Because of that»")
+    assert encode_one(replace(talk, recorded=(whole, whole)), tokenizer) == encode_one(
+        chat(*TURNS), tokenizer
+    )
+
+
+def test_another_targets_tokens_are_not_trained() -> None:
+    talk = replace(chat("Hi there", "Yes it is"), recorded=(Recorded((1, 2, 3), True),))
+    (found,), report = encode([talk], tiny(), config())
+    assert marked(found, tiny()).endswith("«Yes it is<|end|>»\n")
+    assert list(report.notes.values()) == [1]
+    assert "another target's tokens" in report.lines()[0]
+
+
+def test_what_a_template_is_told_holds_for_training_and_for_prompts() -> None:
+    tokenizer = qwen3()
+    told = Template("chat", {"enable_thinking": False}, "2024-07-26")
+    talk, quiet = chat("Hi there", "Yes it is"), {"enable_thinking": False}
+    text = encode_one(talk, tokenizer, template_kwargs=quiet)
+    assert text.endswith("assistant\n<think>\n\n</think>\n\n«Yes it is<|im_end|>»\n")
+    (found,), _ = encode([talk], tokenizer, config(template_kwargs=quiet))
+    assert prompt_of(found) == prompt_tokens(talk.messages[:1], tokenizer, told)
+    turns = [{"role": turn.role, "content": turn.content} for turn in talk.messages]
+    assert found.tokens.tolist() == tokenizer.apply_chat_template(turns)["input_ids"]
+    prints = {
+        template_fingerprint(tokenizer, each)
+        for each in (told, BY_TEMPLATE, replace(told, date="2025-01-01"))
+    }
+    assert len(prints) == 2  # this one writes no date
+
+
+# Templates of strangers
+
+
+def test_today_is_the_day_that_the_run_says() -> None:
+    tokenizer = tiny()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + tokenizer.chat_template
+    told = BY_TEMPLATE
+    text = tokenizer.decode(prompt_tokens(chat("Hi").messages, tokenizer, told))
+    assert text.startswith("26 Jul 2024<|begin|>")
+    later = replace(told, date="2024-07-27")
+    assert template_fingerprint(tokenizer, told) != template_fingerprint(tokenizer, later)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        pytest.param(  # three seconds
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            marks=pytest.mark.slow,
+        ),
+        "{{ 'a' * 10000000000 }}",
+        "{{ '%999999999d' % 1 }}{{ '%999999999d' % 1 }}",
+        "{% set n = namespace(x='aa') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}{{ n.x }}",
+        "{% set n = messages|length ** (10 ** 9) %}",
+        "{{ 'a'.ljust(9999999999) }}",
+    ],
+)
+def test_a_template_that_takes_no_end_is_named_within_seconds(bomb: str) -> None:
+    tokenizer = tiny()
+    tokenizer.name_or_path = "someones/model"
+    tokenizer.chat_template = tokenizer.chat_template + "{% if messages|length > 2 %}" + bomb
+    tokenizer.chat_template += "{% endif %}"
+    with pytest.raises(ValueError, match=r"a\.jsonl:4: the chat template of someones/model must"):
+        encode([chat("Hi", "Yes"), chat(*TURNS)], tokenizer, config())
+    tokenizer.chat_template = tiny().chat_template
+    assert len(encode([chat(*TURNS)], tokenizer, config())[0]) == 1  # the next one is rendered
+
+
+def test_a_template_sees_no_secret_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    RENDERING.close()  # so that one is started now
+    assert prompt_tokens(chat("Hi").messages, tiny(), BY_TEMPLATE)
+    assert RENDERING.process is not None
+    environment = Path(f"/proc/{RENDERING.process.pid}/environ").read_bytes()
+    assert b"PYTHONPATH" in environment
+    assert b"hf_secret" not in environment

@@ -1,6 +1,7 @@
 """What a user meets at the command line: help, mistakes answered in one line, errors that help."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -259,18 +260,31 @@ def test_debug_shows_the_traceback(failing, monkeypatch: pytest.MonkeyPatch) -> 
         failing(KeyError("lost"))
 
 
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("train", "; the same command with run.resume=true goes on"),
+        ("evaluate", "; the same command goes on from what it measured"),
+    ],
+)
 def test_interruption_says_how_to_go_on(
-    failing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, how: str, failing, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert failing(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert failing(KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == "interrupted; go on with run.resume=true\n"
-    assert failing(KeyboardInterrupt(), which="evaluate") == 130
-    assert capsys.readouterr().err == (
-        "interrupted; the same command goes on from what it measured\n"
-    )
+    assert failing(KeyboardInterrupt(), which=command) == 130
+    assert capsys.readouterr().err == f"interrupted{how}\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "told", "code"),
+    [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)],
+)
+def test_a_measurement_that_is_asked_to_end_says_how_to_go_on(
+    number: int, told: str, code: int, failing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = f"import os; os.kill(os.getpid(), {int(number)}); raise error"
+    assert failing(KeyError("went on"), asked, which="evaluate") == code
+    said = capsys.readouterr().err
+    assert said == f"{told}; the same command goes on from what it measured\n"
 
 
 def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 FLOORS = {
     "the package itself": [""],
     "below ground, what comes from outside": ["untrusted"],
-    "below ground": ["disk", "stopping"],
-    "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
+    "below ground": ["disk", "flock", "stopping"],
+    "ground": ["cache", "flash", "growing", "launched", "lock", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",

@@ -722,7 +722,7 @@ def test_train_refuses_what_cannot_fit_and_says_so_before_the_hub_is_asked(
     monkeypatch.chdir(tmp_path)
     train = ["train", "model=random_70b", "hardware=cpu", "hardware.train_dtype=float32"]
     train += [f"run.dir={tmp_path / 'run'}"]
-    assert main(train) == 1
+    assert main(train) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: hardware must hold the run: it takes at least 2")
     assert "weights of model=random_70b 263 GiB" in said

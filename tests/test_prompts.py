@@ -102,6 +102,38 @@ def test_unusable_lines_are_counted_and_named_by_line(tmp_path: Path):
     assert str(error).endswith("); correct what is named here")
 
 
+def test_ids_that_no_report_could_print_are_counted_and_named(tmp_path: Path):
+    ids = ['"\\ud800"', '["a"]', '"a\\nb"', f'"{"a" * 999}"', "true", "1" + "0" * 99]
+    path = written(
+        tmp_path, *(f'{{"id": {text}, "task": "a", "turns": ["x"]}}' for text in [*ids, '"fine"'])
+    )
+    prompts, report = read_prompts(path, None)
+    assert [prompt.id for prompt in prompts] == ["1" + "0" * 99, "fine"]
+    assert report.counts == {
+        "not JSON": 1,  # a lone surrogate
+        "id is neither text nor a number": 2,
+        "id is no line of at most 200 characters": 2,
+    }
+    assert report.examples["not JSON"][0].startswith(f"{path}:1 ")
+
+
+def test_conversations_that_training_takes_are_prompts(tmp_path: Path):
+    parts = '[{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]'
+    path = written(
+        tmp_path,
+        '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"},'
+        f' {{"role": "user", "content": {parts}}}]}}',
+        '{"id": "a", "task": "math", "conversations": [{"from": "human", "value": "2 + 2?"}]}',
+        '{"messages": [{"role": "system", "content": "Be brief"}]}',
+    )
+    prompts, report = read_prompts(path, None)
+    assert prompts == [
+        Prompt("0", "conversations", "conversations", ("Hi", "Why?")),
+        Prompt("a", "math", "math", ("2 + 2?",)),
+    ]
+    assert report.counts == {"a system turn, which an evaluation prompt cannot have": 1}
+
+
 def test_a_file_without_prompts_is_an_error_that_says_what_to_do(tmp_path: Path):
     with pytest.raises(ValueError, match=r"eval\.prompts must name a file .* got nowhere\.jsonl"):
         read_prompts("nowhere.jsonl", None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, TOLD, model_config
 
 from drafttrain.chance import SeededChance
 from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, read_jsonl
@@ -33,6 +33,8 @@ def config(tmp_path: Path) -> SelfgenConfig:
         name="selfgen",
         max_length=64,
         holdout=0,
+        template_kwargs={},
+        template_date="2024-07-26",
         template="chat",
         seed=5,
         num_conversations=18,
@@ -84,19 +86,26 @@ def same(one: list[Sample], other: list[Sample]) -> bool:
     )
 
 
-@pytest.mark.parametrize("template", [None, SHORT])
-@pytest.mark.parametrize("answer_temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("answer_temperature", "template"),
+    [
+        (0.0, None),
+        (0.9, SHORT),
+        pytest.param(0.0, SHORT, marks=pytest.mark.slow),
+        pytest.param(0.9, None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_writes_what_each_conversation_is_alone(
     target: Target, config: SelfgenConfig, answer_temperature: float, template: str | None
 ) -> None:
     if template:
         target.tokenizer.chat_template = template
     config = replace(config, answer_temperature=answer_temperature)
-    frame = frame_of(target)
+    frame = frame_of(target, BY_TEMPLATE)
     assert len(frame.closing) == (1 if template else 4)
     samples, report = selfgen(target, config, show=False)
     assert len(samples) + report.num_skipped == report.num_read == 18
-    written = load(cache_folder(config))
+    written = load(cache_folder(config), target.spec)
     assert sorted(written) == list(range(18))
     for index, conversation in written.items():
         assert conversation.tokens == written_alone(index, target, config, frame)
@@ -116,7 +125,7 @@ def test_a_batch_writes_what_each_conversation_is_alone(
 
 def test_answers_end_by_themselves_or_at_the_limit(target: Target, config: SelfgenConfig) -> None:
     selfgen(target, replace(config, num_conversations=40), show=False)
-    written = load(cache_folder(config)).values()
+    written = load(cache_folder(config), target.spec).values()
     lengths = {len(item.tokens) - item.num_prompt_tokens for item in written if not item.finished}
     assert lengths == {config.max_answer_tokens}
     assert any(item.finished for item in written)
@@ -124,7 +133,7 @@ def test_answers_end_by_themselves_or_at_the_limit(target: Target, config: Selfg
 
 def test_the_batch_size_changes_nothing(target: Target, config: SelfgenConfig) -> None:
     samples, _ = selfgen(target, config, show=False)
-    for batch_size in (1, 7, 18):
+    for batch_size in (1, 7):
         folder = f"{config.cache_dir}_{batch_size}"
         again = replace(config, batch_size=batch_size, cache_dir=folder)
         assert same(selfgen(target, again, show=False)[0], samples)
@@ -187,10 +196,10 @@ def test_the_cache_is_readable_text_that_data_jsonl_takes(
 ) -> None:
     selfgen(target, config, show=False)
     folder = cache_folder(config)
-    common = {"max_length": 64, "holdout": 0, "template": "chat", "seed": 0, "limit": None}
+    common = {"max_length": 64, "holdout": 0, "template": "chat", "seed": 0, "limit": None, **TOLD}
     conversations, _ = read_jsonl(JsonlConfig(name="jsonl", path=str(folder), **common))
-    written = load(folder)
-    frame = frame_of(target)
+    written = load(folder, target.spec)
+    frame = frame_of(target, BY_TEMPLATE)
     for conversation in conversations:
         text = "".join(
             f"<|{turn.role}|>\n{turn.content}<|end|>\n" for turn in conversation.messages

@@ -17,9 +17,10 @@ import chat_server
 import pytest
 import torch
 import yaml
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
+from drafttrain import lock
 from drafttrain.chance import SeededChance
 from drafttrain.data.asked import Asked, read_asked
 from drafttrain.data.chat import encode, prompt_tokens
@@ -96,11 +97,11 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def local(target: Target, config: RegenerateConfig) -> Any:
-    return partial(by_transformers, target, config=config, room=ROOM)
+    return partial(by_transformers, target, config=config, template=BY_TEMPLATE, room=ROOM)
 
 
 def remote(config: RegenerateConfig) -> Any:
-    return partial(by_endpoint, config=config)
+    return partial(by_endpoint, config=config, template=BY_TEMPLATE)
 
 
 # Reading prompts
@@ -145,7 +146,7 @@ def test_each_turn_is_the_targets_own_answer_to_the_new_turns_before_it(
         assert row["cut"] is None
         turns = row["messages"]
         for place, answer in enumerate(row["answers"]):
-            prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, "chat")
+            prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, BY_TEMPLATE)
             alone = autoregressive_decode(
                 target,
                 prompt,
@@ -256,7 +257,7 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
 
     def stopping(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
-        for number, outcomes in enumerate(by_endpoint(missing, config)):
+        for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE)):
             if number == 1:
                 raise KeyboardInterrupt
             yield outcomes
@@ -307,14 +308,34 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
         run(out, asked, local(target, config), config)
 
 
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_file_nor_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
+    config, out = settings(), tmp_path / "out.jsonl"
+    with Answers(out, config.identity()):
+        header = out.with_suffix(".settings.json")
+        header.unlink()  # as before the first has written it
+        with (
+            pytest.raises(
+                ValueError, match=r"^regenerate\.out must .* which is held by regenerate"
+            ),
+            Answers(out, config.identity() | {"seed": 17}),
+        ):
+            pass
+        assert not header.exists()
+
+
+def test_answers_that_are_still_written_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
     config, out = settings(), tmp_path / "out.jsonl"
     with (
         Answers(out, config.identity()),
-        pytest.raises(ValueError, match="is being written by another process"),
-        Answers(out, config.identity()),
+        pytest.raises(ValueError, match=r"^data\.path must .* which is held by regenerate"),
     ):
-        pass
+        read(data(out))
 
 
 # An endpoint
@@ -462,7 +483,7 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert cli.main(call) == 0
     assert "5 conversations, 5 answered before" in capsys.readouterr().out
     assert out.read_bytes() == content
-    assert cli.main([*call, "regenerate.seed=1"]) == 1
+    assert cli.main([*call, "regenerate.seed=1"]) == 2
     assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain.chance import SeededChance
 from drafttrain.data.prompts import Prompt
@@ -401,7 +401,7 @@ def measured(target: Target, lookup: Drafter) -> list[PromptResult]:
         messages: list[Message] = []
         for turn, text in enumerate(prompt.turns):
             messages.append(Message("user", text))
-            tokens = prompt_tokens(messages, target.tokenizer, "chat")
+            tokens = prompt_tokens(messages, target.tokenizer, BY_TEMPLATE)
             plain = autoregressive_decode(target, tokens, **settings)
             drafted = speculative_decode(target, lookup, tokens, depth=DEPTH, **settings)
             for method, decoded in (("autoregressive", plain), ("ngram", drafted)):
@@ -419,7 +419,7 @@ def measured(target: Target, lookup: Drafter) -> list[PromptResult]:
 def test_later_turns_are_asked_as_our_loop_was(
     target: Target, measured: list[PromptResult]
 ) -> None:
-    asked = asked_of(PROMPTS, measured, target, "chat")
+    asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     plain = [result for result in measured if result.method == "autoregressive"]
     assert [(one.prompt_id, one.turn) for one in asked] == [(r.prompt_id, r.turn) for r in plain]
     assert [len(one.tokens) for one in asked] == [r.num_prompt_tokens for r in plain]
@@ -462,7 +462,7 @@ def section_of(
         target,
         lookup,
         Served(folder, None, "ngram", (1, 3), True, python),
-        asked_of(PROMPTS, results, target, "chat"),
+        asked_of(PROMPTS, results, target, BY_TEMPLATE),
         results,
         drafter_name="ngram",
         draft_dtype=torch.float32,
@@ -481,7 +481,7 @@ def section_of(
 def test_the_section_sets_vllm_beside_our_loop(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    asked = asked_of(PROMPTS, measured, target, "chat")
+    asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     python = replay(tmp_path, whole(*echo(asked, measured)))
     section = section_of(target, lookup, measured, python, tmp_path)
     assert section["agreement"]["holds"] is True
@@ -502,7 +502,7 @@ def test_the_section_sets_vllm_beside_our_loop(
 def test_the_section_names_what_vllm_counted_otherwise(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    asked = asked_of(PROMPTS, measured, target, "chat")
+    asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     events = echo(asked, measured)
     drafted = [one for one in events if one["method"] == SPECULATIVE]
     drafted[1]["counters"]["num_drafts"] += 1
@@ -524,7 +524,7 @@ def test_the_section_names_what_vllm_counted_otherwise(
 def test_the_audited_gap_is_the_targets_own(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    asked = asked_of(PROMPTS, measured, target, "chat")
+    asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     events = echo(asked, measured)
     changed = events[1]["tokens"][0]
     text = [*asked[0].tokens, *changed[:4]]
@@ -561,7 +561,7 @@ def test_the_report_shows_the_table_in_every_form(
         seed=0,
         verdict=VerdictSettings(1.05, None, "USD"),
     )
-    asked = asked_of(PROMPTS, measured, target, "chat")
+    asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     python = replay(tmp_path, whole(*echo(asked, measured)))
     section = section_of(target, lookup, measured, python, tmp_path)
     shown = with_witness(report, section)

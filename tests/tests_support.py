@@ -10,8 +10,14 @@ from typing import Any
 
 import yaml
 
+from drafttrain.data.template import Template
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.pretrained import ModelConfig
+
+# What every data section has, beside what each test says.
+TOLD = {"template_kwargs": {}, "template_date": "2024-07-26"}
+BY_TEMPLATE = Template("chat", {}, "2024-07-26")
+WITHOUT_TEMPLATE = Template("none", {}, "2024-07-26")
 
 
 def model_config(folder: Path) -> ModelConfig:

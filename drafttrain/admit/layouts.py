@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.admit.folder import Folder
 from drafttrain.drafters.base import DrafterConfig
-from drafttrain.drafters.eagle import EagleConfig
+from drafttrain.drafters.eagle import EagleConfig, rescaled
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.shape import ROPE_SCALINGS
 from drafttrain.types import TargetSpec
@@ -129,7 +129,10 @@ def read_eagle(folder: Folder, base: EagleConfig, spec: TargetSpec) -> Reading:
     )
     vocab, hidden = raw["vocab_size"], raw["hidden_size"]
     declared = replace(spec, vocab_size=vocab, hidden_size=hidden)
-    return Reading(config, declared, folder.tensors(), {}, misfits(spec, vocab, hidden))
+    tensors = folder.tensors()
+    if not config.own_embedding:
+        tensors = rescaled(tensors, 1 / spec.embedding_scale)
+    return Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
 
 
 def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:

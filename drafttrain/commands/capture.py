@@ -13,6 +13,7 @@ from drafttrain.assemble import (
     expected_spec,
     load_on_ranks,
     load_samples,
+    read_samples,
     refuse_selfgen,
     served_to,
     shape_of,
@@ -61,8 +62,10 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
         check_engine(config.hardware, config.vllm, ranks)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
+    ready = read_samples(config.data, config.model, ranks)
     started, longest = time.monotonic(), config.data.max_length
     with ExitStack() as stack:
+        stack.enter_context(ranks.holding(folder, "store.dir", "capture", console.print))
         target: Target | ServedTarget
         if served:  # no other copy of it is needed here
             engine = served_to(
@@ -73,7 +76,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
         else:
             target = load_on_ranks(config.model, dtype, ranks, config.hardware.target_placement)
             say(describe_target(target, started))
-        samples, skipped = load_samples(config.data, target, ranks)
+        samples, skipped = ready or load_samples(config.data, target, ranks)
         for line in skipped.lines():
             say(line)
         manifest = write_store(
@@ -81,7 +84,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
             samples,
             asked,
             config.store,
-            template=template_fingerprint(target.tokenizer),
+            template=template_fingerprint(target.tokenizer, config.data.text_format),
             record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
             micro_batch=config.hardware.micro_batch,
             ranks=ranks,

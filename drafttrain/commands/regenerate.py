@@ -12,9 +12,10 @@ from drafttrain import __version__, pretrained
 from drafttrain.assemble import load_alone, name_of
 from drafttrain.config import RegenerateConfig
 from drafttrain.data.asked import read_asked
-from drafttrain.data.template import require_template
+from drafttrain.data.template import require_template, template_fingerprint
 from drafttrain.disk import require_writable
 from drafttrain.hardware import DTYPES, choose_device
+from drafttrain.lock import of_answers, require_free
 from drafttrain.regenerate.answers import Answers
 from drafttrain.regenerate.config import OPENAI, VLLM
 from drafttrain.regenerate.endpoint import by_endpoint, served_by
@@ -26,6 +27,7 @@ from drafttrain.serving import Engine, require_vllm
 from drafttrain.stopping import StopRequest
 from drafttrain.target.served import spec_on_disk
 from drafttrain.terminal import console
+from drafttrain.types import TargetSpec
 
 
 def regenerate(config: RegenerateConfig) -> None:
@@ -43,8 +45,15 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         f"temperature={settings.temperature:g}  to {out}"
     )
     require_writable(out.parent, "regenerate.out")
+    require_free(out, "regenerate.out", file=of_answers(out))
     if settings.backend == VLLM:
         require_vllm(config.vllm.python, "regenerate.backend=vllm")
+    if settings.backend != OPENAI and settings.max_new_tokens >= config.data.max_length:
+        raise ValueError(
+            "regenerate.max_new_tokens must be less than data.max_length="
+            f"{config.data.max_length}, which prompt and answer have together, got "
+            f"{settings.max_new_tokens}; lower it, or raise data.max_length"
+        )
     asked, skipped = read_asked(config.data, settings.turns)
     for line in skipped.lines():
         console.print(line)
@@ -63,7 +72,13 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
             )
         else:
             answers.finish()
-        for line in answers.report(len(asked)).lines():
+        failed = answers.report(len(asked))
+        if not answers.rows:
+            raise ValueError(
+                f"regenerate.out={out} has no conversation with an answer ({failed.sentence()}); "
+                "change the settings or the prompts, and name another file"
+            )
+        for line in failed.lines():
             console.print(line)
         cut = sum(row.cut is not None for row in answers.rows.values())
         if cut:
@@ -74,11 +89,17 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
 
 def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
     """Return what the answers depend on beside the settings, and the backend, not yet opened."""
-    settings, model = config.regenerate, config.model
+    settings, model, template = config.regenerate, config.model, config.data.text_format
     if settings.backend == OPENAI:
+        console.print(f"asking {settings.base_url} for its models")
         served = served_by(settings)
-        backend: Backend = partial(by_endpoint, config=settings)
-        return {"model": served.model}, _opened(backend)
+        console.print(
+            f"endpoint: {served.model}; an answer may take regenerate.timeout="
+            f"{settings.timeout:g} s, with at most {settings.max_retries} more requests for it"
+        )
+        backend: Backend = partial(by_endpoint, config=settings, template=template)
+        told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
+        return {"model": served.model, **told}, _opened(backend)
     device = choose_device(config.hardware)
     # Not measured: what was begun in one dtype must go on in it.
     auto = "bfloat16" if device.startswith("cuda") else "float32"
@@ -88,6 +109,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
         "target": pretrained.fingerprint(model, dtype, device),
         "dtype": name_of(dtype),
         "data.max_length": config.data.max_length,
+        "chat template": template_fingerprint(pretrained.load_tokenizer(model), template),
     }
     if settings.backend == VLLM:
         return identity, _engine(config, dtype, device)
@@ -103,8 +125,24 @@ def _opened(backend: Backend) -> Iterator[Backend]:
 def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
     target = load_alone(config.model, config.hardware, dtype, torch.device(device))
     require_template(target.tokenizer)
-    room = min(config.data.max_length, target.spec.max_positions)
-    yield partial(by_transformers, target, config=config.regenerate, room=room)
+    yield partial(
+        by_transformers,
+        target,
+        config=config.regenerate,
+        template=config.data.text_format,
+        room=room_of(config, target.spec),
+    )
+
+
+def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
+    """Return how many tokens a prompt and its answer may have; ValueError if an answer has all."""
+    room = min(config.data.max_length, spec.max_positions)
+    if config.regenerate.max_new_tokens >= room:
+        raise ValueError(
+            f"regenerate.max_new_tokens must leave room for a prompt in the {room} positions of "
+            f"{spec.name}, got {config.regenerate.max_new_tokens}; lower it"
+        )
+    return room
 
 
 @contextmanager
@@ -114,7 +152,7 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
     tokenizer = pretrained.load_tokenizer(model)
     require_template(tokenizer)
     spec = spec_on_disk(model, pretrained.load_config(model), tokenizer, fingerprint="")
-    room = min(config.data.max_length, spec.max_positions)
+    room = room_of(config, spec)
     console.print("starting vLLM")
     with Engine(
         place,
@@ -127,5 +165,12 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
     ) as engine:
         in_flight = 2 * config.vllm.max_num_seqs  # so that the engine never waits for a prompt
         yield partial(
-            by_vllm, engine, spec, tokenizer, config=settings, room=room, in_flight=in_flight
+            by_vllm,
+            engine,
+            spec,
+            tokenizer,
+            config=settings,
+            template=config.data.text_format,
+            room=room,
+            in_flight=in_flight,
         )

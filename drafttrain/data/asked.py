@@ -10,12 +10,10 @@ from drafttrain.data.conversations import (
     DataConfig,
     HubConfig,
     JsonlConfig,
-    Record,
-    file_records,
-    find_files,
     hub_records,
     usable_of,
 )
+from drafttrain.data.files import Record, file_records, find_files
 from drafttrain.data.records import Message, Unusable, checked_text, first, message_of, transposed
 from drafttrain.data.skips import SkipReport
 

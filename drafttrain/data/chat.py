@@ -1,25 +1,37 @@
 """Conversations to tokens and loss mask: each one is tokenised once, as a whole."""
 
+import hashlib
 import re
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from drafttrain.data.conversations import Conversation, Conversations, DataConfig, PlainText
-from drafttrain.data.records import Message, Unusable
+from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
-from drafttrain.data.template import assistant_spans, chat_format, render, require_template
+from drafttrain.data.template import (
+    NONE,
+    Located,
+    Span,
+    Template,
+    TemplateLimitError,
+    chat_format,
+    locate,
+    render,
+)
 from drafttrain.terminal import progress
 from drafttrain.types import Sample
 
 CHUNK = 512  # conversations tokenised at a time
 SHOW_FROM = 4096  # conversations from which a progress bar is worth it
 PLAIN_PROMPT = 32  # tokens of plain text that serve as a prompt
-
-Spans = list[tuple[int, int]]
-Item = TypeVar("Item")
+CUT_CHARACTER = "\ufffd"  # what decoding gives for the first bytes of one
+REWRITTEN = "earlier answers are context only: the chat template rewrites them for later turns"
+FOREIGN = "recorded answers have another target's tokens: their text is trained"
+REPEATED = "conversations repeat another, token for token: equal ones are held out or trained alike"
 
 
 def encode(
@@ -28,7 +40,9 @@ def encode(
     """Return tokens and loss mask of each conversation, and what was skipped.
 
     The mask covers what the assistant writes, the token that ends its turn included, in every
-    turn; with data.template=none, every token. The first token has nothing before it to be
+    turn; with data.template=none, every token. A token that begins before its answer is the
+    header's: text that runs into it cannot be told apart from it when generating. Answers that are
+    recorded with their tokens are trained with those. The first token has nothing before it to be
     predicted from and is never trained. Nothing is truncated: what is longer than data.max_length
     is skipped. ValueError if the tokenizer has no chat template, or if nothing can be used.
     """
@@ -37,34 +51,35 @@ def encode(
             f"the tokenizer of {tokenizer.name_or_path} must be a fast one (tokenizer.json), which"
             " tells where tokens stand in the text; convert it with Transformers and save it"
         )
-    locate = chat_locator(tokenizer) if config.template == "chat" else plain_locator
+    locator = chat_locator(tokenizer, config) if config.template == "chat" else plain_locator
+    longest = config.max_length * max(map(len, tokenizer.get_vocab()))  # characters, at the most
     report = SkipReport(len(conversations))
     samples: list[Sample] = []
     shown = show and len(conversations) >= SHOW_FROM
     with progress("tokenising", len(conversations), show=shown) as tick:
         for first in range(0, len(conversations), CHUNK):
             chunk = conversations[first : first + CHUNK]
-            texts: list[str] = []
-            spans: list[Spans] = []
+            found: list[Located] = []
             kept: list[Conversation | PlainText] = []
             for conversation in chunk:
                 try:
-                    text, where = locate(conversation)
+                    located = locator(conversation)
+                    if len(located.text) > longest:
+                        raise too_long(config, f"{len(located.text)} characters")
                 except Unusable as error:
                     report.skip(error.reason, conversation.source, error.detail)
                     continue
-                texts.append(text)
-                spans.append(where)
+                except TemplateLimitError as error:
+                    raise ValueError(f"{conversation.source}: {error}") from None
+                found.append(located)
                 kept.append(conversation)
+            texts = [located.text for located in found]
             encoded = tokenize(texts, tokenizer, add_special_tokens=config.template == "none")
-            for conversation, where, (tokens, starts) in zip(kept, spans, encoded, strict=True):
-                if len(tokens) > config.max_length:
-                    reason = f"longer than data.max_length={config.max_length} tokens"
-                    report.skip(reason, conversation.source, f"{len(tokens)} tokens")
-                    continue
-                mask = mask_of(starts, where)
-                if not mask.any():
-                    report.skip("no token to train on", conversation.source)
+            for conversation, located, (ids, starts) in zip(kept, found, encoded, strict=True):
+                try:
+                    tokens, mask = sample_of(conversation, located, ids, starts, config, report)
+                except Unusable as error:
+                    report.skip(error.reason, conversation.source, error.detail)
                     continue
                 samples.append(
                     Sample(torch.tensor(tokens), torch.from_numpy(mask), conversation.index)
@@ -76,27 +91,96 @@ def encode(
     return samples, report
 
 
-def chat_locator(tokenizer: Any) -> Any:
+def sample_of(
+    conversation: Conversation | PlainText,
+    located: Located,
+    ids: list[int],
+    starts: np.ndarray,
+    config: DataConfig,
+    report: SkipReport,
+) -> tuple[list[int], np.ndarray]:
+    """Return a conversation's tokens and loss mask; Unusable for one that cannot be trained on.
+
+    ids: the tokens of its text, which begin at the characters `starts`.
+    """
+    mask, rewritten = np.zeros(len(ids), dtype=bool), located.num_rewritten
+    for span in located.spans:
+        inside = (starts >= span.start) & (starts < span.end)
+        recorded = span.recorded
+        said = None if recorded is None else recorded.tokens
+        # As later turns see it, the text is tokenised anew: trained where that changes nothing.
+        if said is not None and np.array(ids)[inside].tolist() != list(said):
+            rewritten += 1
+            continue
+        mask |= inside
+    tokens = ids
+    if located.tokens is not None:
+        recorded = conversation.recorded[-1] if isinstance(conversation, Conversation) else None
+        if recorded is not None and recorded.prompt is not None:
+            tokens, mask = list(recorded.prompt), np.zeros(len(recorded.prompt), dtype=bool)
+        tokens = [*tokens, *located.tokens]
+        mask = np.append(mask, np.ones(len(located.tokens), dtype=bool))
+    mask[:1] = False
+    if len(tokens) > config.max_length:
+        raise too_long(config, f"{len(tokens)} tokens")
+    if not mask.any():
+        raise Unusable("no token to train on")
+    report.note(REWRITTEN, rewritten)
+    report.note(FOREIGN, located.num_foreign)
+    return tokens, mask
+
+
+def too_long(config: DataConfig, detail: str) -> Unusable:
+    """Return what says that a conversation does not fit."""
+    return Unusable(f"longer than data.max_length={config.max_length} tokens", detail)
+
+
+def chat_locator(
+    tokenizer: Any, config: DataConfig
+) -> Callable[[Conversation | PlainText], Located]:
     """Return the function that renders a conversation and finds the assistant's spans."""
-    form = chat_format(tokenizer)
+    template = config.text_format
+    form = chat_format(tokenizer, template)
     words = {token.content for token in tokenizer.added_tokens_decoder.values()}
     words.update(tokenizer.all_special_tokens)
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     specials = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
 
-    def locate(conversation: Conversation | PlainText) -> tuple[str, Spans]:
+    def locator(conversation: Conversation | PlainText) -> Located:
         if isinstance(conversation, PlainText):
             raise Unusable("text without turns, which needs data.template=none")
-        return assistant_spans(conversation.messages, tokenizer, form, specials)
+        recorded = tuple(
+            own_words(answer, content, tokenizer)
+            for answer, content in zip(
+                conversation.recorded,
+                [turn.content for turn in conversation.messages if turn.role == "assistant"],
+                strict=False,
+            )
+        )
+        found = locate(conversation.messages, recorded, tokenizer, template, form, specials)
+        foreign = sum(a != b for a, b in zip(recorded, conversation.recorded, strict=False))
+        return replace(found, num_foreign=foreign)
 
-    return locate
+    return locator
 
 
-def plain_locator(conversation: Conversation | PlainText) -> tuple[str, Spans]:
+def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Recorded | None:
+    """Return a recorded answer, without its tokens where they are another target's.
+
+    An endpoint may keep the reasoning out of the text, which then ends what the tokens say.
+    """
+    if recorded is None or recorded.tokens is None:
+        return recorded
+    said = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
+    ours = said.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
+    return recorded if ours else Recorded(None, recorded.finished)
+
+
+def plain_locator(conversation: Conversation | PlainText) -> Located:
     """Return plain text, all of which is trained."""
     if isinstance(conversation, Conversation):
         raise Unusable('conversation where data.template=none takes {"text": ...}')
-    return conversation.text, [(0, len(conversation.text))]
+    return Located(conversation.text, [Span(0, len(conversation.text))])
 
 
 def tokenize(
@@ -117,21 +201,8 @@ def tokenize(
     return list(zip(encoded["input_ids"], starts, strict=True))
 
 
-def mask_of(starts: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return which tokens begin in a span; the first one never counts.
-
-    A token that begins before its span is the header's: text that runs into it (an answer that
-    begins with a newline, say) cannot be told apart from it when generating.
-    """
-    mask = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        mask |= (starts >= start) & (starts < end)
-    mask[:1] = False
-    return mask
-
-
 def prompt_tokens(
-    messages: Sequence[Message | dict[str, str]], tokenizer: Any, template: str
+    messages: Sequence[Message | dict[str, str]], tokenizer: Any, template: Template
 ) -> list[int]:
     """Return the prompt that asks for the next answer: for validation, evaluation and chat.
 
@@ -142,11 +213,10 @@ def prompt_tokens(
         turn if isinstance(turn, Message) else Message(turn["role"], turn["content"])
         for turn in messages
     ]
-    if template == "none":
+    if template.kind == NONE:
         text = "\n\n".join(turn.content for turn in turns)
         return list(tokenizer(text)["input_ids"])
-    require_template(tokenizer)
-    text = render(turns, tokenizer, add_generation_prompt=True)
+    text = render(turns, tokenizer, template, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -170,9 +240,37 @@ def check_holdout(available: int, count: int) -> None:
         )
 
 
-def split_holdout(items: Sequence[Item], count: int, seed: int) -> tuple[list[Item], list[Item]]:
-    """Return the items for training and the `count` held out, both in their old order."""
-    check_holdout(len(items), count)
-    chosen = set(np.random.default_rng(seed).permutation(len(items))[:count].tolist())
-    kept = [item for place, item in enumerate(items) if place not in chosen]
-    return kept, [item for place, item in enumerate(items) if place in chosen]
+def split_holdout(
+    samples: Sequence[Sample], count: int, seed: int
+) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples for training and the `count` held out, both in their old order.
+
+    Equal ones are on one side: a set of them that would be more than `count` is trained on.
+    """
+    check_holdout(len(samples), count)
+    sets: dict[bytes, list[int]] = {}
+    for place, sample in enumerate(samples):
+        sets.setdefault(_content(sample), []).append(place)
+    chosen: set[int] = set()
+    for place in np.random.default_rng(seed).permutation(len(samples)).tolist():
+        if len(chosen) == count:
+            break
+        alike = sets[_content(samples[place])]
+        if place not in chosen and len(chosen) + len(alike) <= count:
+            chosen.update(alike)
+    if count and not chosen:
+        raise ValueError(
+            f"data.holdout must be at least {min(map(len, sets.values()))}, the fewest that are "
+            f"equal, got {count}; raise it, leave out what is repeated, or set data.holdout=0"
+        )
+    kept = [sample for place, sample in enumerate(samples) if place not in chosen]
+    return kept, [sample for place, sample in enumerate(samples) if place in chosen]
+
+
+def num_repeated(samples: Sequence[Sample]) -> int:
+    """Return how many samples are equal to one before them."""
+    return len(samples) - len({_content(sample) for sample in samples})
+
+
+def _content(sample: Sample) -> bytes:
+    return hashlib.sha256(sample.tokens.numpy().tobytes()).digest()

@@ -1,18 +1,28 @@
 """Conversations from local files and from the Hub; what cannot be used is counted and named."""
 
-import glob
-import gzip
-import zlib
+import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.records import Message, Unusable, messages_of, parse, plain_text
+from drafttrain.data.files import Record, file_records, find_files, require
+from drafttrain.data.records import (
+    Message,
+    Recorded,
+    Unusable,
+    messages_of,
+    plain_text,
+    recorded_of,
+)
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template
+from drafttrain.lock import of_answers, require_free
+from drafttrain.untrusted import shown
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
+MAX_KWARGS = 10_000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +33,8 @@ class DataConfig:
     max_length: int
     holdout: int
     template: str
+    template_kwargs: dict[str, Any]
+    template_date: str
     seed: int
 
     def __post_init__(self) -> None:
@@ -35,6 +47,34 @@ class DataConfig:
             "be chat (the tokenizer's chat template) or none (plain text)",
             repr(self.template),
         )
+        taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]
+        require(
+            not taken,
+            "template_kwargs",
+            "name variables of the chat template that it is not given anyway",
+            shown(", ".join(taken)),
+        )
+        try:
+            plain = json.dumps(self.template_kwargs, allow_nan=False)
+        except (ValueError, TypeError):
+            plain = ""
+        require(
+            0 < len(plain) <= MAX_KWARGS,
+            "template_kwargs",
+            f"hold plain values of at most {MAX_KWARGS:,} characters",
+            shown(self.template_kwargs),
+        )
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError:
+            require(
+                False, "template_date", "be a day such as 2026-01-31", shown(self.template_date)
+            )
+
+    @property
+    def text_format(self) -> Template:
+        """How turns become text."""
+        return Template(self.template, self.template_kwargs, self.template_date)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +174,6 @@ class HubConfig(DataConfig):
         require_limit(self.limit)
 
 
-def require(holds: bool, key: str, must: str, got: object, advice: str = "") -> None:
-    """Raise the error of a setting of this section."""
-    if not holds:
-        raise ValueError(f"data.{key} must {must}, got {got}{advice}")
-
-
 def require_limit(limit: int | None) -> None:
     """Check the number of records to read."""
     require(limit is None or limit >= 1, "limit", "be at least 1, or null for all", limit)
@@ -152,6 +186,7 @@ class Conversation:
     messages: tuple[Message, ...]
     index: int
     source: str
+    recorded: tuple[Recorded | None, ...] = ()  # of each answer, where its target's are recorded
 
 
 @dataclass(frozen=True)
@@ -178,78 +213,10 @@ def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
 def read_jsonl(config: JsonlConfig) -> tuple[Conversations, SkipReport]:
     """Read local files; ValueError if a path names none, or if no record of them can be used."""
     files = [file for path in config.paths for file in find_files(path)]
+    for file in files:  # answers that `regenerate` still writes are a part of what is wanted
+        require_free(file, "data.path", file=of_answers(file))
     records = (record for file in files for record in file_records(file))
     return collect(records, config, config.limit, f"data.path={config.path}")
-
-
-def find_files(path: str) -> list[Path]:
-    """Return the files that a path names: itself, those of a directory, or those of a glob."""
-    place = Path(path).expanduser()
-    with readable(place):
-        if place.is_file():
-            return [place]
-        inside = sorted(place.iterdir()) if place.is_dir() else None
-    if inside is not None:
-        files = [file for file in inside if file.name.endswith(SUFFIXES)]
-        require(
-            bool(files), "path", f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
-        )
-        return files
-    files = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
-    files = [file for file in files if file.is_file()]
-    require(bool(files), "path", "name existing files", f"{path}, which names none")
-    return files
-
-
-Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
-
-
-@contextmanager
-def readable(place: Path) -> Iterator[None]:
-    """Turn what the operating system says against reading a file or a folder into our error."""
-    try:
-        yield
-    except OSError as error:
-        require(
-            False,
-            "path",
-            "name files that can be read",
-            f"{place}: {error.strerror or error}",
-            "; see that it is there and that you may read it (chmod u+r), or leave it out",
-        )
-
-
-def file_records(file: Path) -> Iterator[Record]:
-    """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read."""
-    with readable(file):
-        raw = file.open("rb")
-    with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
-        if file.name.endswith((".json", ".json.gz")):
-            try:
-                content = stream.read()
-            except (EOFError, OSError, zlib.error) as error:
-                yield f"{file}", Unusable("the file is damaged", str(error))
-                return
-            yield from list_records(file, content)
-            return
-        number = 0
-        try:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield f"{file}:{number}", parse(line)
-        except (EOFError, OSError, zlib.error) as error:
-            damage = Unusable("the file is damaged here, and nothing after it was read", str(error))
-            yield f"{file}:{number + 1}", damage
-
-
-def list_records(file: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of a file that is one json list."""
-    whole = parse(content)
-    if isinstance(whole, Unusable) or not isinstance(whole, list):
-        yield f"{file}", whole if isinstance(whole, Unusable) else Unusable("not a json list")
-        return
-    for number, record in enumerate(whole):
-        yield f"{file}[{number}]", record
 
 
 def collect(
@@ -260,7 +227,9 @@ def collect(
     def take(record: Any, index: int, where: str) -> Any:
         if config.template == "none":
             return PlainText(plain_text(record), index, where)
-        return Conversation(messages_of(record), index, where)
+        messages = messages_of(record)
+        answers = sum(message.role == "assistant" for message in messages)
+        return Conversation(messages, index, where, recorded_of(record, answers))
 
     return usable_of(records, limit, take, f"{what} must hold usable conversations")
 

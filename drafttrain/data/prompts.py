@@ -11,9 +11,12 @@ from typing import Any
 from drafttrain.data.records import Unusable, checked_text
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
+from drafttrain.untrusted import read_object
 
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
+
+MAX_NAME = 200  # characters of an id or a task
 
 OverlapRecord = dict[str, Any]
 
@@ -34,7 +37,8 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
     """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
 
     A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
-    are any, or a row of a public suite as it is published. Unusable rows are skipped, counted, and
+    are any, a row of a public suite as it is published, or a conversation as training reads it, of
+    which the user's turns are asked. Unusable rows are skipped, counted, and
     named by their place. Raises ValueError when the source is not there or nothing in it can be
     used.
     """
@@ -107,13 +111,23 @@ def _prompt(record: Any) -> Prompt:
             raise Unusable("an empty prompt", f"turn {place}")
     licence = record.get("licence")
     return Prompt(
-        id=str(record["id"]),
-        task=str(record["task"]),
-        category=str(record.get("category") or record["task"]),
+        id=_name(record["id"], "id"),
+        task=_name(record["task"], "task"),
+        category=_name(record.get("category") or record["task"], "category"),
         turns=tuple(turns),
         reference=record.get("reference"),
-        licence=None if licence is None else str(licence),
+        licence=None if licence is None else _name(licence, "licence"),
     )
+
+
+def _name(value: Any, key: str) -> str:
+    """Return what reports call a prompt: a number or a short line."""
+    if type(value) not in (str, int):
+        raise Unusable(f"{key} is neither text nor a number", type(value).__name__)
+    text = checked_text(str(value), key)
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise Unusable(f"{key} is no line of at most {MAX_NAME} characters")
+    return text
 
 
 def normalised(text: str) -> str:
@@ -190,9 +204,9 @@ def overlap_record(path: str | Path) -> OverlapRecord | None:
     place = overlap_path(path)
     if not place.is_file():
         return None
-    record: OverlapRecord = json.loads(place.read_text())
+    record: OverlapRecord = read_object(place)
     found = sha256_of(Path(path).expanduser())
-    if record["prompts_sha256"] != found:
+    if record.get("prompts_sha256") != found:
         raise ValueError(
             f"{place} must be the overlap of {path}, got one of a file with other content; remove "
             "it, or count again with scripts/count_prompt_overlap.py"

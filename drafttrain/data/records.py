@@ -1,8 +1,10 @@
 """One record of a data set: turns or text in any known spelling, or why it cannot be used."""
 
-import json
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from drafttrain.untrusted import MAX_VOCABULARY, UntrustedError, parse_json, shown
 
 ROLES = {
     "system": "system",
@@ -23,22 +25,33 @@ class Message:
     content: str
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """An answer as its target gave it."""
+
+    tokens: tuple[int, ...] | None  # None: its text alone is known
+    finished: bool  # False: it was cut, and no end of turn follows it
+    prompt: tuple[int, ...] | None = None  # what it was asked with, where that is known
+
+
 class Unusable(ValueError):
     """One record cannot be used: the reason it is counted under, and a detail."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.detail = reason, detail
+        self.reason, self.detail = reason, shown(detail)
 
 
 def parse(line: bytes) -> Any:
     """Return what a line holds, or the `Unusable` that says what is wrong with it."""
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return parse_json(line.decode("utf-8-sig"), "a record")
     except UnicodeDecodeError as error:
         return Unusable("not UTF-8", f"byte {error.start}")
-    except (ValueError, RecursionError) as error:
-        return Unusable("not JSON", str(error))
+    except UntrustedError as error:
+        # The line of the file is known; within it, JSON counts columns.
+        reason = re.sub(r" at line \d+ column (\d+)", r" at column \1", str(error))
+        return Unusable("not JSON", reason.rpartition("got: ")[2])
 
 
 def plain_text(record: Any) -> str:
@@ -94,10 +107,61 @@ def message_of(turn: Any, place: int) -> Message:
     role = first(turn, "role", "from")
     if not isinstance(role, str) or role not in ROLES:
         raise Unusable("unknown role", f"turn {place}: {str(role)[:40]!r}")
-    content = checked_text(first(turn, "content", "value"), f"turn {place}")
+    content = content_of(first(turn, "content", "value"), f"turn {place}")
     if not content.strip() and ROLES[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")
     return Message(ROLES[role], content)
+
+
+def content_of(content: Any, place: str) -> str:
+    """Return the text of a turn, which may come in OpenAI's parts: [{"type": "text", ...}]."""
+    if not isinstance(content, list):
+        return checked_text(content, place)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise Unusable("content with parts that are no text", f"{place}: {kind}")
+        texts.append(checked_text(part.get("text"), place))
+    return "".join(texts)
+
+
+def recorded_of(record: dict[str, Any], num_answers: int) -> tuple[Recorded | None, ...]:
+    """Return the answers that a line of `regenerate` or selfgen records; nothing if it has none.
+
+    One for each of the assistant's turns, None for those that were there before.
+    """
+    if isinstance(record.get("tokens"), list) and "num_prompt_tokens" in record:  # selfgen
+        tokens, start = _token_ids(record["tokens"]), record["num_prompt_tokens"]
+        if type(start) is not int or not 0 < start < len(tokens) or num_answers != 1:
+            raise Unusable("recorded tokens do not fit the turns", f"num_prompt_tokens {start}")
+        return (Recorded(tokens[start:], record.get("finished") is True, tokens[:start]),)
+    answers = record.get("answers")
+    ours = isinstance(answers, list) and all(
+        isinstance(answer, dict) and isinstance(answer.get("finished"), bool) for answer in answers
+    )
+    if not answers or not ours:
+        return ()
+    if len(answers) > num_answers:
+        raise Unusable("recorded answers do not fit the turns", f"{len(answers)} recorded")
+    found = [
+        Recorded(
+            None if answer.get("tokens") is None else _token_ids(answer["tokens"]),
+            answer["finished"],
+        )
+        for answer in answers
+    ]
+    return (*[None] * (num_answers - len(found)), *found)
+
+
+def _token_ids(tokens: Any) -> tuple[int, ...]:
+    if not isinstance(tokens, list) or not all(
+        type(token) is int and 0 <= token < MAX_VOCABULARY for token in tokens
+    ):
+        raise Unusable("recorded tokens are no token ids")
+    if not tokens:
+        raise Unusable("an empty turn", "no recorded tokens")
+    return tuple(tokens)
 
 
 def checked_text(text: Any, place: str) -> str:

@@ -14,6 +14,7 @@ class SkipReport:
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     what: str = "conversations"  # what a record is, for the printed line
+    notes: dict[str, int] = field(default_factory=dict)  # of those kept: what is not as it seems
 
     def skip(self, reason: str, where: str, detail: str = "") -> None:
         """Count one skipped record; `where` is its file and line."""
@@ -21,6 +22,11 @@ class SkipReport:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(f"{where} ({detail})" if detail else where)
+
+    def note(self, text: str, count: int = 1) -> None:
+        """Count something about records that are kept."""
+        if count:
+            self.notes[text] = self.notes.get(text, 0) + count
 
     def __add__(self, other: "SkipReport") -> "SkipReport":
         """Return the report of two stations one after the other: the first one did the reading."""
@@ -30,6 +36,8 @@ class SkipReport:
                 total.counts[reason] = total.counts.get(reason, 0) + count
                 places = total.examples.setdefault(reason, [])
                 places.extend(report.examples[reason][: MAX_EXAMPLES - len(places)])
+            for text, count in report.notes.items():
+                total.note(text, count)
         return total
 
     @property
@@ -37,26 +45,41 @@ class SkipReport:
         """How many records were left out."""
         return sum(self.counts.values())
 
-    def lines(self) -> list[str]:
-        """Return what to print: nothing if nothing was skipped."""
-        if not self.counts:
-            return []
-        lines = [f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}:"]
+    def reasons(self) -> list[str]:
+        """Return each reason with its count and first places, the commonest first."""
+        found = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             places = ", ".join(self.examples[reason])
             more = ", ..." if count > len(self.examples[reason]) else ""
-            lines.append(f"  {count:,} x {reason}: {places}{more}")
-        return lines
+            found.append(f"{count:,} x {reason}: {places}{more}")
+        return found
+
+    def lines(self) -> list[str]:
+        """Return what to print: nothing if nothing was skipped, and nothing is to be noted."""
+        notes = [f"{count:,} {text}" for text, count in self.notes.items()]
+        if not self.counts:
+            return notes
+        title = f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}:"
+        return [title, *(f"  {reason}" for reason in self.reasons()), *notes]
+
+    def sentence(self) -> str:
+        """Return what was skipped within a message of one line."""
+        title = f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}"
+        return f"{title}: {'; '.join(self.reasons())}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for provenance.json."""
-        return {"num_read": self.num_read, "skipped": self.counts, "examples": self.examples}
+        return {
+            "num_read": self.num_read,
+            "skipped": self.counts,
+            "examples": self.examples,
+            "notes": self.notes,
+        }
 
 
 class NothingUsable(ValueError):
     """Every record was skipped; the message carries the report."""
 
     def __init__(self, what: str, report: SkipReport, advice: str) -> None:
-        head, *reasons = [line.strip() for line in report.lines()] or [""]
-        told = f" ({head} {'; '.join(reasons)})" if head else ""
-        super().__init__(f"{what}{told}; {advice}")
+        skipped = f" ({report.sentence()})" if report.counts else ""
+        super().__init__(f"{what}{skipped}; {advice}")

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import Record, file_records, open_dataset
-from drafttrain.data.records import Unusable, first
+from drafttrain.data.conversations import open_dataset
+from drafttrain.data.files import Record, file_records
+from drafttrain.data.records import Unusable, first, message_of, transposed
 
 TASK_BY = ("task", "category")
+CONVERSATIONS = "conversations"  # the task of those that name none
 EMBEDDED = "embedded"  # the data set that comes with the package
 # The categories of MT-bench; Spec-Bench has them beside its own five.
 MT_BENCH = {
@@ -110,7 +112,23 @@ def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
     if {"question", "answer"} <= record.keys():
         own = {"id": f"{task}_{number}", "turns": [record["question"]]}
         return _with_task({**own, "reference": record["answer"]}, task)
+    if record.get("turns") is None and first(record, "messages", "conversations") is not None:
+        return _conversation(record, number, task or CONVERSATIONS)
     return _with_task(record, task)
+
+
+def _conversation(record: dict[str, Any], number: int, task: str) -> dict[str, Any]:
+    """Return a conversation as training reads it, as the questions that it asks."""
+    turns = first(record, "messages", "conversations")
+    turns = transposed(turns) if isinstance(turns, dict) else turns
+    if not isinstance(turns, list):
+        raise Unusable("turns are not a list", type(turns).__name__)
+    messages = [message_of(turn, place) for place, turn in enumerate(turns, 1)]
+    if any(message.role == "system" for message in messages):
+        raise Unusable("a system turn, which an evaluation prompt cannot have")
+    asked = [message.content for message in messages if message.role == "user"]
+    name = first(record, "id", "index")
+    return _with_task({**record, "id": number if name is None else name, "turns": asked}, task)
 
 
 def _with_task(record: dict[str, Any], task: str | None) -> dict[str, Any]:

@@ -1,20 +1,47 @@
-"""Where the assistant's words stand in a rendered chat template: offsets, whatever the template."""
+"""Conversations as a chat template writes them, and where in that the assistant's words stand."""
 
+import atexit
 import hashlib
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jinja2
-
-from drafttrain.data.records import Message, Unusable
+from drafttrain.data.records import Message, Recorded, Unusable
+from drafttrain.data.renderer import MEMORY, SECONDS
+from drafttrain.untrusted import shown
 
 USER, ANSWER = (
     "Kx7user7xK",
     "Kx7answer{}7xK",
 )  # stand for contents; templates print them as they are
+RENDERER = Path(__file__).with_name("renderer.py")
+MAX_TEXT = 64 << 20  # bytes of one conversation, as JSON
+CHAT, NONE = "chat", "none"
+
+
+@dataclass(frozen=True)
+class Template:
+    """How turns become text: by the tokenizer's chat template, or without one.
+
+    The same in training, validation, evaluation and wherever answers are asked for.
+    """
+
+    kind: str  # CHAT or NONE
+    kwargs: dict[str, Any]  # what the chat template is told, such as enable_thinking
+    date: str  # YYYY-MM-DD: today, for a chat template that asks
+
+
+class TemplateLimitError(ValueError):
+    """A chat template takes more time or memory than any conversation needs."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +54,135 @@ class ChatFormat:
     tail: str  # after an answer
 
 
-def render(messages: Sequence[Message], tokenizer: Any, add_generation_prompt: bool = False) -> str:
-    """Return the conversation as the template writes it; Unusable if the template refuses it."""
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+@dataclass(frozen=True)
+class Span:
+    """Where an answer stands in a text, end of turn included; `recorded`: as its target gave it."""
+
+    start: int
+    end: int
+    recorded: Recorded | None = None
+
+
+@dataclass(frozen=True)
+class Located:
+    """A conversation up to its last answer, as text, and which of it is trained."""
+
+    text: str
+    spans: list[Span]
+    tokens: tuple[int, ...] | None = None  # of the last answer, after `text`
+    num_rewritten: int = 0  # earlier answers that the template rewrites: context, not trained
+    num_foreign: int = 0  # recorded answers whose tokens are another target's
+
+
+class Renderer:
+    """The process that renders, started when it is first needed (see `renderer`)."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.owner = 0
+        self.lock = threading.Lock()
+
+    def ask(self, request: dict[str, Any]) -> dict[str, str]:
+        """Return what the process answers; TemplateLimitError where that ends it."""
+        with self.lock:
+            if self.process is None or self.owner != os.getpid():
+                self._start()
+            process = self.process
+            assert process is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline(MAX_TEXT)
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # an answer is left in the pipe
+                self.close()
+                raise
+            if line.endswith(b"\n"):
+                found: dict[str, str] = json.loads(line)
+                return found
+            status = self.close()
+        if line:
+            return {"limit": "too much text"}
+        if status == -signal.SIGPROF:
+            return {"limit": "too much time"}
+        return {"limit": f"its process down (status {status})"}
+
+    def _start(self) -> None:
+        # No secret of the environment; Python as it is here, without what lies in folders.
+        kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
+        self.owner = os.getpid()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(RENDERER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-    except jinja2.TemplateError as error:
-        raise Unusable("the chat template refuses it", str(error)) from None
+
+    def close(self) -> int:
+        """End the process and return its status."""
+        process, self.process = self.process, None
+        if process is None or self.owner != os.getpid():
+            return 0
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            return process.wait(1)  # it ends by itself when nobody asks, or has ended
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+RENDERING = Renderer()
+atexit.register(RENDERING.close)
+
+
+def render(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    template: Template,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return the conversation as the template writes it; Unusable if the template refuses it.
+
+    As Transformers renders it, but in a process of its own that cannot take more than a few seconds
+    or some memory: TemplateLimitError, which names the template, where it would.
+    """
+    require_template(tokenizer)
+    variables = {
+        "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **tokenizer.special_tokens_map,
+        **template.kwargs,
+    }
+    found = RENDERING.ask(
+        {
+            "template": tokenizer.get_chat_template(),
+            "date": template.date,
+            "variables": variables,
+        }
+    )
+    if "limit" in found:
+        raise TemplateLimitError(
+            f"the chat template of {_name(tokenizer)} must write a conversation within {SECONDS:g} "
+            f"s of computing and {MEMORY >> 20} MB, and took {found['limit']}; correct "
+            "tokenizer.chat_template, or name another target"
+        )
+    if "error" in found:
+        raise Unusable("the chat template refuses it", found["error"])
+    return found["text"]
+
+
+def _name(tokenizer: Any) -> str:
+    return shown(tokenizer.name_or_path or "the tokenizer")
 
 
 def require_template(tokenizer: Any) -> None:
@@ -50,40 +195,124 @@ def require_template(tokenizer: Any) -> None:
         )
 
 
-def template_fingerprint(tokenizer: Any) -> str:
-    """Return a hash of the chat template: what stored conversations are bound to."""
-    return hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()[:32]
+def template_fingerprint(tokenizer: Any, template: Template) -> str:
+    """Return a hash of the chat template and of what it is told, which stored text is bound to."""
+    text = str(tokenizer.chat_template or "")
+    if template.kwargs:
+        text += json.dumps(template.kwargs, sort_keys=True)
+    if "strftime_now" in text:
+        text += template.date
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def chat_format(tokenizer: Any) -> ChatFormat:
+def chat_format(tokenizer: Any, template: Template) -> ChatFormat:
     """Find out what the template writes by rendering words that stand for contents."""
-    require_template(tokenizer)
     user, answer = Message("user", USER), Message("assistant", ANSWER.format(0))
-    prompt = render([user], tokenizer, add_generation_prompt=True).split(USER)
-    pair = re.split(f"{USER}|{answer.content}", render([user, answer], tokenizer))
+    try:
+        prompt = render([user], tokenizer, template, add_generation_prompt=True).split(USER)
+        whole = render([user, answer], tokenizer, template)
+    except Unusable as error:
+        raise ValueError(
+            f"the chat template of {_name(tokenizer)} must write a question and an answer, got: "
+            f"{shown(error.detail)}; correct tokenizer.chat_template"
+        ) from None
+    pair = re.split(f"{USER}|{answer.content}", whole)
     if len(prompt) == 2 and len(pair) == 3:
         closing = os.path.commonprefix([prompt[1], pair[1]])  # noqa: RUF071 (no paths)
         if closing:
             return ChatFormat(prompt[0], closing, prompt[1], pair[2])
     raise ValueError(
-        f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} must write each turn"
-        " once, with something between user and assistant; correct tokenizer.chat_template"
+        f"the chat template of {_name(tokenizer)} must write each turn once, with something between"
+        " user and assistant; correct tokenizer.chat_template"
     )
 
 
-def assistant_spans(
-    messages: Sequence[Message], tokenizer: Any, form: ChatFormat, specials: re.Pattern[str]
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered conversation and the offsets of what the assistant writes in it.
+def locate(
+    messages: Sequence[Message],
+    recorded: Sequence[Recorded | None],
+    tokenizer: Any,
+    template: Template,
+    form: ChatFormat,
+    specials: re.Pattern[str],
+) -> Located:
+    """Return a conversation up to its last answer as text, and where the answers stand in it.
 
-    A span starts where generation would start and ends with the token that ends the turn. It is
-    found by rendering the conversation a second time with words in place of the answers: between
+    Before the last answer stands the very prompt that evaluation would ask with, so what a template
+    shows to generation alone (an opened or an empty <think> block) belongs to the prompt. The last
+    answer is what its target gave, token by token, where that is `recorded` (one for each answer,
+    None for those without). Else its text must stand in the template's rendering as it is, but for
+    space around it: Unusable where it is shortened or rewritten, since what is left is not what
+    a target says. Earlier answers stand as later turns see them; one that is rewritten for those
+    is context only.
+    """
+    places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
+    history = messages[: places[-1]]
+    text = render(history, tokenizer, template, add_generation_prompt=True)
+    spans = earlier_spans(history, text, recorded, tokenizer, template, form, specials)
+    rewritten = len(places) - 1 - len(spans)
+    own = recorded[-1] if recorded else None
+    if own is not None and own.tokens is not None:
+        return Located(text, spans, own.tokens, rewritten)
+    start = len(text)
+    text, tail = with_answer(text, [*history, messages[places[-1]]], tokenizer, template, form)
+    if own is not None and not own.finished:  # cut: the target did not end its turn
+        return Located(text, [*spans, Span(start, len(text))], None, rewritten)
+    ending = specials.match(tail)
+    span = Span(start, len(text) + (ending.end() if ending else 0))
+    return Located(text + tail, [*spans, span], None, rewritten)
+
+
+def with_answer(
+    prompt: str,
+    messages: Sequence[Message],
+    tokenizer: Any,
+    template: Template,
+    form: ChatFormat,
+) -> tuple[str, str]:
+    """Return a prompt with the answer that follows it, and what the template writes after that."""
+    whole, answer = render(messages, tokenizer, template), messages[-1].content
+
+    def standing_before(tail: str) -> str | None:
+        for content in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
+            if whole.endswith(content + tail):
+                head = whole[: len(whole) - len(content) - len(tail)]
+                # Space before the answer is the answer's: Llama 2 begins with one.
+                agrees = head.startswith(prompt) and not head[len(prompt) :].strip()
+                return head + content if agrees else prompt + content.lstrip()
+        return None
+
+    tail = form.tail
+    found = standing_before(tail)
+    if found is None:
+        tail = surroundings(messages, tokenizer, template)[-1]
+        found = standing_before(tail)
+    if found is None:
+        raise Unusable(
+            "the chat template shortens or rewrites the last answer, which only its target's own "
+            "tokens could mend (python -m drafttrain regenerate)"
+        )
+    return found, tail
+
+
+def earlier_spans(
+    history: Sequence[Message],
+    text: str,
+    recorded: Sequence[Recorded | None],
+    tokenizer: Any,
+    template: Template,
+    form: ChatFormat,
+    specials: re.Pattern[str],
+) -> list[Span]:
+    """Return where the answers of a prompt stand in its text, without those it rewrites.
+
+    They are found by rendering the prompt a second time with words in place of the answers: between
     those words stands what surrounds the answers, also where the template trims them, rewrites
     them, or moves the system prompt to the last turn. Unusable if the two renderings do not agree.
     """
-    text = render(messages, tokenizer)
-    around = surroundings(messages, tokenizer)
-    answers = [message.content for message in messages if message.role == "assistant"]
+    answers = [message.content for message in history if message.role == "assistant"]
+    if not answers:
+        return []
+    around = surroundings(history, tokenizer, template, add_generation_prompt=True)
     parts = [split_header(piece, form) for piece in around[:-1]]
     if not text.startswith(parts[0][0]):
         raise Unusable("the chat template hides where the assistant speaks", "turn 1")
@@ -92,13 +321,21 @@ def assistant_spans(
     for place, (answer, (header, added)) in enumerate(zip(answers, parts, strict=True)):
         start = position + len(header)
         following, last = headers[place + 1], place + 1 == len(answers)
-        position = find_end(text, start, added, answer, following, last)
-        ending = specials.match(around[place + 1])
-        spans.append((start, position + (ending.end() if ending else 0)))
-    return text, spans
+        begins, position = find_end(text, start, added, answer, following, last)
+        if begins is None:
+            continue
+        own = recorded[place] if recorded else None
+        ending = specials.match(around[place + 1]) if own is None or own.finished else None
+        spans.append(Span(begins, position + (ending.end() if ending else 0), own))
+    return spans
 
 
-def surroundings(messages: Sequence[Message], tokenizer: Any) -> list[str]:
+def surroundings(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    template: Template,
+    add_generation_prompt: bool = False,
+) -> list[str]:
     """Return what the template writes before, between and after the answers."""
     masked: list[Message] = []
     words: list[str] = []
@@ -108,7 +345,7 @@ def surroundings(messages: Sequence[Message], tokenizer: Any) -> list[str]:
             masked.append(Message("assistant", words[-1]))
         else:
             masked.append(message)
-    rest, pieces = render(masked, tokenizer), []
+    rest, pieces = render(masked, tokenizer, template, add_generation_prompt), []
     for place, word in enumerate(words, 1):
         piece, found, rest = rest.partition(word)
         if not found:
@@ -118,29 +355,33 @@ def surroundings(messages: Sequence[Message], tokenizer: Any) -> list[str]:
 
 
 def split_header(piece: str, form: ChatFormat) -> tuple[str, str]:
-    """Split what precedes an answer: what the prompt ends with, and what the model itself adds.
+    """Split what precedes an answer: what the prompt ends with, and what stands after that."""
+    for closing in (form.prompt_closing, form.closing):
+        at = piece.rfind(closing)
+        if at >= 0:
+            at += len(closing)
+            return piece[:at], piece[at:]
+    raise Unusable("the chat template hides where the assistant speaks")
 
-    Qwen3, for one, writes an empty <think> block there: the model's tokens, not the prompt's.
+
+def find_end(
+    text: str, start: int, added: str, answer: str, following: str, last: bool
+) -> tuple[int | None, int]:
+    """Return where the words of an answer begin, None where they are rewritten, and where they end.
+
+    start: where what is `added` before the answer begins; `following` comes after it.
     """
-    at = piece.rfind(form.closing)
-    if at < 0:
-        raise Unusable("the chat template hides where the assistant speaks")
-    at += len(form.closing)
-    return piece[:at], piece[at:]
-
-
-def find_end(text: str, start: int, added: str, answer: str, following: str, last: bool) -> int:
-    """Return where the answer that begins at `start` ends and `following` begins."""
-    for content in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
-        end = start + len(added) + len(content)
-        if text.startswith(added + content + following, start) and (
-            not last or end + len(following) == len(text)
-        ):
-            return end
+    for before in (added, ""):
+        for content in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
+            end = start + len(before) + len(content)
+            if text.startswith(before + content + following, start) and (
+                not last or end + len(following) == len(text)
+            ):
+                return start + (len(before) if before.strip() else 0), end
     if last:  # rewritten by the template: what follows is known, and it must follow once
         end = len(text) - len(following)
         if end >= start and text.endswith(following):
-            return end
+            return None, end
     elif text.count(following, start) == 1:
-        return text.index(following, start)
+        return None, text.index(following, start)
     raise Unusable("the chat template rewrites an answer beyond recognition")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drafttrain.data.prompts import Prompt
+from drafttrain.data.template import Template
 from drafttrain.decode.footprint import extra_memory
 from drafttrain.decode.loop import is_lossless, rule_of
 from drafttrain.drafters.base import Drafter
@@ -62,7 +63,7 @@ class Parts:
 def evaluate_drafter(
     parts: Parts,
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     *,
     folder: Path,
@@ -169,7 +170,7 @@ def evaluate_drafter(
 
 
 def losslessness(
-    parts: Parts, prompts: Sequence[Prompt], template: str, config: EvalConfig, seed: int
+    parts: Parts, prompts: Sequence[Prompt], template: Template, config: EvalConfig, seed: int
 ) -> tuple[LosslessCheck, dict[str, Any] | None]:
     """Return the greedy check of every report, and the certificate where it is wanted.
 

@@ -9,6 +9,7 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
@@ -47,7 +48,7 @@ def check_settings(
     prompts: Sequence[Prompt],
     target: Target,
     drafter: Drafter,
-    template: str,
+    template: Template,
     config: EvalConfig,
 ) -> None:
     """Refuse, before anything is decoded, a depth or a prompt that cannot be.
@@ -99,7 +100,7 @@ def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]
 def too_long(
     prompt: Prompt,
     target: Target,
-    template: str,
+    template: Template,
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> str:
@@ -125,7 +126,7 @@ def skip_long(
     prompts: Sequence[Prompt],
     report: SkipReport,
     target: Target,
-    template: str,
+    template: Template,
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> list[Prompt]:
@@ -148,7 +149,7 @@ def skip_long(
     return fitting
 
 
-def first_turn(prompt: Prompt, target: Target, template: str) -> list[int]:
+def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:
     """Return the tokens of a prompt's first turn."""
     return prompt_tokens([Message("user", prompt.turns[0])], target.tokenizer, template)
 
@@ -206,7 +207,7 @@ def measure(
     target: Target,
     methods: Sequence[Method],
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     *,
     sampling: Sampling,
@@ -289,7 +290,7 @@ def _group(
     decode: Mapping[str, Decode],
     order: Sequence[str],
     group: Sequence[tuple[int, Prompt]],
-    template: str,
+    template: Template,
     block: int,
 ) -> list[PromptResult]:
     """Decode one batch of prompts, turn after turn, by every method."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.prompts import Prompt
+from drafttrain.data.template import Template
 from drafttrain.disk import write_whole
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
@@ -26,6 +27,7 @@ class TuneConfig:
     """Which depths and batches are weighed, and how carefully."""
 
     name: str
+    overwrite: bool
     depths: list[int]
     batch_sizes: list[int]
     contexts: list[int]
@@ -73,7 +75,7 @@ class Prediction:
 def tune_drafter(
     parts: Parts,
     prompts: Sequence[Prompt],
-    template: str,
+    template: Template,
     config: EvalConfig,
     settings: TuneConfig,
     *,

@@ -1,26 +1,31 @@
 """The file of answers: a line as soon as a conversation is answered, in input order at the end."""
 
-import fcntl
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from drafttrain.data.asked import Asked
 from drafttrain.data.skips import SkipReport
-from drafttrain.disk import no_link, write_whole
+from drafttrain.disk import cut_torn_line, no_link, write_whole
+from drafttrain.lock import hold, of_answers
 from drafttrain.regenerate.dialogue import Failure, Outcome, Row
+from drafttrain.terminal import console
+from drafttrain.untrusted import UntrustedError, lines_of, read_object, shown, typed
 
 FORMAT = 1
+Kind = TypeVar("Kind")
 
 
 class Answers:
     """What has been answered so far, on the disk; nothing that was written is asked again.
 
     Beside OUT.jsonl stand OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
-    conversations without an answer. Use it in a `with` block: one process writes at a time.
+    conversations without an answer. Use it in a `with` block: one process writes at a time, and
+    another that would write them too gets HeldError.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
@@ -31,43 +36,27 @@ class Answers:
         self.rows: dict[int, Row] = {}
         self.failures: dict[int, Failure] = {}
         self.streams: dict[Path, TextIO] = {}
+        self._open = ExitStack()
 
     def __enter__(self) -> "Answers":
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.check_settings()
-        for file in (self.out, self.failed):
-            self.streams[file] = open(file, "a", encoding="utf-8", opener=no_link)
-        try:
+        with ExitStack() as stack:
+            lock = of_answers(self.out)
+            key, command = "regenerate.out", "regenerate"
+            stack.enter_context(hold(self.out, key, command, console.print, file=lock))
+            self.check_settings()
+            for file in (self.out, self.failed):
+                stream = open(file, "a", encoding="utf-8", opener=no_link)
+                self.streams[file] = stack.enter_context(stream)
             self._read()
-        except BaseException:
-            self._close()
-            raise
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close()
+        self._open.close()
 
     def _read(self) -> None:
-        try:
-            fcntl.flock(self.streams[self.failed], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"regenerate.out={self.out} is being written by another process; wait for it, or "
-                "name another file"
-            ) from None
-        try:
-            self.rows = {row.index: row for row in (Row(**line) for line in load(self.out))}
-            failures = (Failure(**line) for line in load(self.failed))
-            self.failures = {failure.index: failure for failure in failures}
-        except TypeError as error:
-            raise ValueError(
-                f"regenerate.out={self.out} must hold lines as `regenerate` wrote them, got "
-                f"{error}; name another file"
-            ) from None
-
-    def _close(self) -> None:
-        for stream in self.streams.values():
-            stream.close()
+        self.rows = {row.index: row for row in load(self.out, Row)}
+        self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
 
     def check_settings(self) -> None:
         """Write the header, or refuse to add to answers that were given under other settings."""
@@ -80,16 +69,16 @@ class Answers:
             write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
             return
         try:
-            earlier = json.loads(self.header.read_text(encoding="utf-8"))
-            assert isinstance(earlier, dict)
-        except (ValueError, AssertionError):
-            raise ValueError(f"{self.header} must be what `regenerate` wrote; remove it") from None
+            earlier = read_object(self.header)
+        except UntrustedError as error:
+            raise ValueError(f"{error}; it must be what `regenerate` wrote: remove it") from None
         for key in {**earlier, **self.settings}:
             before, now = earlier.get(key), self.settings.get(key)
             if before != now:
+                name = shown(key)
                 raise ValueError(
-                    f"regenerate.out={self.out} was begun with {key}={before} and would go on with "
-                    f"{key}={now}; set it as it was, or name another file"
+                    f"regenerate.out={self.out} was begun with {name}={shown(before)} and would go "
+                    f"on with {name}={shown(now)}; set it as it was, or name another file"
                 )
 
     def missing(self, asked: Sequence[Asked]) -> list[Asked]:
@@ -100,7 +89,8 @@ class Answers:
             if index >= len(asked) or found.digest != asked[index].digest:
                 now = "is not there now" if index >= len(asked) else "is another now"
                 raise ValueError(
-                    f"regenerate.out={self.out} answers conversation {index} of {found.source}, "
+                    f"regenerate.out={self.out} answers conversation {index} of "
+                    f"{shown(found.source)}, "
                     f"which {now}; give the prompts it was begun with, or name another file"
                 )
         done = {i for i, failure in self.failures.items() if failure.final} | set(self.rows)
@@ -149,21 +139,19 @@ def line_of(outcome: Outcome) -> str:
     return json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
 
 
-def load(file: Path) -> list[dict[str, Any]]:
+def load(file: Path, kind: type[Kind]) -> list[Kind]:
     """Read lines; a torn one, which an interrupted run leaves last, is cut off."""
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
-    records = []
-    for number, line in enumerate(content[:whole].split(b"\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            assert isinstance(record, dict)
-        except (ValueError, AssertionError):
-            raise ValueError(
-                f"{file}:{number} must be a line as `regenerate` wrote it, got "
-                f"{line[:60].decode(errors='replace')!r}; remove that line, and it is asked again"
-            ) from None
-        records.append(record)
-    return records
+    cut_torn_line(file)
+    found = []
+    with file.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            try:
+                if line is None:
+                    raise UntrustedError("it is longer than any answer")
+                found.append(typed(kind, line, "it"))
+            except UntrustedError as error:
+                raise ValueError(
+                    f"{file}:{number} must be a line as `regenerate` wrote it, got another: "
+                    f"{error}; remove that line, and it is asked again"
+                ) from None
+    return found

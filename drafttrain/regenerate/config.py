@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from drafttrain.data.asked import ALL, LAST
 from drafttrain.types import Sampling
+from drafttrain.untrusted import shown
 
 TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
 
@@ -52,6 +54,8 @@ class RegenerateConfig:
                 "regenerate.base_url must name the endpoint of regenerate.backend=openai, got "
                 "none; for example regenerate.base_url=http://localhost:8000/v1"
             )
+        if self.base_url is not None:
+            check_url(self.base_url)
         try:
             self.sampling  # noqa: B018 (it checks)
         except ValueError as error:
@@ -71,3 +75,27 @@ class RegenerateConfig:
         """Return the settings that decide what is answered."""
         keys = ("turns", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
         return {key: getattr(self, key) for key in ("backend", *keys)}
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError unless `url` is that of an endpoint, and no secret stands in it.
+
+    It is shown wherever the endpoint fails, and kept beside the answers.
+    """
+    must = "regenerate.base_url must be like http://localhost:8000/v1"
+    try:
+        parts = urlsplit(url)
+        secret = parts.username is not None or parts.password is not None
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{must}, got an address that cannot be read: {shown(error)}") from None
+    if secret or "@" in url:
+        raise ValueError(
+            f"{must}, got one with a user name or a password in it; give a key by the environment "
+            "variable that regenerate.api_key_variable names"
+        )
+    if parts.query or parts.fragment or not url.isprintable() or " " in url:
+        raise ValueError(f"{must}, got one with ?, # or characters that an address does not have")
+    if not whole:
+        raise ValueError(f"{must}, got {shown(url)}, which names no http:// or https:// address")

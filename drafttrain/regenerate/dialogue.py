@@ -7,6 +7,7 @@ from typing import Any
 from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.asked import Asked
 from drafttrain.data.records import Message
+from drafttrain.untrusted import Count
 
 EMPTY = "an empty answer"
 
@@ -15,7 +16,7 @@ EMPTY = "an empty answer"
 class Row:
     """A conversation that is answered: a line of the output."""
 
-    index: int
+    index: Count
     messages: list[dict[str, str]]
     answers: list[dict[str, Any]]  # of each: its tokens if known, their number, did it finish
     cut: str | None  # why turns at the end are left out
@@ -32,7 +33,7 @@ class Row:
 class Failure:
     """A conversation without a single answer; one that is not final is asked again next time."""
 
-    index: int
+    index: Count
     reason: str
     detail: str
     final: bool

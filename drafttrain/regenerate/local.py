@@ -7,6 +7,7 @@ from drafttrain.chance import SeededChance
 from drafttrain.data.asked import LAST, Asked
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.records import Unusable
+from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.regenerate.config import RegenerateConfig
 from drafttrain.regenerate.dialogue import Dialogue, Outcome
@@ -16,7 +17,11 @@ from drafttrain.types import TargetSpec
 
 
 def by_transformers(
-    target: Target, asked: Sequence[Asked], config: RegenerateConfig, room: int
+    target: Target,
+    asked: Sequence[Asked],
+    config: RegenerateConfig,
+    template: Template,
+    room: int,
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes, a batch at a time; a conversation's tokens do not depend on its batch.
 
@@ -34,7 +39,8 @@ def by_transformers(
                 place: prompt
                 for place, dialogue in enumerate(dialogues)
                 if dialogue.outcome is None
-                and (prompt := next_prompt(dialogue, target.tokenizer, config, room)) is not None
+                and (prompt := next_prompt(dialogue, target.tokenizer, config, template, room))
+                is not None
             }
             if not prompts:
                 break
@@ -57,6 +63,7 @@ def by_vllm(
     tokenizer: Any,
     asked: Sequence[Asked],
     config: RegenerateConfig,
+    template: Template,
     room: int,
     in_flight: int,
 ) -> Iterator[list[Outcome]]:
@@ -69,7 +76,7 @@ def by_vllm(
     rest = iter(asked)
 
     def hand_in(dialogue: Dialogue) -> bool:
-        prompt = next_prompt(dialogue, tokenizer, config, room)
+        prompt = next_prompt(dialogue, tokenizer, config, template, room)
         if prompt is None:
             return False
         engine.submit(
@@ -105,11 +112,11 @@ def by_vllm(
 
 
 def next_prompt(
-    dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig, room: int
+    dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig, template: Template, room: int
 ) -> list[int] | None:
     """Return the tokens of what is asked next; None, with its outcome, where they do not fit."""
     try:
-        prompt = prompt_tokens(dialogue.messages, tokenizer, "chat")
+        prompt = prompt_tokens(dialogue.messages, tokenizer, template)
     except Unusable as error:
         dialogue.stop(error.reason, error.detail, final=True)
         return None

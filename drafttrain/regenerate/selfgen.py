@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import os
+import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from torch import Tensor
 from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
-from drafttrain.data.template import chat_format
+from drafttrain.data.template import Template, chat_format, template_fingerprint
 from drafttrain.disk import append_text, write_whole
+from drafttrain.lock import hold
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
 from drafttrain.terminal import console, progress
-from drafttrain.types import Sample, Sampling
+from drafttrain.types import Sample, Sampling, TargetSpec
+from drafttrain.untrusted import Count, UntrustedError, lines_of, typed
 
 FORMAT = 1  # of the cache: a higher number makes old caches be written anew
 EMIT = draw_of(0, Purpose.EMIT)
@@ -47,9 +50,9 @@ class Frame:
 class Written:
     """One conversation as the target wrote it."""
 
-    index: int
-    tokens: list[int]
-    num_prompt_tokens: int
+    index: Count
+    tokens: list[Count]
+    num_prompt_tokens: Count
     finished: bool  # False: the answer reached data.max_answer_tokens
 
 
@@ -68,13 +71,34 @@ def selfgen(
     ranks: among whom batches are dealt out, each written whole by one of them; every rank is given
     all conversations, and rank 0 alone reads and writes the files.
     """
-    frame = frame_of(target)
+    frame = frame_of(target, config.text_format)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    cached = [vars(one) for one in load(folder).values()] if ranks.is_main else []
-    written = {one["index"]: Written(**one) for one in ranks.broadcast_object(cached)}
-    missing = [index for index in range(config.num_conversations) if index not in written]
     show = show and ranks.is_main
+    written = cached(folder, target.spec, ranks)
+    if all(index in written for index in range(config.num_conversations)):
+        if show:
+            console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
+        return to_samples([written[index] for index in range(config.num_conversations)], folder)
+    with ExitStack() as stack:
+        if ranks.is_main:  # another run may write the very same: this one waits and takes them up
+            held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
+            stack.enter_context(held)
+        return write_missing(target, config, frame, folder, show, ranks)
+
+
+def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
+    """Return what the cache holds, which rank 0 reads."""
+    plain = [vars(one) for one in load(folder, spec).values()] if ranks.is_main else []
+    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
+
+
+def write_missing(
+    target: Target, config: SelfgenConfig, frame: Frame, folder: Path, show: bool, ranks: Ranks
+) -> tuple[list[Sample], SkipReport]:
+    """Write what the cache does not have yet, as its only writer; return all of it."""
+    written = cached(folder, target.spec, ranks)
+    missing = [index for index in range(config.num_conversations) if index not in written]
     if show and not missing:
         console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
     elif show:
@@ -102,10 +126,10 @@ def selfgen(
     return to_samples([written[index] for index in range(config.num_conversations)], folder)
 
 
-def frame_of(target: Target) -> Frame:
+def frame_of(target: Target, template: Template) -> Frame:
     """Read the frame off the chat template, tokenised as a prompt is."""
     tokenizer = target.tokenizer
-    form = chat_format(tokenizer)
+    form = chat_format(tokenizer, template)
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -269,7 +293,13 @@ def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
 def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
     """Write for a reader what the fingerprint stands for."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"model": target.spec.name, **settings_of(target, config)}
+    settings = {
+        "model": target.spec.name,
+        **settings_of(target, config),
+        "chat template": template_fingerprint(target.tokenizer, config.text_format),
+        "template_kwargs": config.template_kwargs,
+        "template_date": config.template_date,
+    }
     write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
 
 
@@ -290,24 +320,27 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
     append_text(folder / "conversations.jsonl", "".join(lines))
 
 
-def load(folder: Path) -> dict[int, Written]:
-    """Read the cache; a torn line, which an interrupted run leaves last, is cut off."""
+def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
+    """Read the cache; a torn last line is left out: whoever writes next cuts it off."""
     file = folder / "conversations.jsonl"
     if not file.is_file():
         return {}
-    content = file.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(file, whole)
     written = {}
-    for line in content[:whole].split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-            fields = {key: record[key] for key in Written.__dataclass_fields__}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{file} must be JSON lines as selfgen wrote them, got {error!r}; remove {folder} "
-                "to have them written again"
-            ) from error
-        written[record["index"]] = Written(**fields)
+    with file.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is not None and not line.endswith(b"\n"):
+                break
+            try:
+                if line is None:
+                    raise UntrustedError("it is longer than any conversation")
+                found = typed(Written, line, "it")
+                whole = 0 < found.num_prompt_tokens < len(found.tokens)
+                if not whole or max(found.tokens) >= spec.vocab_size:
+                    raise UntrustedError(f"its tokens are none of {spec.name}")
+            except UntrustedError as error:
+                raise ValueError(
+                    f"{file}:{number} must be a line as selfgen wrote it, got another: {error}; "
+                    f"remove that line, or {folder}, and it is written again"
+                ) from None
+            written[found.index] = found
     return written

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.lock import require_free
 from drafttrain.readout import Readout
 from drafttrain.target.manifest import check_tensors, read_manifest, recapture, require_whole
 from drafttrain.target.shards import (
@@ -82,6 +83,7 @@ class StoredTarget:
         self._opened: dict[int, dict[str, list[Tensor]]] = {}
 
     def _manifest(self) -> Manifest:
+        require_free(self.folder, "features.dir")
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise StoreError(
@@ -211,7 +213,8 @@ class StoredTarget:
                 raise StoreError(
                     f"features.dir={self.folder} is of {self.spec.name} with the {what} of "
                     f"fingerprint {stored[:16]}, but {origin} has {found[:16]}; point model.path "
-                    "at the target that was captured, or capture this one"
+                    "at the target that was captured (data.template_kwargs and "
+                    "data.template_date as they were), or capture this one"
                 )
 
     def _shard(self, number: int) -> dict[str, list[Tensor]]:

@@ -11,6 +11,7 @@ from drafttrain.chance import SeededChance
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
+from drafttrain.data.template import Template
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
@@ -120,7 +121,7 @@ def check_witness(
 
 
 def asked_of(
-    prompts: Sequence[Prompt], results: Sequence[PromptResult], target: Target, template: str
+    prompts: Sequence[Prompt], results: Sequence[PromptResult], target: Target, template: Template
 ) -> list[Asked]:
     """Return the prompts, token for token, that our loop decoded, later turns too.
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
 from drafttrain.data.asked import Asked, read_asked
@@ -70,6 +70,9 @@ def settings(**changes: Any) -> RegenerateConfig:
 
 def vllm_config() -> VllmConfig:
     return VllmConfig(**yaml.safe_load((CONF / "vllm" / "default.yaml").read_text()))
+
+
+SERVED = partial(by_endpoint, template=BY_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +165,21 @@ def run(
 
 
 def engine_backend(engine: Engine, target: Target) -> Callable[..., Any]:
-    return partial(by_vllm, engine, target.spec, target.tokenizer, room=ROOM, in_flight=4)
+    return partial(
+        by_vllm,
+        engine,
+        target.spec,
+        target.tokenizer,
+        template=BY_TEMPLATE,
+        room=ROOM,
+        in_flight=4,
+    )
 
 
 def test_three_backends_give_the_same_greedy_answers(
     target: Target, engine: Engine, server: Server, asked: list[Asked], tmp_path: Path
 ) -> None:
-    here = partial(by_transformers, target, room=ROOM)
+    here = partial(by_transformers, target, template=BY_TEMPLATE, room=ROOM)
     ours = run(tmp_path / "here.jsonl", asked, settings(), here)
     theirs = {
         "vllm": run(
@@ -181,7 +192,7 @@ def test_three_backends_give_the_same_greedy_answers(
             tmp_path / "server.jsonl",
             asked,
             settings(backend="openai", base_url=server.url),
-            by_endpoint,
+            SERVED,
         ),
     }
     assert len(ours) == len(QUESTIONS)
@@ -206,7 +217,7 @@ def gap_where_they_part(target: Target, row: dict[str, Any], turn: int, others: 
     """Return how much likelier our token is than theirs at the first place where they differ."""
     own = row["answers"][turn]["tokens"]
     place = next(i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b)
-    prompt = prompt_tokens(row["messages"][: 2 * turn + 1], target.tokenizer, "chat")
+    prompt = prompt_tokens(row["messages"][: 2 * turn + 1], target.tokenizer, BY_TEMPLATE)
     logits, _ = target.step(target.begin(), torch.tensor([[*prompt, *own[:place]]]), last_only=True)
     law = logits[0, -1].log_softmax(-1)
     return abs(float(law[own[place]] - law[others[place]]))
@@ -230,7 +241,7 @@ def test_a_prompt_that_the_server_refuses_is_a_failure_of_its_own(
     long = replace(asked[0], messages=(Message("user", "word " * 3 * ROOM),))
     config = settings(backend="openai", base_url=server.url)
     out = tmp_path / "out.jsonl"
-    rows = run(out, [long, *asked[1:3]], config, by_endpoint)
+    rows = run(out, [long, *asked[1:3]], config, SERVED)
     assert [row["index"] for row in rows] == [1, 2]
     failed = json.loads(out.with_suffix(".failed.jsonl").read_text())
     assert failed["reason"] == "refused by the endpoint"
@@ -242,11 +253,11 @@ def test_a_server_that_dies_costs_nothing_that_was_answered(
     server: Server, asked: list[Asked], tmp_path: Path
 ) -> None:
     config = settings(backend="openai", base_url=server.url, concurrency=1, max_retries=0)
-    whole = run(tmp_path / "whole.jsonl", asked, config, by_endpoint)
+    whole = run(tmp_path / "whole.jsonl", asked, config, SERVED)
     out = tmp_path / "out.jsonl"
 
     def dying(missing: Sequence[Asked], config: RegenerateConfig) -> Iterator[Any]:
-        for number, outcomes in enumerate(by_endpoint(missing, config)):
+        for number, outcomes in enumerate(SERVED(missing, config=config)):
             if number == 3:
                 server.kill()
             yield outcomes
@@ -255,7 +266,7 @@ def test_a_server_that_dies_costs_nothing_that_was_answered(
         run(out, asked, config, dying)
     assert len(out.read_text().splitlines()) == 4
     server.start()
-    assert run(out, asked, config, by_endpoint) == whole
+    assert run(out, asked, config, SERVED) == whole
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 

@@ -1,0 +1,135 @@
+"""Local files of records: lines of JSON or one list, compressed or not, read a record at a time."""
+
+import glob
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drafttrain.data.records import Unusable, parse
+from drafttrain.untrusted import MAX_LINE_BYTES, lines_of
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
+READ = 1 << 16  # characters
+WHITE = " \t\r\n"  # what JSON has between values
+
+
+def require(holds: bool, key: str, must: str, got: object, advice: str = "") -> None:
+    """Raise the error of a setting of this section."""
+    if not holds:
+        raise ValueError(f"data.{key} must {must}, got {got}{advice}")
+
+
+def find_files(path: str) -> list[Path]:
+    """Return the files that a path names: itself, those of a directory, or those of a glob."""
+    place = Path(path).expanduser()
+    with readable(place):
+        if place.is_file():
+            return [place]
+        inside = sorted(place.iterdir()) if place.is_dir() else None
+    if inside is not None:
+        files = [file for file in inside if file.name.endswith(SUFFIXES)]
+        require(
+            bool(files), "path", f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
+        )
+        return files
+    files = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+    files = [file for file in files if file.is_file()]
+    require(bool(files), "path", "name existing files", f"{path}, which names none")
+    return files
+
+
+Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
+
+
+@contextmanager
+def readable(place: Path) -> Iterator[None]:
+    """Turn what the operating system says against reading a file or a folder into our error."""
+    try:
+        yield
+    except OSError as error:
+        require(
+            False,
+            "path",
+            "name files that can be read",
+            f"{place}: {error.strerror or error}",
+            "; see that it is there and that you may read it (chmod u+r), or leave it out",
+        )
+
+
+def file_records(file: Path) -> Iterator[Record]:
+    """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read."""
+    with readable(file):
+        raw = file.open("rb")
+    with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
+        number = 0
+        try:
+            if file.name.endswith((".json", ".json.gz")):
+                for number, record in enumerate(list_records(stream)):
+                    yield f"{file}[{number}]", record
+                return
+            for number, line in enumerate(lines_of(stream), 1):
+                if line is None or line.strip():
+                    yield f"{file}:{number}", LONG if line is None else parse(line)
+        except (EOFError, OSError, zlib.error) as error:
+            damage = Unusable("the file is damaged here, and nothing after it was read", str(error))
+            yield f"{file}:{number + 1}", damage
+
+
+def list_records(stream: Any) -> Iterator[Any]:
+    """Yield the records of a stream that holds one json list, one at a time, whatever its size."""
+    decode, text = json.JSONDecoder().raw_decode, ""
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig")
+
+    def more(size: int) -> bool:
+        nonlocal text
+        found = reader.read(size)
+        text += found
+        return bool(found)
+
+    def next_character() -> str:
+        nonlocal text
+        text = text.lstrip(WHITE)
+        while not text and more(READ):
+            text = text.lstrip(WHITE)
+        return text[:1]
+
+    try:
+        if next_character() != "[":
+            yield Unusable("not a json list")
+            return
+        text = text[1:]
+        if next_character() == "]":
+            return
+        while True:
+            next_character()
+            size, end = READ, 0
+            while not end:
+                try:
+                    end = decode(text)[1]
+                    if end == len(text) and more(READ):  # a number may go on
+                        end = 0
+                except (ValueError, RecursionError) as error:
+                    if len(text) > MAX_LINE_BYTES:
+                        yield LONG
+                        return
+                    if isinstance(error, RecursionError) or not more(size):
+                        yield Unusable("not JSON", str(error))
+                        return
+                    size *= 2
+            yield parse(text[:end].encode())
+            text = text[end:]
+            if next_character() != ",":
+                if text[:1] != "]":
+                    yield Unusable("not JSON", "no , or ] after this record")
+                return
+            text = text[1:]
+    except UnicodeDecodeError as error:
+        yield Unusable("not UTF-8", f"byte {error.start}")
+    finally:
+        reader.detach()
