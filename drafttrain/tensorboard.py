@@ -24,7 +24,7 @@ class TensorboardMirror:
         place = folder / FOLDER
         # What an interrupted run wrote of later steps is hidden: those steps are taken again.
         purge = None if resume_step is None else resume_step + 1
-        self.writer: Any = SummaryWriter(str(place), purge_step=purge)  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(str(place), purge_step=purge)
         console.print(f"tensorboard: look with: tensorboard --logdir {place}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
