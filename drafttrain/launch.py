@@ -238,11 +238,9 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **unused: Any) -> None:
         if self._pcontext is not None and self._running():
             signal.signal(signal.SIGINT, self._hurry)
-            # A terminal gives its Ctrl-C to the ranks as well, and a second one ends them.
-            to_ranks = signal.SIGTERM if death_sig == signal.SIGINT else death_sig
             for rank in self._running():
                 # The rank alone: torch would signal its children too, the tracker's for one.
-                self._processes.subprocess_handlers[rank].proc.send_signal(to_ranks)
+                self._processes.subprocess_handlers[rank].proc.send_signal(death_sig)
             self._await(GRACE_S)
             self.killed = self._running()
             self._processes.close(signal.SIGKILL, 5)

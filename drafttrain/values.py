@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import fields, make_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -30,7 +30,7 @@ def check_target(section: str, target: Any) -> None:
     """
     if target is None or (isinstance(target, str) and OURS.fullmatch(target)):
         return
-    if target not in _own(section):
+    if not isinstance(target, str) or target not in _own(section):
         raise UsageError(
             f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
             f"got {shown(target)}; add its yaml with --config-dir FOLDER "
@@ -130,6 +130,9 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
     if unset:
         raise UsageError(f"{section}.{unset[0]} must be given, as in {section}.{unset[0]}=VALUE")
     typed = revealed(OmegaConf.to_container(merged))
+    for name, hint in get_type_hints(kind).items():
+        if typed.get(name) == [] and type(None) in get_args(hint):
+            raise UsageError(f"{section}.{name} must not be empty, got []; null takes the usual")
     for name in names:
         _check(f"{section}.{name}", typed[name])
     return {name: typed[name] for name in names}

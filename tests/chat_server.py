@@ -23,6 +23,10 @@ class Endpoint:
     asked: list[dict[str, Any]] = field(default_factory=list)
     # By the first user turn: the statuses that its first requests are answered with.
     failures: dict[str, list[int]] = field(default_factory=dict)
+    # By the first user turn: a reply of other bytes than an endpoint's, once each.
+    replies: dict[str, list[bytes]] = field(default_factory=dict)
+    listing: bytes | None = None  # what /models answers instead
+    listing_status: int = 200
     retry_after: str | None = "0.01"
     seconds: float = 0.0  # that an answer takes
     busiest: int = 0  # requests at a time
@@ -61,10 +65,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Stay quiet."""
 
-    def _send(self, status: int, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
+    def _send(self, status: int, content: dict[str, Any] | bytes) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if data[:1] == b"<" else "application/json")
         self.send_header("Content-Length", str(len(data)))
         if status in (429, 500, 503) and self.endpoint.retry_after is not None:
             self.send_header("Retry-After", self.endpoint.retry_after)
@@ -79,7 +83,9 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        if not self._refuses():
+        if self.endpoint.listing is not None:
+            self._send(self.endpoint.listing_status, self.endpoint.listing)
+        elif not self._refuses():
             data = [{"id": name, "object": "model", "owned_by": "us"} for name in self._models()]
             self._send(200, {"object": "list", "data": data})
 
@@ -98,11 +104,16 @@ class _Handler(BaseHTTPRequestHandler):
             endpoint.busiest = max(endpoint.busiest, endpoint.now)
             failures = endpoint.failures.get(first, [])
             status = failures.pop(0) if failures else 200
+            replies = endpoint.replies.get(first, [])
+            reply = replies.pop(0) if replies else None
         time.sleep(endpoint.seconds)
         with endpoint.lock:
             endpoint.now -= 1
         if status != 200:
             self._send(status, {"error": {"message": f"not now: {status}"}})
+            return
+        if reply is not None:
+            self._send(200, reply)
             return
         text = answer_to(body)
         choice = {

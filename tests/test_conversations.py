@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from drafttrain.data.conversations import (
     read_hub,
     read_jsonl,
 )
-from drafttrain.data.records import Message
+from drafttrain.data.files import file_records
+from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
 
 COMMON = {"name": "test", "max_length": 64, "holdout": 0, "template": "chat", "seed": 0} | TOLD
@@ -193,6 +195,73 @@ def test_several_files_compressed_ones_and_lists_are_read_in_order(tmp_path: Pat
     assert (len(conversations), report.num_read) == (2, 2)
 
 
+def test_content_may_come_in_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    told = {"messages": [{"role": "user", "content": parts}, GOOD["messages"][1]]}
+    seen = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    conversations, report = read_jsonl(jsonl(write(tmp_path / "a.jsonl", told, seen)))
+    assert conversations[0].messages == tuple(Message(**turn) for turn in GOOD["messages"])
+    assert report.counts == {"content with parts that are no text": 1}
+
+
+def test_a_record_without_end_is_passed_over_not_held(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    with gzip.open(file, "wb", compresslevel=1) as stream:
+        stream.write(json.dumps(GOOD).encode() + b"\n")
+        for _ in range(40):
+            stream.write(b"a" * (1 << 20))
+        stream.write(b"\n" + json.dumps(GOOD).encode() + b"\n")
+    (lone := tmp_path / "b.json").write_bytes(b'["' + b"a" * (17 << 20))
+    tracemalloc.start()
+    conversations, report = read_jsonl(jsonl([str(file), str(lone)]))
+    assert tracemalloc.get_traced_memory()[1] < 200e6
+    tracemalloc.stop()
+    assert [item.source for item in conversations] == [f"{file}:1", f"{file}:3"]
+    assert report.examples == {"a record of more than 16 MB": [f"{file}:2", f"{lone}[0]"]}
+
+
+def test_a_list_is_read_a_record_at_a_time_up_to_what_is_wrong(tmp_path: Path) -> None:
+    good = json.dumps(GOOD)
+    for text, places in (
+        (f"[{good},{good}]", 2),
+        (f" [ {good} ,\n {good} ]\n", 2),
+        ("[]", 0),
+        (f"[{good} {good}]", 1),
+        (f"[{good},", 1),
+        (f"[{good}, {{]", 1),
+        ("[" * 100_000, 0),
+        ("{}", 0),
+        ("", 0),
+        (f"[{good}, " + "1" * 70_000 + "]", 1),
+    ):
+        file = tmp_path / "a.json"
+        file.write_text(text)
+        found = [record for _, record in file_records(file)]
+        assert [record == GOOD for record in found[:places]] == [True] * places
+        assert len(found) in (places, places + 1)
+        if len(found) > places:
+            assert isinstance(found[-1], Unusable) or text.endswith("1]")
+
+
+def test_recorded_answers_are_read_with_the_conversation(tmp_path: Path) -> None:
+    row = {**GOOD, "answers": [{"tokens": [3, 4], "num_tokens": 2, "finished": True}]}
+    cut = {**GOOD, "answers": [{"num_tokens": 2, "finished": False}]}
+    selfgen_row = {**GOOD, "index": 0, "tokens": [1, 2, 3], "num_prompt_tokens": 2}
+    other = {**GOOD, "answers": ["Yes", "No"]}
+    bad = [{**row, "answers": [{"tokens": tokens, "finished": True}]} for tokens in ([-1], [], "a")]
+    many = {**row, "answers": row["answers"] * 2}
+    torn = {**selfgen_row, "num_prompt_tokens": 3}
+    path = write(tmp_path / "a.jsonl", row, cut, selfgen_row, other, *bad, many, torn)
+    conversations, report = read_jsonl(jsonl(path))
+    assert [item.recorded for item in conversations] == [
+        (Recorded((3, 4), True),),
+        (Recorded(None, False),),
+        (Recorded((3,), False, (1, 2)),),
+        (),
+    ]
+    assert report.num_skipped == 5
+
+
 def test_a_damaged_archive_is_read_up_to_the_damage(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     records = [{**GOOD, "id": index * 7919 % 1000} for index in range(1000)]
@@ -223,6 +292,9 @@ def test_plain_text_is_read_when_there_is_no_template(tmp_path: Path) -> None:
         (lambda: jsonl([]), "data.path must name a file"),
         (lambda: jsonl([3]), "data.path must name a file"),
         (lambda: jsonl("a", limit=0), "data.limit must be at least 1"),
+        (lambda: jsonl("a", template_date="today"), "data.template_date must be a day such as"),
+        (lambda: jsonl("a", template_kwargs={"messages": []}), "data.template_kwargs must name"),
+        (lambda: jsonl("a", template_kwargs={"a": "b" * 20_000}), "data.template_kwargs must hold"),
         (lambda: jsonl("a", template="llama"), "data.template must be chat .* got 'llama'"),
         (lambda: jsonl("a", max_length=1), "data.max_length must be at least 2 tokens, got 1"),
         (lambda: jsonl("a", seed=-1), "data.seed must be at least 0, got -1"),

@@ -177,7 +177,6 @@ def test_a_second_ctrl_c_ends_at_once(rank: str | None) -> None:
         stop = StopRequest()
         with stop.listening(), stop.deferred():
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)  # of which a launcher makes it
             os.write(writer, str(stop.name).encode())
             os.kill(os.getpid(), signal.SIGINT)
             os.write(writer, b" lived")

@@ -310,7 +310,7 @@ def test_sigterm_reaches_the_ranks_and_their_end_is_awaited(
 def test_ctrl_c_saves_what_sigterm_saves_and_a_second_one_ends_at_once(
     code: str, said: str, ranks: Any
 ) -> None:
-    ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # a terminal gives it to all
+    code_of_ranks = code.replace("SIGTERM", "SIGINT").replace("143", "130")
 
     def send() -> None:
         while not (Path("ready0").exists() and Path("ready1").exists()):
@@ -321,7 +321,7 @@ def test_ctrl_c_saves_what_sigterm_saves_and_a_second_one_ends_at_once(
             os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()
-    got, text, seconds = ranks(ignored + code)
+    got, text, seconds = ranks(code_of_ranks)
     assert got == 130
     assert text.startswith(said)
     assert text.count("\n") == (1 if said else 0)

@@ -435,6 +435,164 @@ def test_an_endpoint_says_what_is_wrong_before_anything_is_asked(
         served_by(nowhere)
 
 
+def completion(**message: Any) -> bytes:
+    choice = {"message": message, "finish_reason": "stop"}
+    return json.dumps({"choices": [choice], "usage": {"completion_tokens": 3}}).encode()
+
+
+UNREADABLE = [
+    b'{"choices": [{"message": {"content": "\\ud800"}, "finish_reason": "stop"}]}',
+    b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
+    b"<html>busy</html>",
+    b"[1, 2]",
+    b'{"choices": []}',
+    b"",
+    b"\xff\xfe",
+    b'{"choices": {"0": 1}}',
+    completion(content=["a"]),
+    completion(content="a").replace(b": 3", b": -3"),
+    b"[" * 100_000,
+    b'{"choices": [{"message": {"content": "' + b"a" * (9 << 20) + b'"}}]}',
+]
+
+
+def test_a_reply_that_cannot_be_read_costs_its_row_and_is_asked_again_next_time(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    records = [{"prompt": f"{kind} {number}"} for number in range(12) for kind in ("bad", "good")]
+    endpoint.replies = {f"bad {number}": [reply] for number, reply in enumerate(UNREADABLE)}
+    config = settings(
+        base_url=endpoint.url, backend="openai", concurrency=1, max_retries=0, timeout=20.0
+    )
+    asked, out = asked_of(tmp_path, records), tmp_path / "out.jsonl"
+    rows = run(out, asked, remote(config), config)
+    assert [row["index"] for row in rows] == [*range(1, 24, 2)]
+    failed = lines(out.with_suffix(".failed.jsonl"))
+    assert [row["index"] for row in failed] == [*range(0, 24, 2)]
+    assert {row["final"] for row in failed} == {False}
+    assert failed[0]["source"] == f"{tmp_path}/prompts.jsonl:1"
+    assert {row["reason"] for row in failed[:-1]} == {"a reply that cannot be read"}
+    assert "8 MB" in failed[-1]["detail"]
+    assert len(run(out, asked, remote(config), config)) == 24
+
+
+def test_reasoning_that_an_endpoint_keeps_apart_is_no_answer_to_train_on(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    endpoint.replies = {"one": [completion(content="Four.", reasoning_content="2 + 2")]}
+    config = settings(base_url=endpoint.url, backend="openai")
+    out = tmp_path / "out.jsonl"
+    assert [row["index"] for row in run(out, asked_of(tmp_path), remote(config), config)] == [
+        1, 2, 3, 4,
+    ]  # fmt: skip
+    (failed,) = lines(out.with_suffix(".failed.jsonl"))
+    assert failed["reason"].startswith("reasoning kept apart")
+
+
+def test_an_endpoint_that_refuses_everything_ends_the_run(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    records = [{"prompt": f"p{number}"} for number in range(60)]
+    endpoint.failures = {f"p{number}": [400] for number in range(60)}
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
+    with pytest.raises(ValueError, match=r"answered none of 32 conversations, the last: refused"):
+        run(tmp_path / "out.jsonl", asked_of(tmp_path, records), remote(config), config)
+    assert len(endpoint.asked) == 32
+
+
+@pytest.mark.parametrize(
+    ("status", "listing", "message"),
+    [
+        (200, b"<html>welcome</html>", "must be the address of an OpenAI-compatible endpoint"),
+        (200, b"", "must be the address of an OpenAI-compatible endpoint"),
+        (200, b"[]", "must be the address of an OpenAI-compatible endpoint"),
+        (200, b'{"data": null}', "must be the address of an OpenAI-compatible endpoint"),
+        (
+            500,
+            b'{"error": {"message": "loading"}}',
+            "is there, but cannot answer now: 500: loading",
+        ),
+        (429, b'{"error": {"message": "slow"}}', "is there, but cannot answer now: 429: slow"),
+        (404, b"{}", "and lists no models: 404.*regenerate.served_model"),
+        (
+            403,
+            b'{"error": {"message": "the key sk-secret is bad"}}',
+            r"403: the key \[the key\] is",
+        ),
+    ],
+)
+def test_what_answers_instead_of_an_endpoint_is_named_as_what_it_is(
+    endpoint: chat_server.Endpoint,
+    status: int,
+    listing: bytes,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    endpoint.listing, endpoint.listing_status = listing, status
+    config = settings(base_url=endpoint.url, backend="openai", api_key_variable="MY_KEY")
+    with pytest.raises(ValueError, match=message) as error:
+        served_by(config)
+    assert "served_model must" not in str(error.value)
+    assert "sk-secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "http://no.such.host.invalid/v1"])
+def test_an_endpoint_that_is_not_there_is_said_within_seconds(url: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"regenerate\.base_url=\S+ .* which cannot be reached"):
+        served_by(settings(base_url=url, backend="openai", max_retries=8))
+    assert time.monotonic() - started < 12
+
+
+def test_a_server_that_hangs_is_given_up_after_the_time_that_is_said(
+    endpoint: chat_server.Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.seconds = 60.0
+    config = settings(base_url=endpoint.url, backend="openai", timeout=0.4, max_retries=8)
+    asked = asked_of(tmp_path, [{"prompt": f"p{number}"} for number in range(8)])
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"no answer within regenerate\.timeout=0\.4 s"):
+        run(tmp_path / "out.jsonl", asked, remote(config), config)
+    assert time.monotonic() - started < 10
+
+
+def test_what_a_template_is_told_goes_to_the_endpoint(
+    endpoint: chat_server.Endpoint, tmp_path: Path
+) -> None:
+    config = settings(base_url=endpoint.url, backend="openai")
+    quiet = replace(BY_TEMPLATE, kwargs={"enable_thinking": False})
+    run(
+        tmp_path / "out.jsonl",
+        asked_of(tmp_path),
+        partial(by_endpoint, config=config, template=quiet),
+        config,
+    )
+    assert endpoint.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        '{"index": 0, "messages": []}',
+        '{"index": -1, "messages": [], "answers": [], "cut": null, "source": "", "digest": ""}',
+        '{"index": "0", "messages": [], "answers": [], "cut": null, "source": "", "digest": ""}',
+        "[" * 100_000,
+        "null",
+    ],
+)
+def test_answers_of_another_hand_are_named_by_line(poison: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with Answers(out, {}):
+        pass
+    out.write_text(poison + "\n")
+    with (
+        pytest.raises(ValueError, match=r"out\.jsonl:1 must be a line as `regenerate` wrote it"),
+        Answers(out, {}),
+    ):
+        pass
+
+
 def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ValueError, match=r"pip install 'drafttrain\[openai\]'"):
@@ -450,6 +608,10 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         ({"out": "answers.txt"}, "regenerate.out must name a file in .jsonl, got answers.txt"),
         ({"temperature": -1.0}, "regenerate.temperature must be in"),
         ({"concurrency": 0}, "regenerate.concurrency must be at least 1, got 0"),
+        ({"base_url": "notaurl"}, "base_url must be like .* got notaurl, which names no http"),
+        ({"base_url": "http://a:b@c/v1"}, "base_url must be like .* with a user name or a pass"),
+        ({"base_url": "http://a/v1?key=b"}, "base_url must be like .* got one with"),
+        ({"base_url": "http://a:x/v1"}, "base_url must be like .* an address that cannot be read"),
     ],
 )
 def test_settings_are_checked(change: dict[str, Any], message: str) -> None:
@@ -485,6 +647,27 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert out.read_bytes() == content
     assert cli.main([*call, "regenerate.seed=1"]) == 2
     assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
+
+
+def test_a_file_without_answers_is_an_error_and_not_the_next_step(
+    endpoint: chat_server.Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = {f"p{number}": [completion(content="")] for number in range(3)}
+    endpoint.replies = empty
+    prompts = written(tmp_path, [{"prompt": name} for name in empty])
+    call = ["regenerate", f"data.path={prompts}", f"regenerate.out={tmp_path / 'out.jsonl'}"]
+    remote = ["regenerate.backend=openai", f"regenerate.base_url={endpoint.url}"]
+    for _ in range(2):
+        assert cli.main([*call, *remote]) == 2
+        said = capsys.readouterr()
+        assert (
+            "has no conversation with an answer (skipped 3 of 3 conversations: 3 x an" in said.err
+        )
+        assert "next:" not in said.out
+        assert f"asking {endpoint.url} for its models" in said.out
+        assert len(endpoint.asked) == 3
+    assert cli.main([*call, "regenerate.max_new_tokens=2048"]) == 2
+    assert "regenerate.max_new_tokens must be less than data.max_length" in capsys.readouterr().err
 
 
 def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from drafttrain.pretrained.quantize import SCHEMES, quantization_of
 from drafttrain.untrusted import read_object, shown
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer points
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
@@ -61,6 +63,8 @@ class ModelConfig:
                 f"model.quantization must be null or one of {', '.join(SCHEMES)},"
                 f" got {self.quantization!r}"
             )
+        if self.repo is not None and not REPO.fullmatch(self.repo):
+            raise ValueError(f"model.repo must be like owner/name, got {shown(repr(self.repo))}")
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(

@@ -188,12 +188,12 @@ class Target:
         )
 
     def _check_rotation(self) -> None:
-        rotary = getattr(self.decoder, "rotary_emb", None)
+        rotary: Any = getattr(self.decoder, "rotary_emb", None)
         if not type(rotary).__module__.startswith("transformers.models."):
             return
         with torch.device("cpu"):
-            fresh = dict(type(rotary)(rotary.config).named_buffers())  # type: ignore[union-attr]
-        for name, buffer in rotary.named_buffers():  # type: ignore[union-attr]
+            fresh = dict(type(rotary)(rotary.config).named_buffers())
+        for name, buffer in rotary.named_buffers():
             if not name.endswith("inv_freq") or name not in fresh:
                 continue
             right = fresh[name].double()
