@@ -26,13 +26,21 @@ from drafttrain.launched import (
     speaks_first,
 )
 from drafttrain.overrides import UsageError, did_you_mean
-from drafttrain.run import CHECKPOINTS, call
-from drafttrain.stopping import EXIT_CODE, Stopped
+from drafttrain.run import call
+from drafttrain.stopping import Stopped, StopRequest
 from drafttrain.untrusted import escaped, shown
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
+# What to say after "interrupted", where nothing more is known.
+GOES_ON = {
+    "train": "; the same command with run.resume=true goes on",
+    "capture": "; the same command goes on where it stopped",
+    "regenerate": "; the same command goes on from what is answered",
+    "evaluate": "; the same command goes on from what it measured",
+    "tune": "; the same command goes on from what it measured",
+}
 OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
 
 
@@ -89,26 +97,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = launch(loaded.hardware, arguments, folder)
                 if code is not None:
                     return code
-            module = importlib.import_module(f"drafttrain.commands.{command}")
-            getattr(module, command)(loaded)
+            # What saves more than this, when it is asked to end, listens for itself.
+            with StopRequest(GOES_ON.get(command, "")).listening():
+                module = importlib.import_module(f"drafttrain.commands.{command}")
+                getattr(module, command)(loaded)
             return 0
     except Stopped as stopped:
         if rank() == 0:
             _say(str(stopped))
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        resume = folder is not None and os.path.isdir(folder / CHECKPOINTS)
-        how = ""
-        if command == "train" and resume:
-            how = "; go on with run.resume=true"
-        elif command in ("evaluate", "tune"):
-            how = "; the same command goes on from what it measured"
-        elif command == "capture":
-            how = "; the same command goes on where it stopped"
-        elif command == "regenerate":
-            how = "; the same command goes on from what is answered"
-        if rank() == 0 and not is_ours():  # else the launching process says so
-            _say(f"interrupted{how}")
+        return stopped.code
+    except KeyboardInterrupt:  # before a command listens
+        if rank() == 0:
+            _say(f"interrupted{GOES_ON.get(command or '', '')}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

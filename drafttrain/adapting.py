@@ -12,7 +12,7 @@ from torch import Tensor
 from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.assemble import expected_spec
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights
+from drafttrain.checkpoint import Checkpoints
 from drafttrain.config import TrainConfig, UsageError, load_choice, recorded
 from drafttrain.disk import replacing, write_whole, writing
 from drafttrain.drafters.base import Drafter, DrafterConfig
@@ -50,12 +50,13 @@ def starting_point(config: TrainConfig) -> Start | None:
 
 def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
-    checkpoint = checkpoints.best() or checkpoints.latest()
-    if checkpoint is None:
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
         raise ValueError(
             f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
             "first, or leave out run.init_from"
         )
+    checkpoint, state, weights = chosen
     trained = recorded(folder, TrainConfig, "run.init_from").drafter
     if type(trained) is not type(config):
         raise ValueError(
@@ -64,13 +65,12 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
         )
     drafter = config.build(spec)
     try:
-        drafter.load_weights(load_weights(checkpoint))
+        drafter.load_weights(weights)
     except ValueError as error:
         raise ValueError(
             f"run.init_from={folder} must fit drafter={config.name} and a target shaped as "
             f"{spec.name}: {error}"
         ) from error
-    state = load_state(checkpoint)
     line = f"start: {checkpoint}, trained on {state.tokens:,} tokens"
     return Start(drafter, str(checkpoint), state.fingerprint, (line,))
 

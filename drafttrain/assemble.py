@@ -13,7 +13,7 @@ import torch
 from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.capture.asked import refuse_without_store
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights
+from drafttrain.checkpoint import Checkpoints
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
@@ -21,6 +21,7 @@ from drafttrain.data.template import Template, template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
+from drafttrain.lock import alone, holder_of
 from drafttrain.pretrained import ModelConfig
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
@@ -219,14 +220,15 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
     if not drafter.capabilities.trainable:
         return drafter, None
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    folder = checkpoints.best() or checkpoints.latest()
-    if folder is None:
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
         raise ValueError(
             f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
             "(trainer.save_every)"
         )
-    check_fingerprint(folder, spec)
-    drafter.load_weights(load_weights(folder))
+    folder, state, weights = chosen
+    check_fingerprint(folder, state.fingerprint, spec)
+    drafter.load_weights(weights)
     return drafter, folder
 
 
@@ -275,6 +277,8 @@ def drafter_to_evaluate(
             f"run.dir must be the folder of a run for drafter={config.name}, whose weights a run "
             f"holds, got {run}; a drafter that others trained is given by drafter.path=DIR"
         )
+    if (holder := holder_of(run)) is not None:
+        console.print(f"{run} is still written by {holder}: its best checkpoint of now is taken")
     drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
     return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
 
@@ -288,17 +292,15 @@ def record_evaluation(config: Any) -> None:
     if (folder / CONFIG).is_file() and "trainer" in load_config(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(config, folder / CONFIG)
+    with alone(folder / CONFIG):  # evaluations of other names write it too
+        write_config(config, folder / CONFIG)
 
 
-def check_fingerprint(checkpoint: Path | None, spec: TargetSpec) -> None:
+def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
     """Refuse a checkpoint that was trained on other weights than the target's."""
-    if checkpoint is None:
-        return
-    state = load_state(checkpoint)
-    if state.fingerprint != spec.fingerprint:
+    if trained_on != spec.fingerprint:
         raise ValueError(
-            f"{checkpoint} was trained on a target with fingerprint {state.fingerprint[:16]}, but "
+            f"{checkpoint} was trained on a target with fingerprint {trained_on[:16]}, but "
             f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
             "trained on: point model.path at those, or adapt it to these by train run.init_from="
             f"{checkpoint.parent.parent}; evaluating that shows acceptance before and after"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.disk import DiskError, flush, reason, write_whole
+from drafttrain.disk import DiskError, MachineError, flush, reason, write_whole
 from drafttrain.engine import Engine
 
 WEIGHTS_FILE = "drafter.safetensors"
@@ -28,6 +28,10 @@ LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a 
 
 class CheckpointError(ValueError):
     """A checkpoint could not be written, or is damaged, or belongs to something else."""
+
+
+class UnsavedError(CheckpointError, MachineError):
+    """A checkpoint could not be written."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,28 @@ class Checkpoints:
         named = self._index().get("best")
         return self.folder / named if named in self._names() else None
 
+    def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:
+        """Return the best checkpoint, or the latest where none was called best; None if none.
+
+        With its state and weights, verified: the run may go on meanwhile, and drop it for another.
+        """
+        while True:
+            index = self._index()
+            folder = self.best() or self.latest()
+            if self._index() != index:
+                continue  # the best of before is gone, and the new one was not yet named
+            if folder is None:
+                return None
+            try:
+                return folder, load_state(folder), load_weights(folder)
+            except (CheckpointError, OSError):
+                if folder.is_dir():
+                    raise
+
     def save(self, engine: Engine, state: TrainState, best: bool) -> None:
         """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
 
-        Raises CheckpointError on all ranks if it cannot be written; earlier ones are then intact.
+        Raises UnsavedError on all ranks if it cannot be written; earlier ones are then intact.
         """
         self._whole = None
         unfinished = self.folder / f"{LEFTOVER}unfinished"
@@ -232,7 +254,7 @@ class Checkpoints:
                 problem = self._explain(error)
         problem = engine.ranks.broadcast_object(problem)
         if problem is not None:
-            raise CheckpointError(problem)
+            raise CheckpointError(problem) if unfinished is None else UnsavedError(problem)
 
     def _explain(self, error: Exception) -> str:
         try:

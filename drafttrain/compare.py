@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from drafttrain.checkpoint import WEIGHTS_FILE, load_state
+from drafttrain.checkpoint import WEIGHTS_FILE, CheckpointError, load_state
 from drafttrain.report import build
 from drafttrain.report.comparison import Comparison, build_comparison
 from drafttrain.report.pairs import measured_of
@@ -112,7 +112,7 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     trained = recorded not in (None, "None")  # nothing was trained for ngram, say
     # By its name, for the run may have moved; a later run may have dropped it.
     checkpoint = folder / CHECKPOINTS / Path(str(recorded)).name
-    kept = trained and (checkpoint / WEIGHTS_FILE).is_file()
+    parameters, tokens = _sizes(checkpoint) if trained else (None, None)
     return RunReport(
         name=name,
         folder=str(folder),
@@ -120,9 +120,19 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
         measured=measured,
         identity=_identity(config, report) if config is not None and trained else None,
         seed=config.get("run", {}).get("seed") if config is not None and trained else None,
-        parameters=num_parameters(checkpoint) if kept else None,
-        training_tokens=load_state(checkpoint).tokens if kept else None,
+        parameters=parameters,
+        training_tokens=tokens,
     )
+
+
+def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
+    """Return a checkpoint's parameters and trained tokens; None where a run has dropped it."""
+    try:
+        return num_parameters(checkpoint), load_state(checkpoint).tokens
+    except (OSError, CheckpointError):
+        if (checkpoint / WEIGHTS_FILE).is_file():
+            raise
+        return None, None
 
 
 def _find_report(folder: Path, evaluation: str) -> Path:

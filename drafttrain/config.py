@@ -1,5 +1,6 @@
 """What a command is told: Hydra composes yaml, frozen dataclasses check it."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -114,7 +115,7 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
         parsed = with_saved(parsed, restored)
         groups |= {group: SAVED for group in restored}
     if start is not None:
-        offered = STARTED_FROM if (start / CONFIG).is_file() else ()
+        offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
         if offered:
             saved_run = load_config(start, "run.init_from")
             if "trainer" not in saved_run:
@@ -284,5 +285,5 @@ def _head(parsed: list[Override]) -> str:
     """Return the yaml that heads an evaluation: of a run, or of a drafter that is given."""
     given = {override.key_or_group: override.value() for override in parsed}
     folder = given.get("run.dir")
-    is_run = folder is not None and (Path(str(folder)) / CONFIG).is_file()
+    is_run = folder is not None and os.path.isfile(Path(str(folder)) / CONFIG)
     return ALONE if "drafter" in given and not is_run else "evaluate"

@@ -101,11 +101,19 @@ def flush(path: Path) -> None:
     for place in [*path.iterdir(), path] if path.is_dir() else [path]:
         if place.is_dir() and place != path:
             continue
-        descriptor = os.open(place, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            _sync(place)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -124,7 +132,7 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)  # it takes the room that is wanting
         raise
-    flush(path.parent)
+    _sync(path.parent)  # its own entry: what others are writing there, or remove, is theirs
 
 
 def write_whole(path: Path, text: str) -> None:

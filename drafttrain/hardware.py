@@ -65,15 +65,21 @@ class HardwareConfig:
             )
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def choose_device(config: HardwareConfig) -> str:
     """Return the device that `config` asks for and set the CPU threads of this process.
 
     ValueError where there is no such device. Each of several ranks on a machine takes its share of
     the cores; which GPU a rank takes is for `join_ranks`.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, (cores or 1) // ranks_here))
+    torch.set_num_threads(config.threads or max(1, num_cores() // ranks_here))
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

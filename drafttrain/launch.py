@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from drafttrain.hardware import HardwareConfig
+from drafttrain.disk import no_link
+from drafttrain.hardware import HardwareConfig, num_cores
 from drafttrain.launched import LAUNCHER, STORE
 from drafttrain.run import CHECKPOINTS
 from drafttrain.target.shards import MANIFEST
@@ -30,7 +31,6 @@ from drafttrain.terminal import console
 
 # Ranks that were asked to end (SIGTERM) have so long to save; torch's own variable overrides it.
 GRACE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
-INTERRUPTED_S = 10.0  # after Ctrl-C: to put the terminal right, not to save
 LOST_S = (
     3.0  # when a rank has died: a collective over NCCL does not notice, and would wait for long
 )
@@ -41,11 +41,14 @@ QUOTED = 300  # characters of a dead rank's last line
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def ranks_to_start(hardware: HardwareConfig, environ: Mapping[str, str], gpus: int) -> int:
+def ranks_to_start(
+    hardware: HardwareConfig, environ: Mapping[str, str], gpus: int, cores: int
+) -> int:
     """Return how many ranks to start on this machine; 1: none, this process does the work.
 
-    environ: after `adopt`. gpus: how many this machine shows. Raises ValueError where
-    hardware.ranks contradicts the launcher that started this process, or exceeds the GPUs.
+    environ: after `adopt`. gpus, cores: how many this machine shows. Raises ValueError where
+    hardware.ranks contradicts the launcher that started this process, or exceeds the GPUs, or
+    without GPUs the cores, unless hardware.threads says that they are to be shared.
     """
     wanted, device = hardware.ranks, hardware.device
     if "RANK" in environ:
@@ -65,7 +68,15 @@ def ranks_to_start(hardware: HardwareConfig, environ: Mapping[str, str], gpus: i
         return 1
     if device == "cpu" or gpus == 0:
         # Without a GPU, hardware.device=cuda is answered where the device is chosen, once.
-        return 1 if wanted == "auto" or device == "cuda" else wanted
+        if wanted == "auto" or device == "cuda":
+            return 1
+        if wanted > cores and not hardware.threads:
+            raise ValueError(
+                f"hardware.ranks must be at most {cores} on a CPU, the cores that this machine "
+                f"gives, got {wanted}; leave it out, or let them share the cores by "
+                "hardware.threads=1"
+            )
+        return wanted
     if wanted == "auto":
         # One process spreads a target over all GPUs in these.
         return 1 if hardware.target_placement in ("device_map", "vllm") else gpus
@@ -81,13 +92,13 @@ def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> 
     """Run the command line on every GPU of this machine; None if this process is to do the work.
 
     folder: the run's, for the words of a rank that died. Returns the exit code, after the cause of
-    a failure was told in one line. Raises KeyboardInterrupt when interrupted, and all has ended.
+    a failure was told in one line.
     """
-    count = ranks_to_start(hardware, os.environ, torch.cuda.device_count())
+    cores = num_cores()
+    count = ranks_to_start(hardware, os.environ, torch.cuda.device_count(), cores)
     if count == 1:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = hardware.threads or max(1, (cores or 1) // count)
+    threads = hardware.threads or max(1, cores // count)
     console.print(f"{count} ranks on this machine, {threads} CPU threads each")
     return start(["-m", "drafttrain", *arguments], count, threads, folder)
 
@@ -114,8 +125,6 @@ def _run(agent: "_Agent", count: int, folder: Path) -> int:
         agent.run()
     except SignalException as stop:
         _show_cursor()
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from stop
         return _tell_stopped(agent, stop.sigval, count, folder)
     finally:
         agent.release()
@@ -183,6 +192,7 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(log_dir=logs, redirects=others))
         self.ended: dict[int, tuple[int, float]] = {}  # exit code, and when it was noticed
         self.killed: list[int] = []  # those that had not ended by themselves when asked to
+        self.hurried = False  # whether Ctrl-C came again
 
     @property
     def _processes(self) -> SubprocessContext:
@@ -228,13 +238,17 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **unused: Any) -> None:
         if self._pcontext is not None and self._running():
+            signal.signal(signal.SIGINT, self._hurry)
             for rank in self._running():
                 # The rank alone: torch would signal its children too, the tracker's for one.
                 self._processes.subprocess_handlers[rank].proc.send_signal(death_sig)
-            self._await(INTERRUPTED_S if death_sig == signal.SIGINT else GRACE_S)
+            self._await(GRACE_S)
             self.killed = self._running()
             self._processes.close(signal.SIGKILL, 5)
         super()._shutdown(death_sig)
+
+    def _hurry(self, *_: Any) -> None:
+        self.hurried = True
 
     def _running(self) -> list[int]:
         ended = self.exit_codes()
@@ -247,7 +261,7 @@ class _Agent(LocalElasticAgent):
 
     def _await(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.hurried:
             self._notice()
             if not self._running():
                 return
@@ -295,14 +309,16 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
             _say(f"error: {stop.name}, and then rank {rank} of {count}: {word['message']}")
             return int(word["code"])
     codes = agent.exit_codes()
-    if agent.killed:
+    if agent.hurried:
+        _say(f"interrupted again: the ranks were ended at once{_how_to_go_on(folder)}")
+    elif agent.killed:
         _say(
             f"error: {len(agent.killed)} of {count} ranks did not end within {GRACE_S:g} s of "
             f"{stop.name} and were killed{_how_to_go_on(folder)}; "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
         )
     elif codes.get(0, -1) >= 0 and not words[0][1]:
-        return codes[0]
+        return 128 + stop if codes[0] in ENDED_ON_REQUEST else codes[0]
     else:
         _say(f"ended by {stop.name}{_how_to_go_on(folder)}")
     return 128 + stop
@@ -323,7 +339,7 @@ def _last_line(agent: _Agent, rank: int, folder: Path) -> str:
     if file is None:
         return ""
     kept = (folder if folder.is_dir() else Path()) / f"error_rank{rank}.log"
-    with kept.open("ab") as log, file.open("rb") as source:
+    with open(kept, "ab", opener=no_link) as log, file.open("rb") as source:
         shutil.copyfileobj(source, log)
     lines = file.read_text(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

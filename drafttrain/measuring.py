@@ -58,6 +58,12 @@ class Setup:
     about_prompts: dict[str, Any]
     notes: list[str]
 
+    @property
+    def subject(self) -> dict[str, str]:
+        """Weights and prompts by names of their own: those of a file change under its name."""
+        weights = self.origin if self.checkpoint is None else self.checkpoint.name
+        return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
+
 
 def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Setup:
     """Load what is to be measured, saying what that is. ValueError for whatever does not fit.
@@ -85,7 +91,8 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
         console.print(line)
     check_depths(drafter, settings)  # before the target, which takes its time
     target, choice = load_target_to_decode(model, config.hardware, device)
-    check_fingerprint(given.checkpoint, target.spec)
+    if given.checkpoint is not None:  # which the run may have dropped since it was read
+        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)

@@ -93,11 +93,11 @@ def start_of(parsed: list[Override]) -> Path | None:
     if not given or given[-1] is None:
         return None
     folder = Path(str(given[-1])).expanduser()
-    if not folder.is_dir():
-        problem = "which is a file" if folder.exists() else "which does not exist"
+    if not os.path.isdir(folder):
+        problem = "which is a file" if os.path.exists(folder) else "which does not exist"
         raise UsageError(
             "run.init_from must be the folder of a run, or a directory with config.json and "
-            f"weights that a serving engine loads, got {folder}, {problem}"
+            f"weights that a serving engine loads, got {shown(folder, 400)}, {problem}"
         )
     return folder
 

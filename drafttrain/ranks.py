@@ -4,9 +4,10 @@ import atexit
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drafttrain.launched import STORE, is_ours
+from drafttrain.lock import HeldError, attend, hold
 
 # A collective of the training step: every rank is busy with the same work, so none is this late.
 STEP_TIMEOUT = timedelta(minutes=10)
@@ -113,6 +115,28 @@ class Ranks:
             return int(box)
 
         return total
+
+    @contextmanager
+    def holding(
+        self, place: Path, key: str, command: str, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Let these ranks alone write a folder; raise on all of them where that cannot be.
+
+        Rank 0 holds the lock: it writes what matters. The others say that they may write too.
+        """
+        with ExitStack() as stack:
+            problem: str | None = None
+            if self.is_main:
+                try:
+                    stack.enter_context(hold(place, key, command, say))
+                except ValueError as error:  # DiskError too
+                    problem = str(error)
+            problem = self.broadcast_object(problem)
+            if problem is not None:
+                raise HeldError(problem)
+            if not self.is_main:
+                stack.enter_context(attend(place))
+            yield
 
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from drafttrain.choices import complete
+from drafttrain.choices import WITHHELD, complete
 from drafttrain.overrides import SAVED, parse
 from drafttrain.run import CHECKPOINTS, CONFIG, load_config
 
@@ -30,8 +30,6 @@ HARMLESS = {
     *("trainer.max_steps", "trainer.log_every", "trainer.validate_every", "trainer.save_every"),
     *("trainer.validation_prompts", "trainer.validation_tokens", "trainer.keep_checkpoints"),
 }
-# Leave to run the code of others is given by each command, not restored.
-UNSAVED = ("trust_remote_code", "allow_pickle")
 MOST = 3  # differences that an error names
 
 
@@ -124,7 +122,7 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
         found += [
             (f"{field.name}.{key}", before.get(key), value)
             for key, value in asdict(section).items()
-            if key in keys and key not in UNSAVED and before.get(key) != value
+            if key in keys and key not in WITHHELD and before.get(key) != value
         ]
     return found
 

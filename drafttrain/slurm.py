@@ -6,12 +6,29 @@ import sys
 from collections.abc import Sequence
 
 from drafttrain.hardware import HardwareConfig
+from drafttrain.overrides import did_you_mean
+from drafttrain.untrusted import shown
 
 GPUS = 8  # where hardware.ranks leaves it open
 CPUS_PER_RANK = 8
 WARNING_S = 300  # SLURM's signal before the end of the time: what a save may take
 SAVING_S = 240  # of it, what torchrun grants its ranks before it kills them
-OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# What sbatch knows (23.11 to 25.05) and a job of ours can bear: no array, no other user, no wrap.
+NAMES = """
+account acctg-freq bb bbf begin chdir cluster-constraint clusters comment constraint container
+container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
+delay-boot dependency distribution error exclude exclusive export export-file extra
+extra-node-info get-user-env gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task
+gres gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill nodefile
+nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode
+output overcommit oversubscribe partition power prefer priority profile propagate qos quiet
+reboot requeue reservation resv-ports segment signal sockets-per-node spread-job stepmgr
+switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task use-min-nodes
+verbose wait-all-nodes wckey
+"""
+OPTIONS = frozenset(NAMES.split())
+VALUE = re.compile(r"[^\s#'\"\\]*")  # of one option: a directive's line ends it at a space
 SCRIPT = """\
 #!/bin/bash
 # `sbatch FILE` submits it; options given to sbatch win over these lines: sbatch --nodes=4 FILE
@@ -62,7 +79,7 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, na
     on_cpu = hardware.device == "cpu"
     ranks = hardware.ranks if hardware.ranks != "auto" else 1 if on_cpu else GPUS
     lines = {
-        "job-name": name,
+        "job-name": re.sub(r"[^\w.-]", "_", name),
         "nodes": "1",
         "ntasks-per-node": "1",
         "cpus-per-task": str(ranks * CPUS_PER_RANK),
@@ -103,13 +120,25 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, na
 
 
 def _options(text: str) -> dict[str, str]:
-    """Read KEY=VALUE,... or KEY,...; a value may hold commas of its own: nodelist=n1,n2 has two."""
+    """Read KEY=VALUE,... or KEY,...; what is no option is of the value before: nodelist=a,b."""
     found: dict[str, str] = {}
+    last = None
     for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        if not OPTION.fullmatch(key) or any(c.isspace() for c in value):
+        key, equals, value = part.partition("=")
+        if key not in OPTIONS and not equals and last is not None and found[last]:
+            key, value = last, f"{found[last]},{part}"
+        if key not in OPTIONS:
             raise ValueError(
-                f"--slurm must be options of sbatch such as nodes=2,time=4:00:00, got {part!r}"
+                "--slurm must be options of sbatch such as nodes=2,time=4:00:00, got "
+                f"{shown(repr(part))}{did_you_mean(key, OPTIONS).rstrip(';')}"
             )
+        if not VALUE.fullmatch(value) or not value.isprintable():
+            raise ValueError(
+                f"--slurm: {key} must have a value on one line, without spaces, quotes and #, got "
+                f"{shown(repr(value))}"
+            )
+        if key == "cpus-per-task" and not (value.isascii() and value.isdecimal()):
+            raise ValueError(f"--slurm: cpus-per-task must be a number, got {shown(repr(value))}")
         found[key] = value
+        last = key
     return found

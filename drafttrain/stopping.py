@@ -1,4 +1,4 @@
-"""A request to stop, as schedulers send it by signal: remembered while training, else at once."""
+"""A request to stop, a scheduler's signal or Ctrl-C: remembered while training, else at once."""
 
 import os
 import signal
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # the second is what SLURM's --signal often sends
-EXIT_CODE = 128 + signal.SIGTERM  # 143: not finished, so not 0; nor an error, which is 1
+# The second is Ctrl-C, the last what SLURM's --signal often sends.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A scheduler, a launcher and a shell may each pass the same request on: within this time a signal
 # that comes again is an echo.
 ECHO_S = 3.0
+SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
 # What `Stopped` says after the name of the signal, where nothing more is known.
 OF_TRAINING = (
     " outside the steps of training: checkpoints are as they were, and the same command with "
@@ -25,13 +26,18 @@ class Stopped(BaseException):
     """The process was asked to end and has done so in order; the message says how to go on.
 
     Like KeyboardInterrupt no Exception: libraries that try something else on errors must not.
+    code: the exit code, 130 for Ctrl-C and else 143: not finished, so not 0; nor an error, 1 or 2.
     """
+
+    def __init__(self, text: str, code: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class StopRequest:
     """Whether this process was asked to stop, once `listening`; other ranks may not know yet.
 
-    goes_on: what to say after "stopped by SIGNAL".
+    goes_on: what to say after "stopped by SIGNAL", or "interrupted".
     """
 
     def __init__(self, goes_on: str = OF_TRAINING) -> None:
@@ -39,7 +45,7 @@ class StopRequest:
         self.name: str | None = None  # of the signal that came first
         self._deferred = False
         self._raised: Stopped | None = None
-        self._terminated: float | None = None  # when SIGTERM came first
+        self._first: dict[int, float] = {}  # when a signal came first
 
     @property
     def asked(self) -> bool:
@@ -50,7 +56,7 @@ class StopRequest:
     def listening(self) -> Iterator["StopRequest"]:
         """Receive signals while this is open: one that comes raises Stopped, unless `deferred`.
 
-        A second SIGTERM ends the process at once.
+        A second SIGTERM, or Ctrl-C, ends the process at once.
         """
         try:
             with _answered_by(self._receive):
@@ -83,22 +89,38 @@ class StopRequest:
     def obey(self) -> None:
         """Raise Stopped if a signal has come: asyncio, for one, keeps what a handler raises."""
         if self.asked:
-            raise self._stopped()
+            raise self.stopped(self.goes_on)
 
-    def _stopped(self) -> Stopped:
-        return Stopped(f"stopped by {self.name}{self.goes_on}")
+    def stopped(self, text: str) -> Stopped:
+        """Return what to raise: how the process was asked to end, and this text."""
+        if self.name == "SIGINT":
+            return Stopped(f"interrupted{text}", 128 + signal.SIGINT)
+        return Stopped(f"stopped by {self.name or 'a signal to another rank'}{text}")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGTERM:
-            if self._terminated is not None and now - self._terminated > ECHO_S:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            self._terminated = self._terminated or now
+        # A terminal and a launcher may both pass Ctrl-C on to a rank; alone, it is meant.
+        echo = ECHO_S if number != signal.SIGINT or "RANK" in os.environ else 0.0
+        again = now - self._first.setdefault(number, now) > echo
+        if again and number in (signal.SIGTERM, signal.SIGINT):
+            _end_by(number)
         first, self.name = not self.asked, self.name or signal.Signals(number).name
-        if first and not self._deferred:
-            self._raised = self._stopped()
+        if not first:
+            return
+        if not self._deferred:
+            self._raised = self.stopped(self.goes_on)
             raise self._raised
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            # Not by sys.stderr, which may be at work just now.
+            os.write(2, b"\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal's own default."""
+    if number == signal.SIGINT and os.isatty(2):
+        os.write(2, SHOW_CURSOR + b"\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 @contextmanager

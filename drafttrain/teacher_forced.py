@@ -52,6 +52,7 @@ class TeacherForced:
                 "the target a drafter is judged by its losses on tokens, of which this one names "
                 "none (Drafter.depth_terms, and a configuration that is a TokenLossConfig)"
             )
+        self.depth = len(self.terms)
         self.rows: list[list[float]] = []
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.engine import Engine, NonFiniteError
 from drafttrain.optim import SCHEDULES, lr_at
 from drafttrain.ranks import Ranks
-from drafttrain.stopping import Stopped, StopRequest
+from drafttrain.stopping import StopRequest
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
 from drafttrain.types import FeatureSource, weighted_sum
@@ -180,9 +180,9 @@ def train(
                 saved = state.step
                 meter.forget_time()
             if stopping:
-                raise Stopped(
-                    f"stopped by {stop.name or 'a signal to another rank'} after step {state.step} "
-                    f"of {config.max_steps}, which is saved; go on with run.resume=true"
+                raise stop.stopped(
+                    f" after step {state.step} of {config.max_steps}, which is saved; go on with "
+                    "run.resume=true"
                 )
             if last:
                 return state

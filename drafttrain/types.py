@@ -72,6 +72,14 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
+    embedding_scale: float = 1.0  # what it multiplies embeddings by
+    limited_by: str = ""  # why max_positions is less than the model was made for; "" if it is not
+
+    @property
+    def context(self) -> str:
+        """The positions there are, and why no more, for messages."""
+        why = f" ({self.limited_by})" if self.limited_by else ""
+        return f"{self.max_positions} positions of model={self.name}{why}"
 
 
 @dataclass(frozen=True)

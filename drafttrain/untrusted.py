@@ -21,6 +21,7 @@ from pydantic_core import from_json
 MAX_JSON_BYTES = 64 << 20  # the index of a 1T model has 10 MB
 MAX_JSON_VALUES = 4_000_000  # a value of two bytes takes some 60 in memory
 MAX_YAML_BYTES = 256 << 10  # PyYAML reads some 200 kB a second; a run's config.yaml has 6 kB
+MAX_TENSORS = 250_000  # of one model; the largest published ones have 150,000, in many files
 MAX_LINE_BYTES = 16 << 20  # one conversation
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 MAX_VOCABULARY = 4_000_000  # tokens; the largest published ones have 262,144
@@ -83,19 +84,22 @@ def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:
     return content
 
 
-def parse_json(content: bytes | str, origin: str) -> Any:
-    """Return plain data; UntrustedError for what is no JSON, nested too deeply, or too much."""
-    _check_count(content, origin)
+def parse_json(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> Any:
+    """Return plain data; UntrustedError for what is no JSON, nested too deeply, or too much.
+
+    most: values that it may hold, about.
+    """
+    _check_count(content, origin, most)
     try:
         return from_json(content)
     except ValueError as error:
         raise UntrustedError(f"{origin} must be valid JSON, got: {shown(error)}") from None
 
 
-def _check_count(content: bytes | str, origin: str) -> None:
+def _check_count(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> None:
     count = content.count(",") if isinstance(content, str) else content.count(b",")
-    if count > MAX_JSON_VALUES:
-        raise UntrustedError(f"{origin} must hold at most {MAX_JSON_VALUES:,} values, got more")
+    if count > most:
+        raise UntrustedError(f"{origin} must hold at most {most:,} values, got more")
 
 
 def read_json(file: Path, origin: str | None = None, most: int = MAX_JSON_BYTES) -> Any:
@@ -199,16 +203,8 @@ def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
     its dtype and shape, they follow one another without gaps, and the file ends with the last.
     """
     name = origin or shown(file, 400)
-    if not file.is_file():
-        raise UntrustedError(f"{name} must be a file, and is none")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise UntrustedError(f"{name} is no safetensors file: its header cannot be read")
-        header = stream.read(length)
-    entries = parse_json(header, f"{name}, its header")
+    header = header_bytes(file, name)
+    entries = parse_json(header, f"{name}, its header", 5 * MAX_TENSORS)  # of 4 commas each
     if not isinstance(entries, dict):
         raise UntrustedError(f"{name} is no safetensors file: its header holds no tensors")
     entries.pop("__metadata__", None)
@@ -219,11 +215,44 @@ def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
         if begin != end or stop < begin:
             raise UntrustedError(f"{name}: {shown(key)} must begin at byte {end:,}, got {begin:,}")
         end = stop
-    if size != 8 + length + end:
-        raise UntrustedError(
-            f"{name} is torn: {size:,} bytes, its header says {8 + length + end:,}"
-        )
+    size, expected = file.stat().st_size, 8 + len(header) + end
+    if size != expected:
+        raise UntrustedError(f"{name} is torn: {size:,} bytes, its header says {expected:,}")
     return found
+
+
+def header_bytes(file: Path, origin: str | None = None) -> bytes:
+    """Return the header of a safetensors file, as it stands there; UntrustedError without one."""
+    name = origin or shown(file, 400)
+    if not file.is_file():
+        raise UntrustedError(f"{name} must be a file, and is none")
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, file.stat().st_size - 8):
+            raise UntrustedError(f"{name} is no safetensors file: its header cannot be read")
+        return stream.read(length)
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, FileName]
+
+
+def shards_of(index: Path, suffix: str, origin: str | None = None) -> list[str]:
+    """Return the files that an index names for weights, all beside it and all of one suffix.
+
+    Raises UntrustedError for paths, for files of another format, and for an index of nothing.
+    """
+    name = origin or shown(index, 400)
+    content = read_bytes(index, MAX_JSON_BYTES, name)
+    _check_count(content, name, 2 * MAX_TENSORS)
+    listed = sorted(set(typed(_Index, content, name).weight_map.values()))
+    other = next((shard for shard in listed if not shard.endswith(suffix)), None)
+    if other is not None or not listed:
+        got = f"got {other}" if listed else "got none"
+        raise UntrustedError(f"{name}: its weight_map must name files that end in {suffix}, {got}")
+    return listed
 
 
 def _entry(key: str, plain: Any, name: str) -> TensorEntry:

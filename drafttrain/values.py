@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import fields, make_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -30,7 +30,7 @@ def check_target(section: str, target: Any) -> None:
     """
     if target is None or (isinstance(target, str) and OURS.fullmatch(target)):
         return
-    if target not in _own(section):
+    if not isinstance(target, str) or target not in _own(section):
         raise UsageError(
             f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
             f"got {shown(target)}; add its yaml with --config-dir FOLDER "
@@ -130,8 +130,17 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
     if unset:
         raise UsageError(f"{section}.{unset[0]} must be given, as in {section}.{unset[0]}=VALUE")
     typed = revealed(OmegaConf.to_container(merged))
+    hints = get_type_hints(kind)
     for name in names:
-        _check(f"{section}.{name}", typed[name])
+        key, found, options = f"{section}.{name}", typed[name], _options(hints[name])
+        if isinstance(found, list):
+            if not found and type(None) in options:
+                raise UsageError(f"{key} must not be empty, got []; null takes the usual")
+            # OmegaConf lets lists of lists pass for lists of texts.
+            plain = any(option in WORDS for option in options)
+            if plain and any(isinstance(inner, list | dict) for inner in found):
+                raise UsageError(_must_be(key, hints[name], found))
+        _check(key, found)
     return {name: typed[name] for name in names}
 
 
@@ -176,8 +185,17 @@ def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
     hint, given = get_type_hints(kind)[name], value.get(name)
     if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
         hint, given = float, given.get(inner[0])
-    options = [hint, *getattr(hint, "__args__", ())]
+    return _must_be(key, hint, given)
+
+
+def _must_be(key: str, hint: Any, given: Any) -> str:
+    options = _options(hint)
     words = next((WORDS[option] for option in options if option in WORDS), str(hint))
     null = " or null" if type(None) in options else ""
     got = "null" if given is None else shown(given)
     return f"{key} must be {words}{null}, got {got}"
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return a hint, and what stands in it beside null."""
+    return (hint, *get_args(hint))

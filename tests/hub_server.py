@@ -84,6 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         if user is None:
             return self._answer(401, {"error": "Invalid username or password."})
         for wanted, pattern, handler in (
+            ("GET", r"/api/whoami-v2", self._whoami),
             ("POST", r"/api/repos/create", self._create),
             ("POST", r"/api/validate-yaml", self._validate),
             ("GET", r"/api/models/([^/]+/[^/]+)", self._info),
@@ -124,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": "Repository not found"}, "RepoNotFound")
             return None
         return repo
+
+    def _whoami(self, user: str, body: bytes) -> None:
+        self._answer(200, {"type": "user", "name": user, "orgs": []})
 
     def _create(self, user: str, body: bytes) -> None:
         asked = json.loads(body)

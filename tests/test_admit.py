@@ -442,13 +442,15 @@ def test_a_directory_that_is_none_is_refused(target: Target, tmp_path: Path) -> 
     (empty / "adapter_config.json").touch()
     assert "a LoRA adapter must be merged first" in said(empty)
     (empty / "config.json").write_text("{")
-    assert "config.json is not valid JSON" in said(empty)
+    assert "config.json must be valid JSON" in said(empty)
     (empty / "config.json").write_text("[]")
     assert "config.json must hold an object, got list" in said(empty)
     (empty / "config.json").write_text("{}")
     assert "must hold weights (model.safetensors, " in said(empty)
     (empty / "model.safetensors").write_bytes(b"torn")
-    assert "model.safetensors is torn; copy or download it again" in said(empty)
+    assert "model.safetensors is no safetensors file: its header cannot be read; copy" in said(
+        empty
+    )
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").touch()

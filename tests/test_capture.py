@@ -490,7 +490,7 @@ def test_only_conversations_that_are_there_are_captured_by_vllm(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call = ["capture", f"store.dir={tmp_path / 'store'}", "hardware=cpu"]
-    assert main([*call, "hardware.target_placement=vllm"]) == 1
+    assert main([*call, "hardware.target_placement=vllm"]) == 2
     assert "data must be conversations that are there" in capsys.readouterr().err
 
 

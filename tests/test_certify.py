@@ -42,8 +42,20 @@ def checks_of(
     return {check.name: check for check in checks}
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "ngram"])
-@pytest.mark.parametrize("changes", [{}, {"top_p": 0.8}, {"draft_temperature": 0.3}])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"top_p": 0.8}),
+        ("medusa", {"draft_temperature": 0.3}),
+        ("ngram", {}),
+        pytest.param("eagle3", {"draft_temperature": 0.3}, marks=pytest.mark.slow),
+        pytest.param("medusa", {}, marks=pytest.mark.slow),
+        pytest.param("medusa", {"top_p": 0.8}, marks=pytest.mark.slow),
+        pytest.param("ngram", {"top_p": 0.8}, marks=pytest.mark.slow),
+        pytest.param("ngram", {"draft_temperature": 0.3}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_correct_loop_is_certified(
     name: str, changes: dict[str, Any], target: Target, prompts: Any
 ) -> None:

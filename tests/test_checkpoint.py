@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from drafttrain.checkpoint import (
     load_weights,
     verify,
 )
+from drafttrain.disk import write_whole
 
 
 def state_at(step: int, best_metric: float | None = None) -> TrainState:
@@ -44,6 +46,52 @@ def saved(folder: Path, steps: list[int], best: int, keep: int = 2) -> Checkpoin
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_that_a_run_drops_while_it_is_read_is_read_from_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saved(tmp_path, [1, 2], best=1, keep=1)
+    real = {name: getattr(checkpoint, name) for name in ("load_state", "load_weights")}
+    for number, name in enumerate(real):
+
+        def drops(folder: Path, name: str = name, step: int = 5 + number) -> Any:
+            monkeypatch.setattr(checkpoint, name, real[name])
+            checkpoints.save(make_engine("none"), state_at(step), best=True)
+            assert not folder.exists()
+            return real[name](folder)
+
+        monkeypatch.setattr(checkpoint, name, drops)
+        found = Checkpoints(tmp_path, 1).load_chosen()
+        assert found is not None
+        assert found[:2] == (tmp_path / f"step-00000{5 + number}", state_at(5 + number))
+    (tmp_path / "step-000006" / "drafter.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="must have the"):
+        Checkpoints(tmp_path, 1).load_chosen()
+
+
+def test_the_best_is_not_mistaken_while_a_run_names_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saved(tmp_path, [1, 2, 3], best=1, keep=1)
+    real = Checkpoints._names
+
+    def names(self: Checkpoints) -> list[str]:  # after the index was read
+        monkeypatch.setattr(Checkpoints, "_names", real)
+        checkpoints.save(make_engine("none"), state_at(4), best=True)
+        checkpoints.save(make_engine("none"), state_at(5), best=False)
+        return real(self)
+
+    monkeypatch.setattr(Checkpoints, "_names", names)
+    found = Checkpoints(tmp_path, 1).load_chosen()
+    assert found is not None
+    assert found[0].name == "step-000004"
+
+
+def test_a_file_that_another_command_removes_meanwhile_is_not_missed(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "gone")  # as between its listing and its opening
+    write_whole(tmp_path / "config.yaml", "text")
+    assert (tmp_path / "config.yaml").read_text() == "text"
 
 
 @pytest.mark.parametrize("name", ["none", "zero1"])

@@ -67,7 +67,7 @@ def test_a_run_is_trained_measured_and_exported(drafter: str, tmp_path: Path) ->
     rows = [json.loads(line) for line in curve.splitlines()]
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3]
     assert any("val/acceptance_length" in row for row in rows)
-    assert main(train) == 1  # an earlier run is not written over
+    assert main(train) == 2  # an earlier run is not written over
 
     evaluate = ["evaluate", f"run.dir={run}", "eval.prompts_per_task=1", "eval.max_new_tokens=8"]
     evaluate += ["eval.lossless_prompts=2", "eval.resamples=200", "eval.depth=2"]

@@ -331,7 +331,7 @@ def test_references_are_the_mean_over_the_runs_beside_which_they_were_measured(
     assert row["training"] == "reference, measured beside 2 runs"
     values = [speedup_by_hand(table_of(part, "ngram")) for part in (one, two)]
     assert row["summary"]["speedup"]["by_run"] == pytest.approx(values)
-    assert row["lossless"]["statement"].startswith("rule greedy is lossless; outputs of this")
+    assert row["lossless"]["statement"].startswith("rule: greedy (lossless); outputs of this")
     assert row["drafter_parameters"] is None
     found = pair_of(comparison, "a")["summary"]["speedup"]["value"]
     tables = [table_of(one, method) for method in ("eagle3", "two_model")]
@@ -432,7 +432,7 @@ def test_lossy_runs_are_flagged_wherever_they_appear(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results(seed=1))
     b = write_run(tmp_path / "b", results(seed=2, gain=3.0), seed=1, lossless=lossy)
     comparison = compared(a, b)
-    said = "rule typical is NOT lossless; 1 of 2 greedy outputs identical"
+    said = "rule: typical (NOT lossless); 1 of 2 greedy outputs identical"
     assert row_of(comparison, "b")["lossless"]["statement"].startswith(said)
     assert not row_of(comparison, "b")["lossless"]["lossless"]
     assert pair_of(comparison, "b")["statement"].endswith("NOT lossless: b.")
@@ -462,6 +462,34 @@ def test_unlike_machines_and_unlike_texts_are_flagged(tmp_path: Path) -> None:
         "text": "plain greedy decoding gave answers of another length than in a on 1 of 16 "
         "prompts: not the same text was drafted",
     }
+
+
+def test_runs_whose_plain_loops_differ_are_not_ranked(tmp_path: Path) -> None:
+    """The same prompts, plain: a third faster in one run; the other's speedup looked higher."""
+    a = write_run(tmp_path / "a", results(seed=1))
+    quick = [
+        replace(
+            result,
+            stats=replace(
+                result.stats,
+                prefill_s=result.stats.prefill_s / 1.33,
+                verify_s=result.stats.verify_s / 1.33,
+            ),
+        )
+        if result.method == "autoregressive"
+        else result
+        for result in results(seed=2)
+    ]
+    b = write_run(tmp_path / "b", quick, overrides=("drafter.unroll=2",))
+    comparison = compared(a, b)
+    (flag,) = (flag for flag in comparison["flags"] if flag["kind"] == "plain_loops")
+    assert flag["text"].startswith("the plain loops ran at clearly different speeds (tokens per")
+    pair = pair_of(comparison, "b")
+    assert pair["summary"]["speedup"]["ci95"][1] < 0, "by its interval it would be slower"
+    assert pair["answer"] == "undecided"
+    assert pair["statement"].endswith("; their plain loops ran at clearly different speeds.")
+    alike = compared(a, write_run(tmp_path / "c", results(seed=2), overrides=("drafter.unroll=2",)))
+    assert "plain_loops" not in {flag["kind"] for flag in alike["flags"]}
 
 
 @pytest.mark.parametrize(
@@ -688,6 +716,15 @@ def test_a_mistake_at_the_command_line_is_one_line_and_writes_nothing(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    told = ["runs=[nowhere]", f"compare.dir={tmp_path}/file/x"]
+    assert main(["compare", *told]) != 0
+    assert capsys.readouterr().err.startswith("error: compare.dir must lie where files can be")
 
 
 def test_help_shows_how_runs_are_given(capsys: pytest.CaptureFixture[str]) -> None:

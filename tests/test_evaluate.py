@@ -1,6 +1,7 @@
 """Evaluation: every turn by every method, the losslessness check, what is refused, validation."""
 
 import gc
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
-from tests_support import BY_TEMPLATE, model_config
+from tests_support import BY_TEMPLATE, drafter_config, model_config
 
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.ngram import Ngram
 from drafttrain.engine import build_engine
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
@@ -24,6 +26,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
+    check_depths,
     check_settings,
     first_turn,
     measure,
@@ -32,7 +35,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.stopping import StopRequest
 from drafttrain.target.target import Target, load_target
-from drafttrain.types import Decoded, PromptResult, Sample
+from drafttrain.types import Decoded, PromptResult, Proposal, Sample
 from drafttrain.validate import Validation
 
 PROMPTS = [
@@ -232,33 +235,34 @@ def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: st
         settings(**changes)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batches_say_what_single_prompts_say(
-    size: int, temperature: float, target: Target, drafters: dict[str, Drafter]
+    temperature: float, target: Target, drafters: dict[str, Drafter]
 ) -> None:
     prompts = [
         Prompt(f"p{i}", "chat", "chat", ("Say " + "hello " * i, "And?")[: 1 + i % 2])
         for i in range(5)
     ]
-    config = settings(temperature=temperature, blocks=1)
-    alone = results_of(target, drafters, config, prompts=prompts)
-    together = results_of(target, drafters, config, prompts=prompts, batch_size=size)
+    config = settings(temperature=temperature, blocks=1, max_new_tokens=8)
 
-    def table(results: list[PromptResult]) -> dict[Any, Any]:
+    def table(size: int) -> dict[Any, Any]:
+        results = results_of(target, drafters, config, prompts=prompts, batch_size=size)
         return {
             (r.prompt_id, r.turn, r.method): (r.tokens, r.stats.trimmed, r.stats.untrimmed)
             for r in results
         }
 
-    assert len(table(alone)) == 3 * 7
-    assert table(together) == table(alone)
+    alone = table(1)
+    assert len(alone) == 3 * 7
+    assert table(2) == alone
+    assert table(3) == alone
 
 
 def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     target: Target, drafters: dict[str, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(blocks=2, repeats=2)
+    monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
+    config = settings(blocks=2, repeats=2, max_new_tokens=4)
     conditions = {"seed": 0}
     whole = Journal(tmp_path / "whole", "point", conditions)
     expected = results_of(target, drafters, config, journal=whole)
@@ -292,6 +296,52 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     assert Journal(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
     other = Journal(tmp_path / "whole", "point", {"seed": 1})
     assert other.num_known == 0  # measured under other conditions
+
+
+class Interrupted(Ngram):
+    """Prompt lookup, while which something else takes the machine, once."""
+
+    calls, before, slept = 0, 0.0, 0.0
+
+    def propose(self, state: Any, depth: int) -> Proposal | None:
+        self.calls += 1
+        now = time.perf_counter()
+        if self.calls == 40:  # however slow the machine is: as long as 200 passes
+            self.slept = max(0.5, 200 * (now - self.before))
+            time.sleep(self.slept)
+        self.before = now
+        return super().propose(state, depth)
+
+
+def test_what_was_disturbed_is_measured_again(
+    target: Target, drafters: dict[str, Drafter], tmp_path: Path
+) -> None:
+    slow = Interrupted(drafter_config("ngram"), target.spec)  # type: ignore[arg-type]
+    journal = Journal(tmp_path, "point", {})
+    results = results_of(
+        target, {**drafters, "ngram": slow}, settings(blocks=3, repeats=3), journal=journal
+    )
+    assert slow.slept
+    assert max(r.stats.total_s for r in results) < slow.slept, "the disturbed batch was replaced"
+    assert len(results) == len(TURNS) * len(METHODS) * 3
+    again = Journal(tmp_path, "point", {})
+    stored = [r for group in again.known.values() for r in group]
+    assert max(r.stats.total_s for r in stored) < slow.slept, "a resumed evaluation has the new one"
+
+
+def test_a_depth_that_no_context_holds_is_refused_by_its_own_name(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """It was blamed on the prompt, after the target was loaded."""
+    positions = target.spec.max_positions
+    for drafter in drafters.values():
+        with pytest.raises(ValueError, match=rf"eval\.depth must be at most {positions - 13}, got"):
+            check_depths(drafter, settings(depth=99999))
+        with pytest.raises(ValueError, match=r"eval\.depths must be at most \d+, got 99999: tiny"):
+            check_depths(drafter, settings(depths=[2, 99999]))
+    medusa = random_drafter("medusa", target)
+    with pytest.raises(ValueError, match=r"eval\.depth must be in 1\.\.4 for drafter=medusa, got"):
+        check_depths(medusa, settings(depth=99999))
 
 
 def test_spreading_takes_one_task_after_the_other() -> None:

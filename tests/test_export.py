@@ -22,7 +22,14 @@ from drafttrain.export.card import CardData, model_card, read_run, served_as
 from drafttrain.export.vllm import Exported, export_vllm, read_back
 from drafttrain.readout import Readout
 from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
-from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, TargetSpec
+from drafttrain.types import (
+    GREEDY,
+    Counters,
+    DecodeStats,
+    PromptResult,
+    TargetFeatures,
+    TargetSpec,
+)
 
 FAMILIES = ("eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
@@ -360,7 +367,7 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     pushed = export(drafter_of("medusa"), tmp_path / "medusa", push="ada/tiny-medusa")
     assert '"model": "ada/tiny-medusa"' in pushed.commands["vLLM"]
     assert "SGLang" not in pushed.commands
-    assert "SGLang has no Medusa" in pushed.notes[0]
+    assert "No SGLang command: SGLang 0.5.23 has no Medusa." in pushed.notes
 
 
 def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
@@ -582,3 +589,85 @@ def test_a_report_that_is_not_json_is_named(tmp_path: Path) -> None:
     (folder / "report.json").write_text("{")
     with pytest.raises(ValueError, match=r"broken/report.json must be valid JSON"):
         read_run(tmp_path)
+
+
+# Targets
+
+
+def spec_of(architecture: str, embedding_scale: float = 1.0) -> TargetSpec:
+    return dataclasses.replace(spec(), architecture=architecture, embedding_scale=embedding_scale)
+
+
+def scaled_eagle(**changes: Any) -> Drafter:
+    torch.manual_seed(0)
+    config = drafter_config("eagle", feature_noise=0.0, **changes)
+    return config.build(spec_of("gemma3_text", HIDDEN**0.5))
+
+
+def logits_of(drafter: Drafter, readout: Readout) -> torch.Tensor:
+    """What a drafter drafts after one pair, by a readout of the target's."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (1, 6), generator=generator)
+    features = TargetFeatures({}, torch.randn(1, 6, HIDDEN, generator=generator), readout)
+    state = drafter.begin(readout, tokens[:, 0], 8)
+    drafter.observe(state, tokens, [6], features)
+    return drafter.expand(state, None).logits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_scaled_embedding_is_in_the_served_weights_of_eagle(tmp_path: Path, dtype: str) -> None:
+    """An engine's drafter does not scale: with the table alone it must draft what ours drafts."""
+    drafter = scaled_eagle()
+    done = export(drafter, tmp_path, dtype=dtype)
+    table, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    ours = logits_of(drafter, Readout(table, head, embedding_scale=HIDDEN**0.5))
+    engine = drafter.config.build(spec())  # whose target scales nothing
+    engine.from_serving(
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    slack = 1e-4 if dtype == "float32" else 0.2
+    torch.testing.assert_close(logits_of(engine, Readout(table, head)), ours, atol=slack, rtol=0)
+    assert "up to rounding (fc.weight is rescaled)" in "\n".join(done.lines())
+    again = drafter.config.build(drafter.spec)  # and ours reads it back
+    again.from_serving({}, load_file(tmp_path / "model.safetensors"))
+    back = logits_of(again, Readout(table, head, embedding_scale=HIDDEN**0.5))
+    torch.testing.assert_close(back, ours, atol=slack, rtol=0)
+
+
+def test_an_embedding_of_its_own_is_not_scaled() -> None:
+    drafter = scaled_eagle(own_embedding=True)
+    _, tensors = drafter.to_serving()
+    assert torch.equal(tensors["fc.weight"], drafter.state_dict()["fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "engines", "note"),
+    [
+        ("eagle3", "llama", {"vLLM", "SGLang"}, None),
+        ("eagle3", "granite", {"vLLM"}, "is not known to read these layers of granite targets"),
+        ("eagle3", "gemma3_text", set(), "vLLM 0.32.0 has no EAGLE-3 for gemma3_text targets"),
+        ("eagle3", "glm4", set(), "vLLM 0.32.0 has no EAGLE-3 for glm4 targets"),
+        ("eagle", "glm4", {"vLLM", "SGLang"}, None),
+        ("medusa", "doge", set(), "has no class of its own for doge targets"),
+    ],
+)
+def test_an_engine_that_cannot_serve_gets_no_command_and_a_reason(
+    family: str, kind: str, engines: set[str], note: str | None, tmp_path: Path
+) -> None:
+    drafter = drafter_of(family)
+    drafter.spec = spec_of(kind)
+    done = export(drafter, tmp_path)
+    assert set(done.commands) == engines
+    told = "\n".join([*done.lines(), (tmp_path / "README.md").read_text()])
+    assert ("vllm serve" in told) == ("vLLM" in engines)
+    assert ("sglang.launch_server" in told) == ("SGLang" in engines)
+    assert note is None or told.count(note) == 2
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_an_embedding_of_its_own_gets_no_sglang_command(family: str, tmp_path: Path) -> None:
+    """SGLang writes the target's over it, and would draft badly without a word."""
+    done = export(drafter_config(family, own_embedding=True).build(spec()), tmp_path)
+    assert set(done.commands) == {"vLLM"}
+    assert "overwrites a drafter's own embedding" in "\n".join(done.notes)

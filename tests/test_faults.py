@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from lives import compare, curve, settings, write_conversations
+from test_export import drafter_of
+from test_export import export as export_drafter
 
 import drafttrain.commands.train as command
 import drafttrain.train
@@ -23,7 +25,7 @@ from drafttrain.__main__ import main
 from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
 from drafttrain.data.conversations import JsonlConfig, read_jsonl
 from drafttrain.data.files import file_records
-from drafttrain.disk import DiskError, append_text, write_whole
+from drafttrain.disk import DiskError, append_text, write_whole, written
 from drafttrain.report.write import write_texts
 from drafttrain.run import append_log
 from drafttrain.stopping import ECHO_S, Stopped, StopRequest
@@ -77,9 +79,18 @@ def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_scheduler_that_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("SIGTERM", 143, "stopped by SIGTERM"),
+        ("SIGUSR1", 143, "stopped by SIGUSR1"),
+        ("SIGINT", 130, "interrupted"),
+    ],
+)
+def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
     name: str,
+    code: int,
+    told: str,
     place: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -91,12 +102,10 @@ def test_a_scheduler_that_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
     with monkeypatch.context() as patch:
         stepped = at_call(5, drafttrain.train.optimizer_step, send(getattr(signal, name)))
         patch.setattr(drafttrain.train, "optimizer_step", stepped)
-        assert main(arguments) == 143
+        assert main(arguments) == code
     assert signal.getsignal(signal.SIGTERM) == handler
     said = capsys.readouterr().err
-    assert said == (
-        f"stopped by {name} after step 5 of 9, which is saved; go on with run.resume=true\n"
-    )
+    assert said == f"{told} after step 5 of 9, which is saved; go on with run.resume=true\n"
     latest = Checkpoints(run / "checkpoints", 2).latest()
     assert latest is not None
     assert load_state(latest).step == 5
@@ -146,8 +155,7 @@ def test_a_second_sigterm_ends_at_once_but_its_echo_does_not() -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # passed on by another on the way
             os.kill(os.getpid(), signal.SIGUSR1)
             os.write(writer, str(stop.name).encode())
-            assert stop._terminated is not None
-            stop._terminated -= ECHO_S
+            stop._first[signal.SIGTERM] -= ECHO_S
             time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGTERM)
         os._exit(2)
@@ -155,6 +163,32 @@ def test_a_second_sigterm_ends_at_once_but_its_echo_does_not() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     with os.fdopen(reader) as pipe:
         assert pipe.read() == "SIGTERM"  # it outlived the echo
+
+
+@pytest.mark.parametrize("rank", [None, "0"], ids=["alone", "under a launcher"])
+def test_a_second_ctrl_c_ends_at_once(rank: str | None) -> None:
+    """A launcher may pass on what the terminal gave to all already: to its ranks, an echo."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 2)
+        if rank is not None:
+            os.environ["RANK"] = rank
+        stop = StopRequest()
+        with stop.listening(), stop.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.write(writer, str(stop.name).encode())
+            os.kill(os.getpid(), signal.SIGINT)
+            os.write(writer, b" lived")
+            stop._first[signal.SIGINT] -= ECHO_S
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(2)
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    assert said.startswith("\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
+    assert said.endswith("SIGINT" if rank is None else "SIGINT lived")
 
 
 def test_a_request_is_remembered_while_deferred_and_raised_else() -> None:
@@ -224,7 +258,7 @@ def test_a_loss_that_is_not_finite_names_its_step_and_conversations(
 
     monkeypatch.setattr(drafttrain.train, "optimizer_step", noted)
     wild = ("trainer.lr=1.0e+30", "trainer.warmup_steps=0", "trainer.save_every=1")
-    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 1
+    assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 2
     said = capsys.readouterr().err
     step = len(groups) - 1
     assert step >= 1
@@ -298,6 +332,15 @@ def test_a_full_disk_is_said_of_the_log_and_the_report(full_disk: Path) -> None:
         write_texts({"report.md": "new\n" * 5000}, full_disk)
     assert (full_disk / "report.md").read_text() == "old\n"
     assert {p.name for p in full_disk.iterdir()} == {"train.log", "report.md", "ballast"}
+
+
+def test_a_full_disk_in_an_export_names_the_folder_that_was_asked_for(full_disk: Path) -> None:
+    """The draft beside it was named, which is gone by then."""
+    fill(full_disk)
+    wanted = full_disk / "out"
+    said = rf"export\.dir={wanted} could not be written: the disk is full \(0\.00 GB free\)"
+    with pytest.raises(DiskError, match=said), written(wanted, "export.dir"):
+        export_drafter(drafter_of("medusa"), wanted)
 
 
 def test_a_full_disk_met_by_a_library_is_one_plain_line(
@@ -395,7 +438,7 @@ def test_a_compressed_file_that_was_cut_off_is_named_and_counted(
     code = main(settings(tmp_path / "run", tmp_path / name, *short))
     captured = capsys.readouterr()
     if name == "data.json.gz":  # one list, of which nothing can be used
-        assert code == 1
+        assert code == 2
         assert "data.path=" in captured.err
         assert "1 x the file is damaged" in captured.err
     else:
@@ -435,7 +478,7 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {weights} must match its recorded checksum")
     assert "run.resume=true run.skip_damaged=true goes on from the newest whole checkpoint" in said

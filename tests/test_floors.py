@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).parent.parent / "drafttrain"
 FLOORS = {
     "the package itself": [""],
     "below ground, what comes from outside": ["untrusted"],
-    "below ground": ["disk", "stopping"],
-    "ground": ["cache", "flash", "growing", "launched", "readout", "run", "terminal"],
+    "below ground": ["disk", "flock", "stopping"],
+    "ground": ["cache", "flash", "growing", "launched", "lock", "readout", "run", "terminal"],
     "ground, words": ["types"],
     "ground, tensors": [
         "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
@@ -22,6 +22,7 @@ FLOORS = {
     ],
     "ground, losses": ["chunked"],
     "ground, another interpreter": ["serving"],
+    "ground, what need not be installed": ["tensorboard"],
     "1, stations": ["data", "drafters", "engine", "report", "tracker"],
     "1, the target": ["target"],  # in pieces it needs the engine's DeepSpeed
     "2, joins": ["admit", "checkpoint", "decode"],
@@ -52,6 +53,7 @@ DOORS = {
     "omegaconf": {"config", "values"},
     "deepspeed": {"engine.deepspeed"},
     "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
+    "tensorboard": {"tensorboard"},
     "wandb": {"tracker"},
     "datasets": {"data.conversations"},
     "huggingface_hub": {"pretrained.hub", "export.hub"},

@@ -17,10 +17,11 @@ FILES = ("config.json", "model.safetensors", "README.md")
 PUSH = """
 import json, sys
 from pathlib import Path
-from drafttrain.export.hub import push
-folder, files, repo, private = json.loads(sys.argv[1])
+from drafttrain.export.hub import check_push, push
+folder, files, repo, private, early = json.loads(sys.argv[1])
 try:
-    print(json.dumps({"url": push(Path(folder), files, repo, private)}))
+    told = check_push(repo, private) if early else push(Path(folder), files, repo, private)
+    print(json.dumps({"url": told}))
 except ValueError as error:
     print(json.dumps({"error": str(error)}))
 """
@@ -62,7 +63,9 @@ def push_from_a_process(
         environment["HF_TOKEN"] = token
     if settings.get("offline"):
         environment["HF_HUB_OFFLINE"] = "1"
-    arguments = json.dumps([str(folder), FILES, repo, settings.get("private", False)])
+    arguments = json.dumps(
+        [str(folder), FILES, repo, *(settings.get(key, False) for key in ("private", "early"))]
+    )
     done = subprocess.run(
         [sys.executable, "-c", PUSH, arguments],
         env=environment,
@@ -123,7 +126,7 @@ def test_a_namespace_of_somebody_else_is_named(hub: Hub, folder: Path) -> None:
 def test_without_network_the_error_says_where_the_export_is(folder: Path) -> None:
     error = push_from_a_process(folder, "ada/x", "http://127.0.0.1:9")["error"]
     assert "http://127.0.0.1:9 cannot be reached" in error
-    assert f"the export is complete in {folder}" in error
+    assert f"the export is complete in {folder}: push it again with export.overwrite" in error
     error = push_from_a_process(folder, "ada/x", "http://127.0.0.1:9", offline=True)["error"]
     assert "needs the network, but HF_HUB_OFFLINE is set; unset it" in error
 
@@ -142,6 +145,25 @@ def test_a_name_that_the_hub_forbids_is_refused_before_anything_is_sent(
     error = push_from_a_process(folder, "ada/x--y..", hub.url)["error"]
     assert error.startswith("export.push=ada/x--y.. must be a valid user/repo:")
     assert hub.requests == []
+
+
+def test_what_a_push_needs_is_checked_before_anything_is_exported(hub: Hub, folder: Path) -> None:
+    """The token was looked for after the export, which then stood in the way of the next try."""
+    hub.repos["ada/open"] = Repo(private=False)
+    for told, said in (
+        ({"token": None}, "export.push=ada/x needs a token, got none; make a token with write"),
+        ({"token": "hf_expired"}, "does not accept this token"),
+        ({"token": "hf_other"}, "must name a repository of bob, whose token this is"),
+    ):
+        error = push_from_a_process(folder, "ada/x", hub.url, early=True, **told)["error"]  # type: ignore[arg-type]
+        assert said in error
+        assert "complete" not in error, "nothing was exported"
+    error = push_from_a_process(folder, "ada/open", hub.url, early=True, private=True)["error"]
+    assert "exists and is public, but export.private=true" in error
+    error = push_from_a_process(folder, "ada/x", "http://127.0.0.1:9", early=True)["error"]
+    assert error.endswith("push from a machine with network; nothing was exported yet")
+    assert push_from_a_process(folder, "ada/new", hub.url, early=True) == {"url": None}
+    assert list(hub.repos) == ["ada/open"], "nothing was created"
 
 
 def test_a_dry_run_lists_what_would_be_uploaded(folder: Path) -> None:

@@ -53,20 +53,23 @@ def hardware(**keys: Any) -> HardwareConfig:
 def test_as_many_ranks_are_started_as_there_are_gpus_or_as_asked(
     keys: dict[str, Any], gpus: int, ranks: int
 ) -> None:
-    assert ranks_to_start(hardware(**keys), {}, gpus) == ranks
+    assert ranks_to_start(hardware(**keys), {}, gpus, 8) == ranks
     if "ranks" not in keys:
-        assert ranks_to_start(hardware(**keys), STARTED, gpus) == 1, "already started"
+        assert ranks_to_start(hardware(**keys), STARTED, gpus, 8) == 1, "already started"
 
 
 def test_what_cannot_be_started_is_said() -> None:
     with pytest.raises(ValueError, match=r"hardware\.ranks must be at most 1, .* got 2; leave it"):
-        ranks_to_start(hardware(ranks=2), {}, 1)
+        ranks_to_start(hardware(ranks=2), {}, 1, 8)
     with pytest.raises(ValueError, match=r"hardware\.device must be cuda for hardware\.ranks=2"):
-        ranks_to_start(hardware(ranks=2, device="cuda:1"), {}, 8)
+        ranks_to_start(hardware(ranks=2, device="cuda:1"), {}, 8, 8)
     with pytest.raises(ValueError, match=r"hardware\.ranks must be auto, or 4 as the launcher"):
-        ranks_to_start(hardware(ranks=2, device="cpu"), STARTED, 0)
-    assert ranks_to_start(hardware(ranks=4, device="cpu"), STARTED, 0) == 1
-    assert ranks_to_start(hardware(ranks=8), {"RANK": "0", "WORLD_SIZE": "8"}, 8) == 1
+        ranks_to_start(hardware(ranks=2, device="cpu"), STARTED, 0, 8)
+    with pytest.raises(ValueError, match=r"hardware\.ranks must be at most 2 on a CPU, .* got 99;"):
+        ranks_to_start(hardware(ranks=99), {}, 0, 2)
+    assert ranks_to_start(hardware(ranks=3, threads=1), {}, 0, 2) == 3
+    assert ranks_to_start(hardware(ranks=4, device="cpu"), STARTED, 0, 8) == 1
+    assert ranks_to_start(hardware(ranks=8), {"RANK": "0", "WORLD_SIZE": "8"}, 8, 8) == 1
 
 
 def test_a_launcher_that_hardware_ranks_contradicts_is_named_in_one_line(
@@ -77,7 +80,7 @@ def test_a_launcher_that_hardware_ranks_contradicts_is_named_in_one_line(
     for key, value in (STARTED | {"RANK": "0"}).items():
         monkeypatch.setenv(key, value)
     for expected in (1, 0):  # the second rank to find it says nothing
-        assert cli.main(["train", "hardware=cpu", "hardware.ranks=2"]) == 1
+        assert cli.main(["train", "hardware=cpu", "hardware.ranks=2"]) == 2
         said = capfd.readouterr()
         assert said.out == ""
         assert said.err.count("error: hardware.ranks must be auto, or 4 as the") == expected
@@ -300,15 +303,30 @@ def test_sigterm_reaches_the_ranks_and_their_end_is_awaited(
     assert seconds < 15
 
 
-def test_ctrl_c_ends_all_once(ranks: Any, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(SAVES, ""), (STUBBORN, "interrupted again: the ranks were ended at once; there is no check")],
+)
+def test_ctrl_c_saves_what_sigterm_saves_and_a_second_one_ends_at_once(
+    code: str, said: str, ranks: Any
+) -> None:
+    code_of_ranks = code.replace("SIGTERM", "SIGINT").replace("143", "130")
+
     def send() -> None:
         while not (Path("ready0").exists() and Path("ready1").exists()):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
+        if code is STUBBORN:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=send, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        ranks("sys.excepthook = lambda *_: 0\n" + DIES)
+    got, text, seconds = ranks(code_of_ranks)
+    assert got == 130
+    assert text.startswith(said)
+    assert text.count("\n") == (1 if said else 0)
+    assert Path("saved0").exists() == Path("saved1").exists() == (code is SAVES)
+    assert seconds < 15
 
 
 @pytest.fixture
@@ -366,9 +384,26 @@ def test_slurms_script_captures_too(script: Any) -> None:
 def test_slurm_is_for_what_ranks_do_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", "drafter=ngram", "--slurm"]) == 2
     assert capsys.readouterr().err == "error: --slurm is for train, capture, got evaluate\n"
-    for wrong in ("2 nodes", "nodes=2 time=3", "$(reboot)"):
+    for wrong in ("2 nodes", "$(reboot)", "nodes=2,wrap=x", "n1", "exclusive,n2", "nodez=2"):
         assert cli.main(["train", f"--slurm={wrong}"]) == 2
-        assert capsys.readouterr().err.startswith("error: --slurm must be options of sbatch such")
+        said = capsys.readouterr().err
+        assert said.startswith("error: --slurm must be options of sbatch such")
+        assert said.count("\n") == 1
+    assert "did you mean nodes?" in said
+    for wrong in ("nodes=2 time=3", "comment=a\n#SBATCH --uid=0", "comment='a'", "comment=a#b"):
+        assert cli.main(["train", f"--slurm={wrong}"]) == 2
+        assert "must have a value on one line, without spaces" in capsys.readouterr().err
+    assert cli.main(["train", "--slurm=cpus-per-task=$(reboot)"]) == 2
+    assert "cpus-per-task must be a number" in capsys.readouterr().err
+
+
+def test_a_name_is_one_word_in_slurms_script_and_a_value_keeps_its_commas(script: Any) -> None:
+    text = script("run.name=my run --uid=0", "data.path=x", "--slurm=nodelist=n1,n2,exclusive")
+    lines = text.splitlines()
+    assert "#SBATCH --job-name=my_run_--uid_0" in lines
+    assert {"#SBATCH --nodelist=n1,n2", "#SBATCH --exclusive"} <= set(lines)
+    text = script("capture", "store.dir=f", "model.name='a\nsrun reboot'", "--slurm")
+    assert "#SBATCH --job-name=capture-a_srun_reboot" in text.splitlines()
 
 
 def test_help_explains_ranks_and_the_batch_script(capsys: pytest.CaptureFixture[str]) -> None:

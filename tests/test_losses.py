@@ -274,7 +274,7 @@ def test_what_cannot_be_a_loss_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_command_line_replaces_the_losses(family: str, tmp_path: Path) -> None:
+def test_the_command_line_replaces_the_losses(family: str) -> None:
     def told(*overrides: str) -> Any:
         return typed(compose("train", [f"drafter={family}", *overrides]), TrainConfig).drafter
 
@@ -284,6 +284,12 @@ def test_the_command_line_replaces_the_losses(family: str, tmp_path: Path) -> No
     (default,) = told().losses
     assert default == ("hard_cross_entropy" if family == "medusa" else "soft_cross_entropy")
     assert told(f"drafter.losses.{default}=0.25").losses == {default: 0.25}
+
+
+def test_losses_that_are_mistyped_are_answered() -> None:
+    def told(*overrides: str) -> Any:
+        return typed(compose("train", [*overrides]), TrainConfig)
+
     with pytest.raises(ValueError, match=r"drafter\.losses must be one of .*did you mean jsd\?"):
         told("drafter.losses={jsdd: 1}")
     with pytest.raises(UsageError, match=r"drafter\.losses\.jsd must be a number, got x"):

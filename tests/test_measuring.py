@@ -12,6 +12,7 @@ from tests_support import draft_model_dir
 from drafttrain.__main__ import main
 from drafttrain.evaluation import tune
 from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.record import keep, require_same
 
 PROMPTS = [
     {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
@@ -94,7 +95,7 @@ def test_a_draft_model_with_a_shorter_context_is_refused_before_decoding(
     place = tmp_path / "place"
     given = [f"run.dir={run}"] if not before else [f"run.dir={place}", *model_of(run), *QUICK]
     arguments = ["evaluate", *given, prompts_of(run), *SHORT, "eval.name=short"]
-    assert main([*arguments, *before, f"{key}={short}"]) == 1
+    assert main([*arguments, *before, f"{key}={short}"]) == 2
     told = capsys.readouterr().err
     assert "drafter=two_model has 20 positions" in told
     assert not place.exists()
@@ -115,6 +116,56 @@ def test_measurements_of_another_drafter_are_not_taken_up(run: Path, tmp_path: P
     one = marks("one", "drafter=ngram", "eval.temperatures=[0,1]")
     other = marks("other", "drafter=ngram", "eval.temperatures=[0,1]", "drafter.max_ngram=5")
     assert len(one | other) == 4  # nor of another point of the sweep
+
+
+def test_an_evaluation_is_not_replaced_by_one_of_other_settings_unless_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    shutil.copy(run.parent / "prompts.jsonl", prompts)
+    told = ["evaluate", f"run.dir={tmp_path / 'run'}", *model_of(run), *QUICK, *SHORT]
+    told += ["drafter=ngram", "eval.lossless_prompts=0", f"eval.prompts={prompts}"]
+    told += ["eval.name=one", "eval.blocks=1"]
+    place = tmp_path / "run/evaluations/one"
+    raw, report = place / "temperature0-batch1.measurements.jsonl", place / "report.json"
+    assert main(told) == 0
+    assert main(told) == 0  # the same again
+    before = raw.read_bytes(), report.read_bytes()
+
+    def refused(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main([*told, *arguments]) in (1, 2)
+        assert (raw.read_bytes(), report.read_bytes()) == before
+        return capsys.readouterr().err
+
+    assert refused("eval.prompts_per_task=1") == (
+        f"error: eval.prompts_per_task must be null as in {report}, which is there and is not "
+        "replaced by other measurements, got 1; keep both by eval.name=OTHER_NAME, or replace it "
+        "by eval.overwrite=true\n"
+    )
+    assert "drafter.max_ngram must be " in refused("drafter.max_ngram=5")
+    text = prompts.read_text()
+    prompts.write_text("".join(text.splitlines(keepends=True)[:1]))
+    assert "the prompts must be " in refused()
+    assert main([*told, "eval.name=other"]) == 0
+    assert (raw.read_bytes(), report.read_bytes()) == before
+    (place / "settings.json").unlink()
+    assert "with what settings it was measured is not recorded" in refused()
+    assert main([*told, "eval.overwrite=true"]) == 0
+    assert raw.read_bytes() != before[0]
+
+
+def test_a_choice_is_not_replaced_by_one_of_other_settings(tmp_path: Path) -> None:
+    tuned, settings = tmp_path / "tuned.json", {"tune.rounds": 2, "tune.depths": [1, 2]}
+    ways = "replace it by tune.overwrite=true"
+    require_same(tmp_path / "tune", tuned, settings, False, ways)
+    tuned.write_text("{}")
+    (tmp_path / "tune").mkdir()
+    keep(tmp_path / "tune", settings)
+    require_same(tmp_path / "tune", tuned, settings, False, ways)
+    require_same(tmp_path / "tune", tuned, {"tune.rounds": 3}, True, ways)
+    with pytest.raises(ValueError, match=r"^tune\.rounds must be 2 as in .*, got 3; replace it by"):
+        require_same(tmp_path / "tune", tuned, {"tune.rounds": 3}, False, ways)
 
 
 def test_a_lossy_rule_in_a_sweep_says_so_though_the_report_is_greedy(run: Path) -> None:
@@ -156,7 +207,7 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
     monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
     arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
-    assert main([*arguments, "eval.max_new_tokens=220"]) == 1
+    assert main([*arguments, "eval.max_new_tokens=220"]) == 2
     assert "eval.prompts: talk may need" in capsys.readouterr().err
 
 
@@ -180,10 +231,10 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.tuned=true"]
-    assert main(missing) == 1
+    assert main(missing) == 2
     assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
-    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=2"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1"]
     assert main(arguments) == 0
     tuned = json.loads((run / "tuned.json").read_text())
     assert set(tuned["batches"]) == {"1", "2"}

@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 import yaml
+from architectures import EXACT, SHAPE, build, model_config_of
 from memory_tracker import PeakBytes, bytes_of
 from rich.console import Console
 from tests_support import drafter_config
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from drafttrain.__main__ import main
 from drafttrain.config import PlanConfig, TrainConfig, choices, compose, load_choice, typed
@@ -26,7 +28,7 @@ from drafttrain.plan.activations import drafter_activations, feature_bytes, targ
 from drafttrain.plan.build import cost, host_of, memory_of, place
 from drafttrain.plan.drafter import drafter_parts
 from drafttrain.plan.memory import Sharding, training_bytes
-from drafttrain.plan.pages import pieces, printed, tables
+from drafttrain.plan.pages import headline, pieces, printed, tables
 from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
 from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
 from drafttrain.plan.throughput import Load
@@ -410,6 +412,34 @@ def test_plan_is_printed_in_100_columns_and_written(
         assert parts.pop("total") == pytest.approx(sum(parts.values()))
     assert "AdamW&#39;s moments" in (folder / "plan.html").read_text()
     assert "| total |" in (folder / "plan.md").read_text()
+    assert printed.startswith("Does NOT fit: ")
+    page = (folder / "plan.html").read_text()
+    assert data["headline"] in page
+    assert page.index("<svg") < page.index("<table"), "a picture first"
+    memory = [line for line in page.split("<h2>") if line.startswith("Memory of each")]
+    assert "target whole on each" in memory[0], "what was asked for comes first"
+
+
+def test_the_headline_says_fit_time_cost_and_speedup() -> None:
+    plan = planned("model=llama70b", "hardware=h100x8")
+    assert re.fullmatch(
+        r"Fits: 5\d\.\d GiB of the 79\.0 GiB of each h100, target sharded \(zero3\), "
+        r"deepspeed=none\. Training takes \d+\.\d h and \$\d+\. Serving 1 request is then "
+        r"\d\.\d\d times as fast at depth \d, predicted\.",
+        headline(plan),
+    ), headline(plan)
+
+
+def test_stored_features_hold_every_token_once_however_often_it_is_trained() -> None:
+    many = ["data=selfgen", "data.num_conversations=10", "data.max_length=100"]
+    plan = planned(*many, "trainer.max_steps=1000", "trainer.tokens_per_step=1000")
+    assert plan.job.trained_tokens == 1_000_000
+    assert plan.store_tokens == 1000
+    few = planned(*many, "trainer.max_steps=2", "trainer.tokens_per_step=100")
+    assert few.store_tokens == 200
+    assert planned(*many, "plan.tokens=77").store_tokens == 77
+    unknown = planned("data=jsonl", "data.path=x.jsonl", "trainer.max_steps=7")
+    assert unknown.store_tokens == unknown.job.trained_tokens
 
 
 @pytest.mark.parametrize("drafter", ["eagle", "medusa", "small_lm"])
@@ -609,6 +639,8 @@ def test_a_measured_run_says_which_share_of_the_peak_is_reached(tmp_path: Path) 
     arithmetic = cost(job, memory_of(job, PLAIN, "device")).speed
     assert 0 < share < 1
     assert arithmetic.tokens_per_s == pytest.approx(600.0, rel=0.1)
+    with pytest.raises(ValueError, match=r"plan\.measured must be the folder of a run, got .*/no,"):
+        measured_efficiency(tmp_path / "no", chip)
     with pytest.raises(ValueError, match=r"plan\.measured must be a run on the accelerator"):
         measured_efficiency(run, replace(chip, is_cpu=False, name="h100"))
     (run / "metrics.jsonl").write_text("")
@@ -692,7 +724,7 @@ def test_train_refuses_what_cannot_fit_and_says_so_before_the_hub_is_asked(
     monkeypatch.chdir(tmp_path)
     train = ["train", "model=random_70b", "hardware=cpu", "hardware.train_dtype=float32"]
     train += [f"run.dir={tmp_path / 'run'}"]
-    assert main(train) == 1
+    assert main(train) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: hardware must hold the run: it takes at least 2")
     assert "weights of model=random_70b 263 GiB" in said
@@ -738,13 +770,45 @@ def test_a_machines_memory_is_that_of_its_own_ranks(monkeypatch: pytest.MonkeyPa
     assert ranks_of(stated, chip) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma", "gemma3", "phi3", "olmo2", "stablelm", "cohere", "granite", "smollm3", "glm4"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_neox"),
+    ],
+)
+def test_every_accepted_architecture_is_planned(name: str, tmp_path: Path) -> None:
+    """Its layers are counted on the model itself."""
+    kind, changes = EXACT[name]
+    settings = CONFIG_MAPPING[kind](**SHAPE | changes)
+    settings.save_pretrained(tmp_path)
+    target = build(kind, changes)
+    shape = shape_of(model_config_of(path=str(tmp_path)))
+    assert shape.num_parameters == pytest.approx(target.num_parameters, rel=0.02)  # head's bias
+    layers = sum(weight.numel() for weight in target.decoder.layers.parameters())
+    assert shape.num_layers * shape.layer_parameters == pytest.approx(layers, rel=1e-4)
+    routed = name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    assert shape.layer is not None
+    assert (shape.layer.active < shape.layer.matrices) == routed
+    spec = shape.spec("x", None)
+    for size in ("hidden_size", "head_dim", "num_key_value_heads", "max_positions", "rope_theta"):
+        assert getattr(spec, size) == getattr(target.spec, size)
+
+
+def test_a_plan_of_another_form_than_llamas(tmp_path: Path) -> None:
+    CONFIG_MAPPING["gemma"](**SHAPE).save_pretrained(tmp_path)
+    plan = planned(f"model.path={tmp_path}")
+    assert plan.job.shape.architecture == "gemma"
+    assert plan.chosen.speed.tokens_per_s > 0
+
+
 def test_a_target_of_an_unknown_form_is_trained_unplanned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 9}))
     config = typed(compose("train", [f"model.path={tmp_path}", "hardware=cpu"]), TrainConfig)
     (line,) = foresee(config)
     assert line.startswith("plan: none, ")
-    assert "must be of llama, mistral, qwen2, qwen3 to be planned, got mamba" in line
-    with pytest.raises(UnknownShapeError, match="to be planned, got mamba"):
+    assert "(mamba) cannot be a target: it keeps a recurrent state" in line
+    with pytest.raises(UnknownShapeError, match=r"\(mamba\) cannot be a target"):
         planned(f"model.path={tmp_path}")
 
 

@@ -174,7 +174,7 @@ def test_a_torn_weight_file_is_named(folder: Path) -> None:
 
 def test_an_unreadable_configuration_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config.json must be valid JSON"):
         load_config(model_config(path=str(folder)))
 
 
@@ -188,10 +188,11 @@ def test_a_configuration_that_contradicts_itself_is_one_error(folder: Path) -> N
 
 def test_weights_that_do_not_fit_the_configuration_are_not_drawn_at_random(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=5)
-    with pytest.raises(ValueError, match=r"must fit config.json; missing or of another .*layers.4"):
+    with pytest.raises(ValueError, match=r"must fit config.json; missing: model.layers.4"):
         load(model_config(path=str(folder)))
     edit_config(folder, num_hidden_layers=4, intermediate_size=32)
-    with pytest.raises(ValueError, match=r"model.path=\S+: the weights"):
+    shapes = r"of another shape: \S+\.mlp\.down_proj\.weight is \[32, 64\] instead of \[32, 32\]"
+    with pytest.raises(ValueError, match=rf"model.path=\S+: the weights must fit .*{shapes}"):
         load(model_config(path=str(folder)))
 
 

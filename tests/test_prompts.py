@@ -17,6 +17,7 @@ from drafttrain.data.prompts import (
     read_prompts,
     sha256_of,
 )
+from drafttrain.data.skips import NothingUsable
 
 
 def prompt(text: str, task: str = "math") -> Prompt:
@@ -95,6 +96,10 @@ def test_unusable_lines_are_counted_and_named_by_line(tmp_path: Path):
     assert report.examples["an empty prompt"] == [f"{path}:4 (no turns)", f"{path}:5 (turn 2)"]
     assert report.examples["an id seen before"] == [f"{path}:11 ('1' is at {path}:1)"]
     assert report.lines()[0] == "skipped 10 of 11 prompts:"
+    error = NothingUsable("x must hold prompts, got none", report, "correct what is named here")
+    assert "\n" not in str(error)
+    assert str(error).startswith("x must hold prompts, got none (skipped 10 of 11 prompts: ")
+    assert str(error).endswith("); correct what is named here")
 
 
 def test_ids_that_no_report_could_print_are_counted_and_named(tmp_path: Path):

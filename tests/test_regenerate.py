@@ -86,8 +86,15 @@ def same(one: list[Sample], other: list[Sample]) -> bool:
     )
 
 
-@pytest.mark.parametrize("template", [None, SHORT])
-@pytest.mark.parametrize("answer_temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("answer_temperature", "template"),
+    [
+        (0.0, None),
+        (0.9, SHORT),
+        pytest.param(0.0, SHORT, marks=pytest.mark.slow),
+        pytest.param(0.9, None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_writes_what_each_conversation_is_alone(
     target: Target, config: SelfgenConfig, answer_temperature: float, template: str | None
 ) -> None:
@@ -126,7 +133,7 @@ def test_answers_end_by_themselves_or_at_the_limit(target: Target, config: Selfg
 
 def test_the_batch_size_changes_nothing(target: Target, config: SelfgenConfig) -> None:
     samples, _ = selfgen(target, config, show=False)
-    for batch_size in (1, 7, 18):
+    for batch_size in (1, 7):
         folder = f"{config.cache_dir}_{batch_size}"
         again = replace(config, batch_size=batch_size, cache_dir=folder)
         assert same(selfgen(target, again, show=False)[0], samples)

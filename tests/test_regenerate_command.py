@@ -20,6 +20,7 @@ import yaml
 from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
+from drafttrain import lock
 from drafttrain.chance import SeededChance
 from drafttrain.data.asked import Asked, read_asked
 from drafttrain.data.chat import encode, prompt_tokens
@@ -307,14 +308,34 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
         run(out, asked, local(target, config), config)
 
 
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_file_nor_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
+    config, out = settings(), tmp_path / "out.jsonl"
+    with Answers(out, config.identity()):
+        header = out.with_suffix(".settings.json")
+        header.unlink()  # as before the first has written it
+        with (
+            pytest.raises(
+                ValueError, match=r"^regenerate\.out must .* which is held by regenerate"
+            ),
+            Answers(out, config.identity() | {"seed": 17}),
+        ):
+            pass
+        assert not header.exists()
+
+
+def test_answers_that_are_still_written_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 0.0)
     config, out = settings(), tmp_path / "out.jsonl"
     with (
         Answers(out, config.identity()),
-        pytest.raises(ValueError, match="is being written by another process"),
-        Answers(out, config.identity()),
+        pytest.raises(ValueError, match=r"^data\.path must .* which is held by regenerate"),
     ):
-        pass
+        read(data(out))
 
 
 # An endpoint

@@ -22,9 +22,12 @@ from drafttrain.report import (
     VerdictSettings,
     build_report,
     summary_table,
+    sweep_point,
     write_report,
 )
 from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
+from drafttrain.report.plots import bounds
 from drafttrain.report.repetition import repeated_tokens
 from drafttrain.report.statistics import Resampling, collect, interval
 from drafttrain.report.wording import estimate, speed
@@ -253,7 +256,7 @@ def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied:
 def test_interval_is_one_point_when_all_prompts_are_alike():
     results = [
         measured(method, prompt_id, drafts)
-        for prompt_id in "abc"
+        for prompt_id in "abcde"
         for method, drafts in (("autoregressive", None), ("eagle3", [(2, 1)] * 5))
     ]
     row = report_of(results)["summary"]
@@ -296,6 +299,146 @@ def test_a_handicapped_baseline_is_flagged_and_a_fair_one_is_not(varied: dict[st
     flags = report_of(slow)["flags"]
     assert {flag["kind"] for flag in flags} == {"handicapped_baseline"}
     assert {flag["row"] for flag in flags} >= {"eagle3: all", "eagle3: math", "ngram: coding"}
+
+
+def disturbed_prompts(names: tuple[str, ...], times: float = 12.0) -> list[PromptResult]:
+    """Of 30 prompts, something else ran while plain decoding decoded these."""
+    return [
+        replace(result, stats=replace(result.stats, verify_s=times * result.stats.verify_s))
+        if result.method == "autoregressive" and result.prompt_id in names
+        else result
+        for result in many_prompts()
+    ]
+
+
+def test_a_disturbed_timing_moves_no_estimate(varied: dict[str, Any]):
+    """Two plain passes of 30 took 12 times as long: 2.6 times as fast, by all that was timed."""
+    report = report_of(disturbed_prompts(("prompt 4", "prompt 11")))
+    told, sound = report["summary"]["speedup"], varied["summary"]["speedup"]
+    assert told["value"] == pytest.approx(sound["value"], rel=0.02)
+    assert told["ci95"] == pytest.approx(sound["ci95"], rel=0.05)
+    assert told["num_disturbed"] == 2
+    assert sound["num_disturbed"] == 0
+    (flag,) = (f for f in report["flags"] if f["row"] == "eagle3: all" and f["kind"] == "disturbed")
+    assert flag["text"].startswith("2 of 30 prompts took more than 4 times as long by one method")
+    raw = [row for row in report["measurements"] if row["disturbed"]]
+    assert {(row["method"], row["prompt_id"]) for row in raw} == {
+        ("autoregressive", "prompt 4"), ("autoregressive", "prompt 11"),
+    }  # fmt: skip
+
+
+def test_a_task_of_disturbed_timings_is_no_verdict_to_speculate():
+    report = report_of(disturbed_prompts(("prompt 4", "prompt 6")))  # both of task math
+    assert report["verdicts"]["math"]["decision"] == "marginal"
+    assert report["verdicts"]["math"]["disturbed"]
+    assert report["verdicts"]["math"]["statement"].endswith("but its timings were disturbed.")
+    assert report["verdicts"]["coding"]["decision"] == "speculate"
+
+
+def test_blocks_that_disagree_are_flagged_and_no_verdict_to_speculate():
+    """The whole machine was slow for the plain loop in two blocks of five, not on one prompt."""
+    results = [
+        replace(result, stats=replace(result.stats, verify_s=2.5 * result.stats.verify_s))
+        if result.method == "autoregressive" and result.block in (1, 3, 4)
+        else replace(result, stats=replace(result.stats, verify_s=1.7 * result.stats.verify_s))
+        if result.method == "eagle3"
+        else result
+        for result in many_prompts()
+    ]
+    report = report_of(results)
+    blocks = report["summary"]["speedup"]["blocks"]
+    assert min(blocks) < 1.05 < 1.5 * min(blocks) < max(blocks)
+    (flag,) = (
+        f for f in report["flags"] if f["kind"] == "blocks_disagree" and "eagle3" in f["row"]
+    )
+    assert re.match(r"the timing blocks disagree, \d\.\d\d to \d\.\d\d times as fast", flag["text"])
+    assert report["verdicts"]["all"]["decision"] == "marginal"
+    assert "but its timings were disturbed" in report["verdict"]
+
+
+def test_a_long_context_that_slows_every_method_is_no_disturbance():
+    results = [
+        replace(result, stats=replace(result.stats, verify_s=20 * result.stats.verify_s))
+        if result.prompt_id == "prompt 4"
+        else result
+        for result in many_prompts()
+    ]
+    assert report_of(results)["summary"]["speedup"]["num_disturbed"] == 0
+
+
+def test_two_prompts_have_no_interval_and_the_pages_say_so(tmp_path: Path):
+    report = report_of(two_prompts())
+    assert report["summary"]["speedup"]["ci95"] is None
+    assert "(too few prompts for an interval)" in report["verdict"]
+    assert "1.43 [too few]" in markdown(report)
+    page = html(report)
+    assert '<span class="range">too few</span>' in page
+    assert "too few prompts for an interval; predicted" in page
+
+
+def test_every_page_shows_the_drafter_at_the_depth_of_the_headline(tmp_path: Path):
+    """The headline was of depth 2, the tile, plots and table of depth 4."""
+    asked, faster = many_prompts(), many_prompts()
+    faster = [
+        replace(result, stats=replace(result.stats, verify_s=result.stats.verify_s / 1.25))
+        if result.method == "eagle3"
+        else result
+        for result in faster
+    ]
+    settings: dict[str, Any] = {"drafter": "eagle3", "temperature": 0.0, "batch_size": 1}
+    points = [
+        sweep_point(results, depth=depth, **settings, resamples=100, seed=0)
+        for depth, results in ((4, asked), (2, faster))
+    ]
+    report = report_of(asked, sweep=points, depth=4)
+    value = points[1]["summary"]["speedup"]["value"]
+    assert value > 1.1 * report["summary"]["speedup"]["value"]
+    assert report["verdict"].startswith(
+        f"Speculate at depth 2, the fastest of 2, 4: tiny decodes {value:.2f} times as fast"
+    )
+    page, text = html(report), markdown(report)
+    assert f'Speedup</p><p class="value">{value:.2f}<small>' in page
+    assert "depth 2, the fastest of 2, 4 (ngram drafts at 4)" in page
+    assert "Depth 2, the fastest of 2, 4 (ngram drafts at 4); temperature" in text
+    row = next(line for line in text.split("**eagle3**")[1].splitlines() if "| all |" in line)
+    assert estimate(points[1]["summary"]["speedup"]) in row
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary_table(report))
+    assert "depth 2, the fastest of 2, 4" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert report["beats_ngram"]["statement"].endswith("Both at depth 4.")
+
+
+def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
+    odd = "a|b\n# c\n<script>x</script>\u202e\ud800"
+    results = [
+        replace(result, task=odd, prompt_id=odd + result.prompt_id) for result in two_prompts()
+    ]
+    report = report_of(results, target=odd, prompts={"source": odd}, notes=[odd])
+    write_report(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["target"] == odd
+    for name in ("report.md", "report.html"):
+        text = (tmp_path / name).read_text()
+        assert "<script>x" not in text, name
+        assert "\u202e" not in text, name
+    assert "\n# c" not in (tmp_path / "report.md").read_text()
+
+
+def test_ordinary_ties_of_a_narrow_dtype_are_not_red():
+    results = [
+        replace(result, tokens=(99, *result.tokens[1:])) if result.method == "eagle3" else result
+        for result in many_prompts()
+    ]
+    report = report_of(results, timing=TimingInfo("bfloat16", 2, 5, "cpu"))
+    page = html(report)
+    assert "Good to know" in page
+    assert "rounding decides between two tokens that are nearly tied" in page
+    assert "Read with care" not in page
+    assert "Read with care" in html(report_of(disturbed_prompts(("prompt 4",))))
+
+
+def test_one_wide_interval_does_not_squeeze_the_others():
+    assert bounds([1.0, 1.2, 1.3], [0.9, 1.4, 40.0]) == pytest.approx((0.9, 1.495))
+    assert bounds([1.0, 1.2, 1.3], [1.1, 1.4]) == pytest.approx((1.0, 1.4))
 
 
 def test_flags_name_what_weakens_a_report():
@@ -349,7 +492,7 @@ def test_a_report_of_nothing_has_nulls_and_no_nan(tmp_path: Path):
 def test_zero_accepted_tokens_give_length_one_and_no_conditional_beyond():
     results = [
         measured(method, prompt_id, None if method == "autoregressive" else [(2, 0)] * 9)
-        for prompt_id in "ab"
+        for prompt_id in "abcde"
         for method in ("autoregressive", "eagle3")
     ]
     row = report_of(results)["summary"]
@@ -596,7 +739,7 @@ def test_the_terminal_table_fits_80_columns_and_has_every_row():
         "coding",
         "all, eagle3",
         "all, ngram",
-        "Lossless: rule greedy is lossless",
+        "Lossless: rule: greedy (lossless)",
     ):
         assert words in text
     assert "2 of 2 greedy outputs identical" in " ".join(text.split())

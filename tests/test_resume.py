@@ -44,10 +44,6 @@ def lives(
     return seen
 
 
-def test_a_run_killed_thrice_goes_on_to_the_bit(tmp_path: Path) -> None:
-    lives("kill", tmp_path, 3, 1, 0, ("trainer.max_steps=18",))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_at_twenty_instants_goes_on_to_the_bit(ranks: int, tmp_path: Path) -> None:

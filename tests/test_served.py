@@ -189,7 +189,7 @@ def test_an_interpreter_without_vllm_is_named_before_anything_is_loaded(
     ):
         if python == "null" and importlib.util.find_spec("vllm"):
             continue
-        assert main([*call, f"vllm.python={python}"]) == 1
+        assert main([*call, f"vllm.python={python}"]) == 2
         assert re.match(f"error: {said}", capsys.readouterr().err)
     with_vllm = tmp_path / "with"
     with_vllm.write_text(f"#!/bin/sh\necho {HAS_VLLM}\n")

@@ -322,7 +322,9 @@ def test_fewer_positions_can_be_asked_for_but_not_more(llama: Target, tmp_path: 
     fewer = dataclasses.replace(model_config(folder), max_positions=16)
     assert load_target(fewer, torch.float32, "cpu").spec.max_positions == 16
     more: ModelConfig = dataclasses.replace(fewer, max_positions=65)
-    with pytest.raises(ValueError, match=r"model.max_positions must be at most 64, what model=tin"):
+    with pytest.raises(
+        ValueError, match=r"model.max_positions must be at most 64 \(what model=tin"
+    ):
         load_target(more, torch.float32, "cpu")
 
 

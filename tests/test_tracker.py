@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from drafttrain.tracker import (
     JsonlTrackerConfig,
+    TensorboardConfig,
     Tracker,
     WandbConfig,
     open_tracker,
@@ -29,7 +31,13 @@ def jsonl(folder: Path, resume_step: int | None = None, is_main: bool = True) ->
 
 def wandb_choice(mode: str = "offline", project: str = "drafttrain") -> WandbConfig:
     return WandbConfig(
-        name="wandb", project=project, entity=None, mode=mode, tags=["tiny"], group=None
+        name="wandb",
+        project=project,
+        entity=None,
+        mode=mode,
+        tags=["tiny"],
+        group=None,
+        artifacts=True,
     )
 
 
@@ -126,7 +134,11 @@ def test_wrong_settings_are_refused() -> None:
 
 def test_the_yaml_choices_have_exactly_the_fields() -> None:
     conf = Path(__file__).parents[1] / "conf/tracker"
-    for file, cls in (("none", JsonlTrackerConfig), ("wandb", WandbConfig)):
+    for file, cls in (
+        ("none", JsonlTrackerConfig),
+        ("wandb", WandbConfig),
+        ("tensorboard", TensorboardConfig),
+    ):
         values = yaml.safe_load((conf / f"{file}.yaml").read_text())
         assert values.pop("_target_") == f"drafttrain.tracker.{cls.__name__}"
         assert cls(**values).name == file
@@ -237,3 +249,80 @@ def test_a_mirror_that_cannot_start_is_an_error_that_says_what_to_do(
     expected = r"tracker=wandb could not start with tracker.mode=auto: .*40.*use tracker.mode=off"
     with pytest.raises(ValueError, match=expected):
         open_tracker(wandb_choice("auto"), tmp_path, config=CONFIG, resume_step=None, is_main=True)
+
+
+def report_files(folder: Path) -> list[Path]:
+    place = folder / "evaluations" / "default"
+    place.mkdir(parents=True)
+    for name in ("report.json", "report.md", "report.html"):
+        (place / name).write_text(f"<svg>{name}</svg>")
+    return sorted(place.iterdir())
+
+
+def test_reports_and_drafters_are_artifacts_and_pages_can_be_looked_at(tmp_path: Path) -> None:
+    files = report_files(tmp_path)
+    tracker = open_tracker(wandb_choice(), tmp_path, config=CONFIG, resume_step=None, is_main=True)
+    tracker.keep("report/default", "report", files)
+    (tmp_path / "drafter.safetensors").write_bytes(b"weights")
+    tracker.keep("drafter-a b", "drafter", [tmp_path / "drafter.safetensors"])
+    tracker.table("odd", ["name"], [["a\nb\u202e"]])
+    tracker.finish()
+    place = (tmp_path / "wandb/latest-run").resolve()
+    (file,) = place.glob("*.wandb")
+    _, history, _ = mirrored(file)
+    assert any(row.get("report/default/_type") == "html-file" for row in history)
+    found = {r.artifact.name: r.artifact for r in records(file) if r.HasField("artifact")}
+    kept = {name: artifact.type for name, artifact in found.items() if "run-" not in name}
+    assert kept == {"report-default": "report", "drafter-a-b": "drafter"}
+    listed = [entry.path for entry in found["report-default"].manifest.contents]
+    assert sorted(listed) == ["report.html", "report.json", "report.md"]
+    (entry,) = found["drafter-a-b"].manifest.contents
+    assert entry.local_path == str(tmp_path / "drafter.safetensors"), "no copy of the weights"
+    tables = [json.loads(file.read_text()) for file in place.glob("files/media/table/*.json")]
+    assert tables[0]["data"] == [["a b\\u202e"]]
+
+
+def tensorboard(folder: Path, resume_step: int | None = None, append: bool = False) -> Tracker:
+    return open_tracker(
+        TensorboardConfig(name="tensorboard"),
+        folder,
+        config=CONFIG,
+        resume_step=resume_step,
+        is_main=True,
+        append=append,
+    )
+
+
+def test_tensorboard_has_every_curve_once_and_the_reports_text(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = tensorboard(tmp_path)
+    for step in (10, 20, 30):
+        first.log(step, {"train/loss": 100.0 / step})
+    first.finish()
+    resumed = tensorboard(tmp_path, resume_step=20)
+    resumed.log(30, {"train/loss": 7.0})
+    resumed.table("validation", ["prompt", "length"], [["a|b", 1.5], ["c", None]])
+    resumed.keep("report/default", "report", report_files(tmp_path))
+    resumed.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert curve == [(10, 10.0), (20, 5.0), (30, 7.0)]
+    texts = {
+        tag.removesuffix("/text_summary"): events.Tensors(tag)[0].tensor_proto.string_val[0]
+        for tag in events.Tags()["tensors"]
+    }
+    assert texts["validation"] == b"| prompt | length |\n| --- | --- |\n| a\\|b | 1.5 |\n| c |  |"
+    assert texts["report/default"] == b"<svg>report.md</svg>"
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 30, 30]
+
+
+def test_without_the_package_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match=r"tracker=tensorboard needs .*drafttrain\[tensorboard\]"):
+        tensorboard(tmp_path)

@@ -142,4 +142,4 @@ def test_costs_are_measured_for_every_cell(name: str, tiny_target_dir: Path) -> 
 def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
     values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
     with pytest.raises(ValueError, match=message):
-        TuneConfig(**{**values, "rounds": 1, "measure": True, **changes})
+        TuneConfig(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})

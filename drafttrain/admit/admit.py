@@ -25,6 +25,7 @@ from drafttrain.admit.tokens import compare_tokenizers
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.pretrained import files
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import shown
 
 FAMILIES = {
     EAGLE3: "eagle3",
@@ -101,17 +102,19 @@ def admit(
         complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
     if folder.config.get("quantization_config"):
         complaints.append("quantization_config must be absent: quantised heads cannot be read")
-    try:
-        reading = _read(folder, recognised.kind, base, spec, config.layers)
-        drafter, wrong = _describe(reading)
-        complaints += reading.complaints + wrong
-    except Unfit as unfit:
-        complaints += unfit.complaints
-    if complaints:
-        raise ValueError(
-            f"drafter.path={config.path} ({recognised}) does not fit {spec.name}: "
-            f"{'; '.join(complaints)}"
-        )
+    # Once by the headers, so that nothing is loaded that does not fit, and then with the weights.
+    for held in (folder.outline(), folder):
+        try:
+            reading = _read(held, recognised.kind, base, spec, config.layers)
+            drafter, wrong = _describe(reading)
+            complaints += reading.complaints + wrong
+        except Unfit as unfit:
+            complaints += unfit.complaints
+        if complaints:
+            raise ValueError(
+                f"drafter.path={config.path} ({recognised}) does not fit {spec.name}: "
+                f"{'; '.join(complaints)}"
+            )
     tensors = {
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in reading.tensors.items()
@@ -172,7 +175,7 @@ def _check_tensors(reading: Reading, expected: dict[str, tuple[int, ...]]) -> li
         ),
         *_listed(
             "not finite",
-            [name_of(name) for name in both if not bool(found[name].isfinite().all())],
+            [n for n in both if not found[n].is_meta and not bool(found[n].isfinite().all())],
         ),
         *_listed("not of real numbers", [name_of(n) for n in both if not _real(n, found[n])]),
     ]
@@ -187,11 +190,13 @@ def _listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{what}: {', '.join(names[:SHOWN])}{more}"]
+    return [f"{what}: {', '.join(shown(name) for name in names[:SHOWN])}{more}"]
 
 
 def _origin(config: dict[str, Any]) -> list[str]:
     """Return a note on the target that the directory names, which nobody can verify from here."""
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    named = verifier.get("name_or_path") or config.get("base_model_name_or_path")
-    return [f"its config.json says that it was trained for {named}"] if named else []
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    named = named or config.get("base_model_name_or_path")
+    return [f"its config.json says that it was trained for {shown(named)}"] if named else []

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.admit.folder import Folder
+from drafttrain.admit.values import MAX_HEADS, MAX_POSITIONS, MAX_WIDTH, Values, is_number
 from drafttrain.drafters.base import DrafterConfig
-from drafttrain.drafters.eagle import EagleConfig
+from drafttrain.drafters.eagle import EagleConfig, rescaled
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.shape import ROPE_SCALINGS
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import shown
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # one layer of theirs computes the same
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -55,32 +57,39 @@ def read_eagle3(
 
     `layers` overrides what the file says about captured layers. Raises Unfit.
     """
-    top = folder.config
-    speculators = "speculators_model_type" in top
-    raw = top.get("transformer_layer_config") if speculators else top
-    nested = top.get("eagle_config") or {}
-    if not isinstance(raw, dict) or not isinstance(nested, dict):
+    top = Values(folder.config)
+    speculators = "speculators_model_type" in top.raw
+    raw = top.raw.get("transformer_layer_config") if speculators else top.raw
+    nested = Values(top.mapping("eagle_config"), top.complaints)
+    if not isinstance(raw, dict) or top.complaints:
         raise Unfit(["config.json's transformer_layer_config and eagle_config must be objects"])
     prefix = "layers.0." if any(n.startswith("layers.0.") for n in folder.names) else "midlayer."
-    settings = _layer(raw, folder.names, prefix, qwen3_norms=speculators)
-    if nested.get("use_aux_hidden_state") is False:
+    layer = Values(raw, top.complaints)
+    settings = _layer(layer, folder.names, prefix, qwen3_norms=speculators)
+    if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
-    vocab, hidden = raw["vocab_size"], raw["hidden_size"]
-    read_width = top.get("target_hidden_size") or hidden
-    ids, notes = _layer_ids(top, nested, spec, layers)
+    vocab, hidden = layer.vocabulary("vocab_size"), layer.integer("hidden_size", MAX_WIDTH)
+    read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
+    draft_vocab = top.vocabulary("draft_vocab_size", vocab, vocab)
+    ids, notes = _layer_ids(top.raw, nested.raw, spec, layers)
+    # Absent, vLLM takes it for true in speculators' format and for false in the native one.
+    before_residual = top.flag("norm_before_residual", speculators)
+    before_fc = (nested if "norm_before_fc" in nested.raw else top).flag("norm_before_fc", False)
+    fc_norm, norm_output = top.flag("fc_norm", False), top.flag("norm_output", False)
+    if top.complaints:
+        raise Unfit(top.complaints)
     config = replace(
         base,
         **settings,
         layers=ids,
         hidden_size=hidden,
         own_embedding="embed_tokens.weight" in folder.names or read_width != hidden,
-        # Absent, vLLM takes it for true in speculators' format and for false in the native one.
-        norm_before_residual=bool(top.get("norm_before_residual", speculators)),
-        norm_before_fc=bool(nested.get("norm_before_fc", top.get("norm_before_fc", False))),
-        fc_norm=bool(top.get("fc_norm", False)),
-        norm_output=bool(top.get("norm_output", False)),
+        norm_before_residual=before_residual,
+        norm_before_fc=before_fc,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
     )
-    if speculators and "norm_before_residual" not in top:
+    if speculators and "norm_before_residual" not in top.raw:
         notes.append(
             "norm_before_residual is absent and taken as true, as vLLM does; speculators itself "
             "takes false: write into config.json what it was trained with"
@@ -105,13 +114,15 @@ def read_eagle3(
         if not 0 <= layer <= spec.num_layers
     ]
     fused = tensors.get("fc.weight")
-    fused_layers, rest = divmod(fused.shape[-1], read_width) if fused is not None else (len(ids), 0)
+    fused_layers, rest = len(ids), 0
+    if fused is not None and fused.dim():
+        fused_layers, rest = divmod(fused.shape[-1], read_width)
     if fused_layers != len(ids) and not rest:
         reading.complaints.append(
             f"fc.weight fuses {fused_layers} layers, but {len(ids)} are named ({ids}); name "
             "those it was trained on, drafter.layers=[...]"
         )
-    _reduced_vocabulary(reading, top.get("draft_vocab_size") or vocab, vocab)
+    _reduced_vocabulary(reading, draft_vocab, vocab)
     return reading
 
 
@@ -120,16 +131,23 @@ def read_eagle(folder: Folder, base: EagleConfig, spec: TargetSpec) -> Reading:
 
     A bias of fc, published ones have it, is computed with. Raises Unfit.
     """
-    raw = folder.config
+    raw = Values(folder.config)
+    settings = _layer(raw, folder.names, "layers.0.", qwen3_norms=False)
+    bias = raw.flag("bias", False)
+    vocab, hidden = raw.vocabulary("vocab_size"), raw.integer("hidden_size", MAX_WIDTH)
+    if raw.complaints:
+        raise Unfit(raw.complaints)
     config = replace(
         base,
-        **_layer(raw, folder.names, "layers.0.", qwen3_norms=False),
-        fc_bias="fc.bias" in folder.names or raw.get("bias") is True,
+        **settings,
+        fc_bias="fc.bias" in folder.names or bias,
         own_embedding="embed_tokens.weight" in folder.names,
     )
-    vocab, hidden = raw["vocab_size"], raw["hidden_size"]
     declared = replace(spec, vocab_size=vocab, hidden_size=hidden)
-    return Reading(config, declared, folder.tensors(), {}, misfits(spec, vocab, hidden))
+    tensors = folder.tensors()
+    if not config.own_embedding:
+        tensors = rescaled(tensors, 1 / spec.embedding_scale)
+    return Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
 
 
 def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
@@ -146,86 +164,83 @@ def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
     return complaints
 
 
-def positive(raw: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
-    """Return a complaint for every key that is no positive integer."""
-    return [
-        f"config.json's {key} must be an integer of at least 1, got {raw.get(key)!r}"
-        for key in keys
-        if not (type(raw.get(key)) is int and raw[key] >= 1)
-    ]
-
-
-def _layer(
-    raw: dict[str, Any], names: frozenset[str], prefix: str, qwen3_norms: bool
-) -> dict[str, Any]:
+def _layer(values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool) -> dict[str, Any]:
     """Return the settings of the decoder layer; Unfit names every key that cannot be followed."""
-    complaints = positive(
-        raw, ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-    )
-    model_type = raw.get("model_type") or "llama"
+    hidden = values.integer("hidden_size", MAX_WIDTH)
+    intermediate = values.integer("intermediate_size", MAX_WIDTH)
+    heads = values.integer("num_attention_heads", MAX_HEADS)
+    values.vocabulary("vocab_size")
+    model_type = values.raw.get("model_type") or "llama"
     if model_type not in MODEL_TYPES:
-        complaints.append(
-            f"config.json's model_type must be one of {', '.join(MODEL_TYPES)}, got {model_type}"
+        values.complaints.append(
+            f"config.json's model_type must be one of {', '.join(MODEL_TYPES)}, "
+            f"got {shown(model_type)}"
         )
-    for key, wanted in (
-        ("num_hidden_layers", 1),
-        ("hidden_act", "silu"),
-        ("mlp_bias", False),
-        ("logit_scale", 1.0),
-    ):
-        got = raw.get(key)
-        if got is not None and got != wanted:
-            complaints.append(f"config.json's {key} must be {wanted}, got {got}")
-    theta, scaling, unknown = _rope(raw)
-    complaints += unknown
-    if complaints:
-        raise Unfit(complaints)
-    heads = raw["num_attention_heads"]
+    values.exactly("num_hidden_layers", 1)
+    values.exactly("hidden_act", "silu")
+    values.exactly("mlp_bias", False)
+    values.exactly("logit_scale", 1.0)
+    theta, scaling = _rope(values)
     # SafeAILab's name for it, in drafters of Qwen2.
-    bias = bool(raw.get("attention_bias") or raw.get("qkv_bias"))
+    bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)
     norms = f"{prefix}self_attn.q_norm.weight" in names
-    return {
-        "intermediate_size": raw["intermediate_size"],
+    settings = {
+        "intermediate_size": intermediate,
         "num_attention_heads": heads,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
-        "rms_norm_eps": float(raw.get("rms_norm_eps") or 1e-6),
+        "num_key_value_heads": values.integer("num_key_value_heads", MAX_HEADS, heads),
+        "head_dim": values.integer("head_dim", MAX_HEADS, max(1, hidden // heads)),
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "attention_bias": bias,
         "attention_output_bias": bias and f"{prefix}self_attn.o_proj.bias" in names,
         "qk_norm": model_type == "qwen3" and (norms or qwen3_norms),
     }
+    if values.complaints:
+        raise Unfit(values.complaints)
+    return settings
 
 
-def _rope(raw: dict[str, Any]) -> tuple[float, dict[str, Any] | None, list[str]]:
+def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:
     """Return base and scaling of the rotary positions: Transformers 5's spelling, else 4's."""
-    given = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = given.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    raw, complaints = values.raw, values.complaints
+    given = dict(values.mapping("rope_parameters") or values.mapping("rope_scaling"))
+    theta = values.number("rope_theta", 10000.0)
+    theta = Values(given, complaints).number("rope_theta", theta)
+    given.pop("rope_theta", None)
     kinds = given.pop("rope_type", None), given.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
     share = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
-    complaints = []
     if share != 1.0:
-        complaints.append(f"config.json's partial_rotary_factor must be 1.0, got {share}")
+        complaints.append(f"config.json's partial_rotary_factor must be 1.0, got {shown(share)}")
     if kind == "default":
-        return float(theta), None, complaints
+        return theta, None
     if kind not in ROPE_SCALINGS:
         complaints.append(
             f"config.json's rope_type must be one of default, {', '.join(ROPE_SCALINGS)}, "
-            f"got {kind}"
+            f"got {shown(kind)}"
         )
     if kind != "linear" and raw.get("max_position_embeddings"):
-        given.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+        positions = values.integer("max_position_embeddings", MAX_POSITIONS)
+        given.setdefault("original_max_position_embeddings", positions)
     needed = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
     llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for key in needed.get(kind, llama3 if kind == "llama3" else ()):
-        if not isinstance(given.get(key), int | float):
+    for key in needed.get(str(kind), llama3 if kind == "llama3" else ()):
+        if not is_number(given.get(key)) or given[key] <= 0:
             complaints.append(
                 f"config.json's rope_scaling must hold {key} for rope_type {kind}, "
-                f"got {given.get(key)!r}"
+                f"got {shown(repr(given.get(key)))}"
             )
-    return float(theta), {"rope_type": kind, **given}, complaints
+    for key, value in given.items():
+        if value is not None and not isinstance(value, bool) and not is_number(value):
+            complaints.append(
+                f"config.json's rope_scaling must hold numbers, got {shown(key)}={shown(value)}"
+            )
+    if kind == "llama3" and given.get("low_freq_factor") == given.get("high_freq_factor"):
+        complaints.append(
+            "config.json's rope_scaling must have high_freq_factor above low_freq_factor"
+        )
+    return theta, {"rope_type": kind, **given}
 
 
 def _layer_ids(
@@ -241,7 +256,9 @@ def _layer_ids(
     ]
     where, ids = next(source for source in sources if source[1] is not None)
     if not (isinstance(ids, list) and ids and all(type(layer) is int for layer in ids)):
-        raise Unfit([f"{where} must be a list of integers, got {ids!r}"])
+        raise Unfit([f"{where} must be a list of integers, got {shown(repr(ids))}"])
+    if len(ids) > spec.num_layers + 1 or max(map(abs, ids)) > MAX_WIDTH:
+        raise Unfit([f"{where} must be layers of {spec.name}'s, got {shown(ids)}"])
     if len(set(ids)) < len(ids):
         raise Unfit(
             [f"{where} repeats a layer, {ids}: name those it was trained on, drafter.layers=[...]"]

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from drafttrain.admit.folder import Folder
-from drafttrain.admit.layouts import Reading, Unfit, misfits, positive
+from drafttrain.admit.layouts import Reading, Unfit, misfits
+from drafttrain.admit.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.drafters.medusa import MedusaConfig
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import MAX_VOCABULARY, shown
 
 PREFIX = "medusa_heads."
-BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-HEAD = re.compile(r"(\d+)\.(\d+)\.weight")
+BLOCK = re.compile(r"(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)", re.ASCII)
+HEAD = re.compile(r"(\d{1,3})\.(\d{1,3})\.weight", re.ASCII)
 
 
 def read_medusa(folder: Folder, base: MedusaConfig, spec: TargetSpec) -> Reading:
@@ -24,24 +26,27 @@ def read_medusa(folder: Folder, base: MedusaConfig, spec: TargetSpec) -> Reading
     """
     raw = _renamed(folder.config)
     raw.setdefault("num_hidden_layers", 1)
-    keys = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
-    complaints = positive(raw, keys)
-    size: Any = raw.get("truncated_vocab_size") or raw.get("vocab_size")
-    if not complaints and not (type(size) is int and 1 <= size <= raw["vocab_size"]):
-        complaints.append(
-            f"config.json's truncated_vocab_size must be in 1..{raw['vocab_size']}, got {size!r}"
+    values = Values(raw)
+    hidden = values.integer("hidden_size", MAX_WIDTH)
+    vocab = values.vocabulary("vocab_size")
+    num_heads = values.integer("num_heads", MAX_LAYERS)
+    num_layers = values.integer("num_hidden_layers", MAX_LAYERS)
+    size = values.vocabulary("truncated_vocab_size", MAX_VOCABULARY, vocab)
+    if size > vocab and not values.complaints:
+        values.complaints.append(
+            f"config.json's truncated_vocab_size must be in 1..{vocab}, got {size}"
         )
-    scale = raw.get("logit_scale") or 1.0
-    if complaints:
-        raise Unfit(complaints)
-    shared = bool(raw.get("original_lm_head"))
+    scale = values.number("logit_scale", 1.0)
+    shared, bias = values.flag("original_lm_head", False), values.flag("medusa_fc_bias", False)
+    if values.complaints:
+        raise Unfit(values.complaints)
     config = replace(
         base,
-        num_heads=raw["num_heads"],
-        num_layers=raw["num_hidden_layers"],
-        fc_bias=bool(raw.get("medusa_fc_bias")),
+        num_heads=num_heads,
+        num_layers=num_layers,
+        fc_bias=bias,
         shared_head=shared,
-        logit_scale=float(scale),
+        logit_scale=scale,
     )
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in folder.tensors().items()}
     if shared and "lm_head.weight" in tensors:
@@ -50,7 +55,7 @@ def read_medusa(folder: Folder, base: MedusaConfig, spec: TargetSpec) -> Reading
         others = [n for n in tensors if n.startswith("lm_heads.") and n != "lm_heads.0.weight"]
         for name in others:
             del tensors[name]
-    reading = _reading(config, spec, raw["vocab_size"], raw["hidden_size"], tensors)
+    reading = _reading(config, spec, vocab, hidden, tensors)
     if not config.fc_bias and any(re.fullmatch(r"blocks\..*\.bias", name) for name in tensors):
         reading.complaints.append(
             "config.json's medusa_fc_bias must be true, because the blocks have biases (vLLM drops "
@@ -82,11 +87,21 @@ def read_faster_decoding(folder: Folder, base: MedusaConfig, spec: TargetSpec) -
             tensors[plain] = tensor
     if not heads or not blocks:
         raise Unfit(["it must hold heads I.J.linear.weight and I.J.weight, found none"])
-    said = raw.get("num_heads")
-    num_heads = max(max(heads) + 1, said if type(said) is int else 0)
-    layers = raw.get("num_hidden_layers")
-    num_layers = layers if type(layers) is int else 1 + max(layer for _, layer in blocks)
-    vocab, hidden = next(iter(heads.values()))[1].shape
+    values = Values(raw)
+    said = values.integer("num_heads", MAX_LAYERS, 0) if "num_heads" in raw else 0
+    num_heads = max(max(heads) + 1, said)
+    num_layers = values.integer(
+        "num_hidden_layers", MAX_LAYERS, 1 + max(layer for _, layer in blocks)
+    )
+    if num_heads > MAX_LAYERS or num_layers > MAX_LAYERS:
+        values.complaints.append(f"it must have at most {MAX_LAYERS} heads and layers of them")
+    first = next(iter(heads.values()))[1]
+    if first.dim() != 2:
+        raise Unfit([f"its heads must be matrices, got {shown(list(first.shape))}"])
+    vocab = values.vocabulary("vocab_size", MAX_VOCABULARY, first.shape[0])
+    hidden = values.integer("hidden_size", MAX_WIDTH, first.shape[1])
+    if values.complaints:
+        raise Unfit(values.complaints)
     config = replace(
         base,
         num_heads=num_heads,
@@ -95,9 +110,7 @@ def read_faster_decoding(folder: Folder, base: MedusaConfig, spec: TargetSpec) -
         shared_head=False,
         logit_scale=1.0,
     )
-    reading = _reading(
-        config, spec, raw.get("vocab_size") or vocab, raw.get("hidden_size") or hidden, tensors
-    )
+    reading = _reading(config, spec, vocab, hidden, tensors)
     reading.spelled = {
         **{f"blocks.{i}.layers.{j}.": f"{i}.{j}.linear." for i in range(num_heads)
            for j in range(num_layers)},
@@ -108,7 +121,7 @@ def read_faster_decoding(folder: Folder, base: MedusaConfig, spec: TargetSpec) -
         for i, (place, _) in sorted(heads.items())
         if place != num_layers
     ]
-    if type(said) is int and said < num_heads:
+    if "num_heads" in raw and said < num_heads:
         reading.notes.append(f"config.json counts {said} heads, the weights hold {num_heads}")
     return reading
 
@@ -154,6 +167,8 @@ def _truncate(reading: Reading, size: int) -> None:
     tensors["target_ids"], order = ids.long().sort()
     for name in [name for name in tensors if name.startswith("lm_heads.")]:
         rows = tensors[name]
+        if not rows.dim():
+            continue  # complained of by its shape
         if rows.shape[0] == vocab:  # whole heads: vLLM takes the named rows
             tensors[name] = rows[tensors["target_ids"]]
         elif rows.shape[0] == size:

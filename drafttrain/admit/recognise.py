@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from drafttrain.admit.folder import Folder
+from drafttrain.untrusted import shown
 
 EAGLE3, SPECULATORS, EAGLE = "eagle3", "speculators", "eagle"
 MEDUSA, FASTER_DECODING, CAUSAL_LM = "medusa", "fasterdecoding", "causal_lm"
@@ -37,14 +38,16 @@ def recognise(folder: Folder) -> Recognised:
     """
     config, names = folder.config, folder.names
     listed = config.get("architectures")
-    architectures = [str(name) for name in listed] if isinstance(listed, list) else []
+    architectures = [shown(name) for name in listed[:8]] if isinstance(listed, list) else []
     model_type = config.get("model_type")
     by_architecture = f"architectures={architectures}"
     speculators = config.get("speculators_model_type")
     if speculators == "eagle3":
         return Recognised(SPECULATORS, "speculators_model_type=eagle3")
     if speculators is not None:
-        raise _unknown(folder, f"speculators_model_type={speculators}, of which only eagle3 is")
+        raise _unknown(
+            folder, f"speculators_model_type={shown(speculators)}, of which only eagle3 is"
+        )
     if any("Eagle3" in name for name in architectures):
         return Recognised(EAGLE3, by_architecture)
     if any("Eagle" in name for name in architectures):
@@ -70,8 +73,10 @@ def recognise(folder: Folder) -> Recognised:
         return Recognised(FASTER_DECODING, "medusa_num_heads in config.json")
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         return Recognised(CAUSAL_LM, by_architecture)
-    what = by_architecture if architectures else f"model_type={model_type}"
-    raise _unknown(folder, f"{what} and tensors such as {', '.join(sorted(names)[:3])}, which are")
+    what = by_architecture if architectures else f"model_type={shown(model_type)}"
+    raise _unknown(
+        folder, f"{what} and tensors such as {shown(', '.join(sorted(names)[:3]))}, which are"
+    )
 
 
 def _unknown(folder: Folder, what: str) -> ValueError:

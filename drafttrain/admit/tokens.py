@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from drafttrain.untrusted import shown
+
 SHOWN = 3
 
 
@@ -22,16 +24,16 @@ def compare_tokenizers(folder: Path, tokenizer: Any) -> tuple[list[str], list[st
     try:
         theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
-        return [f"tokenizer.json cannot be read ({' '.join(str(error).split())})"], []
+        return [f"tokenizer.json cannot be read ({shown(error)})"], []
     mine = {index: token for token, index in tokenizer.get_vocab().items()}
     differing = sorted(
         (index, token) for token, index in theirs.items() if mine.get(index, token) != token
     )
     if not differing:
         return [], []
-    shown = ", ".join(
+    first = ", ".join(
         f"id {index} is {json.dumps(token)} to the drafter and {json.dumps(mine[index])} to the "
         "target"
         for index, token in differing[:SHOWN]
     )
-    return [f"its tokenizer differs in {len(differing):,} tokens: {shown}"], []
+    return [f"its tokenizer differs in {len(differing):,} tokens: {first}"], []

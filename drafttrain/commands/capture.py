@@ -65,6 +65,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
     ready = read_samples(config.data, config.model, ranks)
     started, longest = time.monotonic(), config.data.max_length
     with ExitStack() as stack:
+        stack.enter_context(ranks.holding(folder, "store.dir", "capture", console.print))
         target: Target | ServedTarget
         if served:  # no other copy of it is needed here
             engine = served_to(

@@ -9,7 +9,8 @@ from drafttrain.config import (
     CompareConfig,
 )
 from drafttrain.disk import require_writable
-from drafttrain.report.comparison_pages import comparison_summary, write_comparison
+from drafttrain.lock import hold
+from drafttrain.report.comparison_pages import FILES, comparison_summary, write_comparison
 from drafttrain.run import (
     provenance,
 )
@@ -23,12 +24,15 @@ def compare(config: CompareConfig) -> None:
     require_writable(Path(settings.dir), "compare.dir")
     comparison = compare_runs(settings, provenance(sys.argv[1:]))
     place = Path(settings.dir)
-    write_comparison(comparison, place)
-    console.print(comparison_summary(comparison))
-    console.print(f"comparison: {place / 'compare.html'} (the same in compare.md, compare.json)")
-    told = {"run": {"name": settings.name}} | asdict(config)
-    tracker = open_tracker(
-        config.tracker, place, config=told, resume_step=None, is_main=True, append=True
-    )
-    tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
-    tracker.finish()
+    with hold(place, "compare.dir", "compare", console.print):
+        write_comparison(comparison, place)
+        console.print(comparison_summary(comparison))
+        html = place / "compare.html"
+        console.print(f"comparison: {html} (the same in compare.md, compare.json)")
+        told = {"run": {"name": settings.name}} | asdict(config)
+        tracker = open_tracker(
+            config.tracker, place, config=told, resume_step=None, is_main=True, append=True
+        )
+        tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
+        tracker.keep(f"compared/{settings.name}", "report", [place / name for name in FILES])
+        tracker.finish()

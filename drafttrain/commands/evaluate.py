@@ -1,7 +1,9 @@
 """A drafter measured in the whole speculative loop."""
 
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from drafttrain.assemble import (
     record_evaluation,
@@ -11,8 +13,11 @@ from drafttrain.config import (
 )
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.measure import PLAIN
-from drafttrain.measuring import set_up
+from drafttrain.evaluation.record import keep, require_same, settings_of
+from drafttrain.lock import hold, require_free
+from drafttrain.measuring import Setup, set_up, tuned
 from drafttrain.report import (
+    REPORT_FILES,
     Report,
     adaptation_table,
     summary_table,
@@ -30,11 +35,29 @@ from drafttrain.witnessing import served_by_vllm, witnessed
 
 def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
+    folder = Path(config.run.dir)
+    place = folder / "evaluations" / config.eval.name
+    require_free(place, "eval.name")
+    config = replace(config, eval=tuned(config.eval, folder))
+    require_kept(config, place, {})
     setup = set_up(config)
+    with hold(place, "eval.name", "evaluate", console.print):
+        require_kept(config, place, setup.subject)
+        evaluate_held(config, setup, place)
+
+
+def require_kept(config: EvaluateConfig, place: Path, subject: Mapping[str, str]) -> None:
+    """Refuse to replace an evaluation by one of other settings, weights or prompts."""
+    ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"
+    settings, overwrite = settings_of(config, subject), config.eval.overwrite
+    require_same(place, place / "report.json", settings, overwrite, ways)
+
+
+def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
+    """Measure what is set up, and write the report to a place that is this command's own."""
     settings, parts = setup.settings, setup.parts
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
-    place = setup.folder / "evaluations" / settings.name
     report, results, journals = evaluate_drafter(
         parts,
         setup.prompts,
@@ -56,6 +79,7 @@ def evaluate(config: EvaluateConfig) -> None:
         },
         seed=config.run.seed,
     )
+    keep(place, settings_of(config, setup.subject))
     write_report(report, place)
     if served is not None:  # what we measured is on the disk, whatever becomes of vLLM
         report = witnessed(report, results, config, setup, served, place / "vllm")
@@ -80,6 +104,7 @@ def evaluate(config: EvaluateConfig) -> None:
         append=True,
     )
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
+    tracker.keep(f"report/{settings.name}", "report", [place / name for name in REPORT_FILES])
     tracker.finish()
 
 

@@ -14,6 +14,7 @@ from drafttrain.disk import require_writable, written
 from drafttrain.export.card import CardData, read_run, served_as
 from drafttrain.export.hub import check_push, plan_push, push
 from drafttrain.export.vllm import export_vllm
+from drafttrain.lock import beside, hold
 from drafttrain.measuring import tuned_export
 from drafttrain.pretrained import load_tokenizer
 from drafttrain.terminal import console
@@ -41,16 +42,19 @@ def export(config: ExportConfig) -> None:
         provenance=record,
         reports=reports,
     )
-    with written(place, "export.dir"):
-        done = export_vllm(
-            drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
-        )
-    for line in done.lines():
-        console.print(line)
-    if settings.push is None:
-        return
-    if settings.dry_run:
-        for line in plan_push(place, tuple(done.sizes), settings.push, settings.private):
+    # The folder is replaced as a whole: a lock in it would be too.
+    with hold(place, "export.dir", "export", console.print, file=beside(place)):
+        with written(place, "export.dir"):
+            done = export_vllm(
+                drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
+            )
+        for line in done.lines():
             console.print(line)
-        return
-    console.print(f"pushed to {push(place, tuple(done.sizes), settings.push, settings.private)}")
+        if settings.push is None:
+            return
+        files = tuple(done.sizes)
+        if settings.dry_run:
+            for line in plan_push(place, files, settings.push, settings.private):
+                console.print(line)
+            return
+        console.print(f"pushed to {push(place, files, settings.push, settings.private)}")

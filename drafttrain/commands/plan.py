@@ -6,7 +6,9 @@ from pathlib import Path
 
 from drafttrain.config import PlanConfig
 from drafttrain.disk import require_writable
-from drafttrain.plan.pages import headline, notes, pieces, printed, tables, write_plan
+from drafttrain.lock import hold
+from drafttrain.plan.files import write_plan
+from drafttrain.plan.pages import headline, notes, pieces, printed, tables
 from drafttrain.planning import plan_of
 from drafttrain.terminal import Terminal, console
 
@@ -28,7 +30,8 @@ def plan(config: PlanConfig) -> None:
     wide.print(listed("What the numbers assume", notes(found, source), width))
     if config.plan.dir is not None:
         folder = Path(config.plan.dir)
-        write_plan(found, folder, source)
+        with hold(folder, "plan.dir", "plan", console.print):
+            write_plan(found, folder, source)
         console.print(f"plan: {folder / 'plan.html'} (the same in plan.md, plan.json)")
 
 

@@ -15,6 +15,7 @@ from drafttrain.data.asked import read_asked
 from drafttrain.data.template import require_template, template_fingerprint
 from drafttrain.disk import require_writable
 from drafttrain.hardware import DTYPES, choose_device
+from drafttrain.lock import of_answers, require_free
 from drafttrain.regenerate.answers import Answers
 from drafttrain.regenerate.config import OPENAI, VLLM
 from drafttrain.regenerate.endpoint import by_endpoint, served_by
@@ -44,6 +45,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         f"temperature={settings.temperature:g}  to {out}"
     )
     require_writable(out.parent, "regenerate.out")
+    require_free(out, "regenerate.out", file=of_answers(out))
     if settings.backend == VLLM:
         require_vllm(config.vllm.python, "regenerate.backend=vllm")
     if settings.backend != OPENAI and settings.max_new_tokens >= config.data.max_length:

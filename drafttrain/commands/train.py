@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from drafttrain.adapting import keep_start, starting_point
 from drafttrain.assemble import (
     source_of_features,
 )
-from drafttrain.checkpoint import Checkpoints, load_state
+from drafttrain.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.config import (
     TrainConfig,
 )
@@ -25,6 +26,7 @@ from drafttrain.hardware import (
     choose_device,
     choose_train_dtype,
 )
+from drafttrain.lock import require_free
 from drafttrain.material import first_weights, gather, validation_of
 from drafttrain.planning import foresee
 from drafttrain.ranks import join_ranks
@@ -47,17 +49,22 @@ from drafttrain.train import train as run_training
 
 def train(config: TrainConfig) -> None:
     """Train a drafter on what the target says, from data to the best checkpoint."""
-    with StopRequest().listening() as stop:
-        train_until(stop, config)
+    with StopRequest().listening() as stop, ExitStack() as held:
+        train_until(stop, config, held)
 
 
-def train_until(stop: StopRequest, config: TrainConfig) -> None:
-    """Train to the last step, or to the one that is reached when a scheduler asks to stop."""
+def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None:
+    """Train to the last step, or to the one that is reached when a scheduler asks to stop.
+
+    held: gets the run folder, which is this command's own until it is closed.
+    """
+    folder = Path(config.run.dir)
+    require_free(folder, "run.dir")  # else an unfinished run there is told of first
     start = starting_point(config)
     if start is not None:
         config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
-    changes = check_resumed(config)
+    check_resumed(config)
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
@@ -65,6 +72,9 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         )
     with stop.at_once():
         ranks = join_ranks(choose_device(config.hardware))
+    held.enter_context(ranks.holding(folder, "run.dir", "train", console.print))
+    check_run_folder(config)  # once more: another run may have ended there meanwhile
+    changes = check_resumed(config)
     dtype = choose_train_dtype(config.hardware, ranks.device)
     compiler = choose_compiler(config.hardware, ranks.device)
     if compiler:
@@ -83,7 +93,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
     material = gather(config, start is None, dtype, ranks, say)
     drafter = first_weights(config, start, material, say)
     if ranks.is_main:
-        keep_start(Path(config.run.dir), start)
+        keep_start(folder, start)
     drafter.train_layers(config.hardware.gradient_checkpointing, compiler)
     trainer = config.trainer
     engine = build_engine(
@@ -111,7 +121,7 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
         f"{batches.steps_in_epoch:,} steps an epoch; {len(material.held_out)} held out"
     )
     validation = validation_of(config, material, engine, stop, dtype)
-    store, folder = material.store, Path(config.run.dir)
+    store = material.store
     checkpoints = Checkpoints(
         folder / CHECKPOINTS, trainer.keep_checkpoints, config.run.skip_damaged
     )
@@ -171,6 +181,11 @@ def train_until(stop: StopRequest, config: TrainConfig) -> None:
                 validation.metric,
             )
         tracker.table("validation", *validation.table())
+        kept = checkpoints.best() or checkpoints.latest()
+        if kept is not None:
+            tracker.keep(
+                f"drafter-{config.run.name}", "drafter", [kept / WEIGHTS_FILE, folder / CONFIG]
+            )
     finally:
         tracker.finish()
     best = checkpoints.best()

@@ -1,13 +1,18 @@
 """The depth that pays on this machine."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from drafttrain.assemble import (
     record_evaluation,
 )
 from drafttrain.config import (
     TuneConfig,
 )
-from drafttrain.evaluation.tune import as_rows, choose, tune_drafter, write_tuned
-from drafttrain.measuring import set_up
+from drafttrain.evaluation.record import keep, require_same, settings_of
+from drafttrain.evaluation.tune import TUNED, as_rows, choose, tune_drafter, write_tuned
+from drafttrain.lock import hold, require_free
+from drafttrain.measuring import Setup, set_up
 from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
 from drafttrain.run import call
 from drafttrain.terminal import console
@@ -15,7 +20,25 @@ from drafttrain.terminal import console
 
 def tune(config: TuneConfig) -> None:
     """Predict every depth's speedup on this machine, measure it, choose, and write the choice."""
+    folder = Path(config.run.dir)
+    require_free(folder / "tune", "run.dir")
+    require_kept(config, {})
     setup = set_up(config, needs_exact=False)
+    with hold(folder / "tune", "run.dir", "tune", console.print):
+        require_kept(config, setup.subject)
+        tune_held(config, setup)
+
+
+def require_kept(config: TuneConfig, subject: Mapping[str, str]) -> None:
+    """Refuse to replace a choice by one of other settings, weights or prompts."""
+    folder = Path(config.run.dir)
+    ways = f"move {folder / TUNED} elsewhere to keep both, or replace it by tune.overwrite=true"
+    settings, overwrite = settings_of(config, subject), config.tune.overwrite
+    require_same(folder / "tune", folder / TUNED, settings, overwrite, ways)
+
+
+def tune_held(config: TuneConfig, setup: Setup) -> None:
+    """Predict, measure and choose from what is set up, where only this command tunes."""
     predictions, costs = tune_drafter(
         setup.parts,
         setup.prompts,
@@ -27,6 +50,7 @@ def tune(config: TuneConfig) -> None:
         seed=config.run.seed,
     )
     record_evaluation(config)
+    keep(setup.folder / "tune", settings_of(config, setup.subject))
     file = write_tuned(setup.folder, predictions, costs, setup.conditions)
     rows = as_rows(predictions)
     choice = choose(predictions)

@@ -18,6 +18,7 @@ from drafttrain.data.records import (
 )
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template
+from drafttrain.lock import of_answers, require_free
 from drafttrain.untrusted import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
@@ -212,6 +213,8 @@ def read(config: DataConfig) -> tuple[Conversations, SkipReport]:
 def read_jsonl(config: JsonlConfig) -> tuple[Conversations, SkipReport]:
     """Read local files; ValueError if a path names none, or if no record of them can be used."""
     files = [file for path in config.paths for file in find_files(path)]
+    for file in files:  # answers that `regenerate` still writes are a part of what is wanted
+        require_free(file, "data.path", file=of_answers(file))
     records = (record for file in files for record in file_records(file))
     return collect(records, config, config.limit, f"data.path={config.path}")
 

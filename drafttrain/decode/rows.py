@@ -123,8 +123,7 @@ def check_room(
     needed = longest + max_new_tokens + depth
     if needed > target.spec.max_positions:
         raise ValueError(
-            f"prompt and output must fit the context of {target.spec.max_positions} tokens of "
-            f"{target.spec.name}: the prompt has {longest}, max_new_tokens is "
-            f"{max_new_tokens}, the depth {depth}; shorten one of them"
+            f"prompt and output must fit in the {target.spec.context}: the prompt has {longest}, "
+            f"max_new_tokens is {max_new_tokens}, the depth {depth}; shorten one of them"
         )
     return needed

@@ -19,6 +19,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.growing import RaggedCache, run_decoder
 from drafttrain.pretrained.lean import make_lean
+from drafttrain.pretrained.limits import exact_positions
 from drafttrain.readout import Readout
 from drafttrain.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.vocab import DraftVocab
@@ -102,8 +103,9 @@ class CausalDrafter(Drafter):
 
     @property
     def max_positions(self) -> int:
-        """How long a text the model was made for."""
-        return self.model.config.get_text_config(decoder=True).max_position_embeddings
+        """How long a text the model reads alike in any passes."""
+        text = self.model.config.get_text_config(decoder=True)
+        return exact_positions(text, f"drafter={self.config.name} cannot draft").positions
 
     def share(
         self,

@@ -236,6 +236,8 @@ class Eagle(Drafter):
             **serving_keys(self.shape, self.spec),
         }
         tensors = dict(self.state_dict())
+        if self.embed_tokens is None:
+            tensors = rescaled(tensors, self.spec.embedding_scale)
         tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=self.dtype))
         return config, tensors
 
@@ -249,4 +251,20 @@ class Eagle(Drafter):
             raise ValueError("fc.bias must be zero: vLLM drops it, so the drafter would differ")
         own = self.state_dict()
         shared = [n for n in ("fc.bias", "embed_tokens.weight") if n not in own]
-        load_exactly(self, {name: t for name, t in tensors.items() if name not in shared})
+        held = {name: t for name, t in tensors.items() if name not in shared}
+        if self.embed_tokens is None:
+            held = rescaled(held, 1 / self.spec.embedding_scale)
+        load_exactly(self, held)
+
+
+def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Return the weights with the half of fc that reads embeddings multiplied.
+
+    Engines' drafters look embeddings up in the target's table and leave out what the target
+    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
+    """
+    fused = tensors.get("fc.weight")
+    if factor == 1.0 or fused is None or fused.dim() != 2:
+        return tensors
+    embedding, feature = fused.float().chunk(2, dim=1)
+    return tensors | {"fc.weight": torch.cat([embedding * factor, feature], dim=1).to(fused.dtype)}

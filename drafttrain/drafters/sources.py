@@ -47,7 +47,7 @@ def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[An
     """
     try:
         settings = pretrained.load_config(source)
-        pretrained.refuse_unless_rollable(source, settings, "drafter")
+        pretrained.limits_of(source, settings, "drafter")
         tokenizer = pretrained.load_tokenizer(source)
         own = dtype or getattr(settings, "dtype", None) or torch.float32
         return pretrained.load_model(source, settings, own, "cpu"), tokenizer

@@ -20,6 +20,7 @@ class EvalConfig:
     """Which prompts, how they are decoded, and how carefully that is measured."""
 
     name: str
+    overwrite: bool
     prompts: str | None
     dataset: str | None
     subset: str | None
@@ -172,7 +173,7 @@ class EvalConfig:
     @property
     def conditions(self) -> dict[str, Any]:
         """What a measurement depends on: what else is set here only says how it is reported."""
-        reported = ["name", "resamples", "certify", "lossless_prompts", "temperatures"]
+        reported = ["name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"]
         reported += [
             "engine",
             "vllm_python",

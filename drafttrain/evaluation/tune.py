@@ -27,6 +27,7 @@ class TuneConfig:
     """Which depths and batches are weighed, and how carefully."""
 
     name: str
+    overwrite: bool
     depths: list[int]
     batch_sizes: list[int]
     contexts: list[int]

@@ -19,8 +19,9 @@ from torch import Tensor
 from drafttrain.drafters.base import Drafter
 from drafttrain.export import ExportConfig, layout
 from drafttrain.export.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
+from drafttrain.export.engines import SGLANG_ALGORITHMS, cannot_serve
 from drafttrain.readout import Readout
-from drafttrain.types import Nodes, TargetFeatures
+from drafttrain.types import Nodes, TargetFeatures, TargetSpec
 
 FILES = ("config.json", "model.safetensors", "README.md")
 # What a draft model has besides: a tokenizer, as Transformers writes it.
@@ -39,6 +40,7 @@ class Rounding:
 
     largest_difference: float  # of a logit
     same_choice: float  # share of positions whose most likely token is the same
+    exact: bool  # whether what was written gives the very same logits when loaded back
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ class Exported:
         lines = [f"exported {self.method} to {self.folder}"]
         lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
         lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
-        lines.append("  loaded back: logits equal to those of the same weights, bit for bit")
+        equal = (
+            ", bit for bit" if self.rounding.exact else " up to rounding (fc.weight is rescaled)"
+        )
+        lines.append(f"  loaded back: logits equal to those of the same weights{equal}")
         if self.rounding.largest_difference:
             lines.append(
                 f"  rounding to {name} moved logits by at most "
@@ -99,10 +104,14 @@ def export_vllm(
     layout.check(settings, tensors, drafter.spec, drafter.captures)
     model = config.push or str(folder)
     commands = serve_commands(method, target, model, config.num_speculative_tokens)
+    refused = cannot_serve(method, settings, "embed_tokens.weight" in tensors, drafter.spec)
+    commands = {engine: told for engine, told in commands.items() if engine not in refused}
     # A card is read elsewhere: it names no folder of this machine.
     elsewhere = (card.base_model or TARGET, config.push or DRAFTER)
     published = serve_commands(method, *elsewhere, config.num_speculative_tokens)
-    notes = _notes(method, settings)
+    published = {engine: told for engine, told in published.items() if engine not in refused}
+    told = (f"No {engine} command: {reason}." for engine, reason in refused.items())
+    notes = (*_notes(method, settings, commands, drafter.spec), *told)
     with _all_or_nothing(folder, config.overwrite) as draft:
         (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
@@ -199,7 +208,11 @@ def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
             f"the drafter was trained on {list(drafter.captures)}"
         )
     loaded = probe(fresh)
-    if loaded.shape != rounded.shape or not torch.equal(loaded, rounded):
+    # What is written otherwise than it is held (to_serving of EAGLE-1) is rounded otherwise.
+    exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
+    rescaled = drafter.spec.embedding_scale != 1.0 and loaded.shape == rounded.shape
+    slack = 4 * torch.finfo(dtype).eps * float(rounded.abs().max())
+    if not exact and not (rescaled and float((loaded - rounded).abs().max()) <= slack):
         raise ValueError(
             f"the export in {folder} does not give back the drafter: its logits differ "
             f"from the same weights' in memory; to_serving and from_serving of "
@@ -208,6 +221,7 @@ def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
     return Rounding(
         float((trained - rounded).abs().max()),
         float((trained.argmax(-1) == rounded.argmax(-1)).float().mean()),
+        exact,
     )
 
 
@@ -242,8 +256,7 @@ def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str
     speculative = {"method": method, "model": model, "num_speculative_tokens": depth}
     vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     commands = {"vLLM": shlex.join(vllm)}
-    algorithms = {"eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE"}
-    algorithm = algorithms.get(method)
+    algorithm = SGLANG_ALGORITHMS.get(method)
     if algorithm is not None:
         sglang = ["python", "-m", "sglang.launch_server", "--model-path", target]
         sglang += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", model]
@@ -253,9 +266,16 @@ def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str
     return commands
 
 
-def _notes(method: str, settings: layout.Config) -> tuple[str, ...]:
+def _notes(
+    method: str, settings: layout.Config, commands: dict[str, str], spec: TargetSpec
+) -> tuple[str, ...]:
     if method == "medusa":
-        return ("SGLang has no Medusa; vLLM drafts one chain from the heads.",)
+        return ("vLLM drafts one chain from the heads.",) if commands else ()
+    if method == "eagle" and spec.embedding_scale != 1.0:
+        return (
+            f"The target multiplies embeddings by {spec.embedding_scale:.6g}, which vLLM's drafter"
+            " does not: that is in the embedding's half of fc.weight.",
+        )
     if method == "draft_model":
         return (
             "A plain model directory: Transformers drafts with it too, as `assistant_model` of "

@@ -124,7 +124,7 @@ def about_features(plan: Plan) -> Iterator[str]:
     share = chosen.speed.target_s / chosen.speed.step_s
     reading = disk(job.token_bytes * stored.speed.tokens_per_s)
     yield (
-        f"The target's pass is {share:.0%} of the time. Stored features would take "
+        f"The target's pass is {share:.0%} of the time. Stored features would take at most "
         f"{disk(job.token_bytes * plan.store_tokens)} of disk for {count(plan.store_tokens)} "
         f"tokens; training from them {stored.hours / chosen.hours:.0%} of the time, each run "
         f"after the first, from a disk that reads {reading}/s."

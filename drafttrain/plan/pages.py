@@ -1,9 +1,7 @@
-"""A plan on the terminal and on disk."""
+"""A plan in tables and sentences."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -14,11 +12,8 @@ from drafttrain.plan.build import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
-from drafttrain.report.markdown import escaped, table
-from drafttrain.report.pages import page
 from drafttrain.report.tables import Table
 from drafttrain.report.tuning import rich_table
-from drafttrain.report.write import as_json, write_texts
 
 GIBIBYTE = 2**30
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
@@ -304,86 +299,6 @@ def notes(plan: Plan, source: str) -> list[str]:
     chip = plan.job.chip
     values = {"efficiency": chip.efficiency, "bandwidth": chip.bandwidth_efficiency}
     return [text.format(source=source, **values) for text in ASSUMED]
-
-
-def write_plan(plan: Plan, folder: Path, source: str) -> None:
-    """Write plan.json, plan.md and plan.html, every way to shard by component."""
-    from drafttrain.report.plan_plots import memory_plot  # matplotlib takes a second
-
-    # What was asked for first, the rest below it.
-    own = plan.chosen.memory.placement
-    placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
-    first, _, *rest = tables(plan)
-    shown = [first, *(components(plan, where) for where in placements), *rest]
-    title = f"{plan.job.drafter} for {plan.job.target}: the plan"
-    lines = [f"# {escaped(title)}", "", escaped(headline(plan)), ""]
-    for content in shown:
-        cells = [[escaped(cell) for cell in row] for row in content.rows]
-        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
-        lines += [*table([escaped(c) for c in content.columns], cells), ""]
-    lines += ["## Advice", "", *(f"- {escaped(text)}" for text in plan.advice), ""]
-    lines += [f"- {escaped(text)}" for text in notes(plan, source)]
-    texts = {
-        "plan.json": as_json(as_data(plan)),
-        "plan.md": "\n".join(lines) + "\n",
-        "plan.html": page(
-            "plan.html.j2",
-            title=title,
-            headline=headline(plan),
-            plot=memory_plot(
-                {
-                    cost.memory.sharding.name: {
-                        NAMES[name]: value / GIBIBYTE for name, value in cost.memory.parts.items()
-                    }
-                    for cost in plan.others
-                    if cost.memory.placement == own
-                },
-                plan.chosen.memory.limit / GIBIBYTE,
-            ),
-            tables=shown,
-            advice=plan.advice,
-            notes=notes(plan, source),
-        ),
-    }
-    write_texts(texts, folder)
-
-
-def as_data(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data, bytes and seconds."""
-
-    def told(cost: Cost) -> dict[str, Any]:
-        memory = cost.memory
-        return {
-            "deepspeed": memory.sharding.name,
-            "target": memory.placement,
-            "bytes": {**memory.parts, "total": memory.total},
-            "host_bytes": memory.host,
-            "fits": memory.fits,
-            "headroom_bytes": memory.limit - memory.total,
-            "speed": asdict(cost.speed),
-            "hours": cost.hours,
-            "kilowatt_hours": cost.kilowatt_hours,
-            "dollars": cost.dollars,
-        }
-
-    job = plan.job
-    return {
-        "target": {"name": job.target, "num_parameters": job.shape.num_parameters}
-        | asdict(job.shape),
-        "drafter": {"name": job.drafter} | asdict(job.parts),
-        "accelerator": asdict(job.chip),
-        "load": asdict(job.load),
-        "feature_bytes_per_token": plan.job.token_bytes,
-        "store_tokens": plan.store_tokens,
-        "store_bytes": plan.job.token_bytes * plan.store_tokens,
-        "headline": headline(plan),
-        "chosen": told(plan.chosen),
-        "choices": [told(cost) for cost in plan.others],
-        "serving": [asdict(row) for row in plan.serving],
-        "serving_accelerators": plan.host.spread,
-        "break_even_batch": plan.break_even,
-        "advice": list(plan.advice),
-    }
 
 
 def money(dollars: float) -> str:

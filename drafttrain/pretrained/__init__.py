@@ -1,6 +1,7 @@
 """Loading Transformers models and tokenizers, safely: from a directory, the Hub, or drawn."""
 
 from drafttrain.pretrained.ends import directory, load_ends
+from drafttrain.pretrained.limits import Limits, limits_of
 from drafttrain.pretrained.models import (
     EMBEDDED,
     ModelConfig,
@@ -12,19 +13,19 @@ from drafttrain.pretrained.models import (
     load_tokenizer,
 )
 from drafttrain.pretrained.quantize import SCHEMES
-from drafttrain.pretrained.rollable import refuse_unless_rollable
 
 __all__ = [
     "EMBEDDED",
     "SCHEMES",
+    "Limits",
     "ModelConfig",
     "RandomModelConfig",
     "attention_of",
     "directory",
     "fingerprint",
+    "limits_of",
     "load_config",
     "load_ends",
     "load_model",
     "load_tokenizer",
-    "refuse_unless_rollable",
 ]

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 
 from drafttrain.pretrained import files
+from drafttrain.pretrained.limits import final_norm_of
 from drafttrain.pretrained.models import ModelConfig, RandomModelConfig, find
 
 
@@ -34,14 +35,14 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
     embedder, head, norm = (
         model.get_input_embeddings(),
         model.get_output_embeddings(),
-        model.get_decoder().norm,
+        final_norm_of(model.get_decoder()),
     )
     tied = bool(model_config.get_text_config(decoder=True).tie_word_embeddings)
     for module in (embedder, norm) if tied else (embedder, norm, head):
         prefix = next(name for name, other in model.named_modules() if other is module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             file, key = stored_as(f"{prefix}.{name}", stored, config.origin)
-            with safe_open(file, "pt", device="cpu") as opened:
+            with safe_open(file, "pt", device="cpu") as opened:  # mapped: nothing is read yet
                 value = opened.get_tensor(key)
             if value.shape != parameter.shape or not value.is_floating_point():
                 raise ValueError(

@@ -2,9 +2,19 @@
 
 import hashlib
 import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from drafttrain.untrusted import (
+    TensorEntry,
+    UntrustedError,
+    header_bytes,
+    header_of,
+    read_object,
+    shards_of,
+    shown,
+)
 
 CONFIG = "config.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -12,6 +22,12 @@ SAFE = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 HASHED_WHOLE_BYTES = 1 << 30
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+# What Transformers reads of a directory besides weights and vocabulary: small objects all of them.
+SETTINGS = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "processor_config.json"),
+)
+ADAPTER = "adapter_config.json"
 # What two copies of one configuration may differ in.
 VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
 
@@ -29,13 +45,26 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
         missing.append(CONFIG)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         missing.append("a tokenizer (tokenizer.json or tokenizer.model)")
-    pickled = bool(_listed(folder, PICKLED)) and not _listed(folder, SAFE)
-    if weights and not pickled and not _listed(folder, SAFE):
+    safe = _listed(folder, SAFE, origin)
+    pickled = not safe and bool(_listed(folder, PICKLED, origin))
+    if weights and not pickled and not safe:
         missing.append(f"weights ({SAFE} or {SAFE}.index.json with its shards)")
     if missing:
         raise ValueError(
             f"{origin} must hold {CONFIG}, a tokenizer and weights; missing: {', '.join(missing)}"
         )
+    if (
+        folder / ADAPTER
+    ).exists():  # Transformers would load the model that it names, from anywhere
+        raise ValueError(
+            f"{origin} must hold a whole model, and holds an adapter of another ({ADAPTER}); merge"
+            " it into the model, or remove that file to have the model without it"
+        )
+    for name in (CONFIG, *SETTINGS):
+        if (folder / name).is_file():
+            settings = read_object(folder / name, f"{origin}: {name}")
+            if name == CONFIG:
+                check_settings(settings, origin)
     if not weights:
         return
     if pickled and not allow_pickle:
@@ -49,7 +78,35 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
         )
     for file in files:
         if file.suffix == ".safetensors":
-            _check_whole(file, origin)
+            tensors_in(file, origin)
+
+
+def check_settings(settings: dict[str, Any], origin: str) -> None:
+    """Raise ValueError for what config.json may not say: of other files, and of others' code."""
+    if settings.get("transformers_weights") is not None:
+        raise ValueError(
+            f"{origin}: config.json must not name its weights (transformers_weights): {SAFE} and"
+            f" {SAFE}.index.json do; remove that key"
+        )
+    inner = [value for value in settings.values() if isinstance(value, dict)]
+    for part in (settings, *inner):
+        for key, value in part.items():
+            if key.endswith("_implementation") and "/" in json.dumps(value):
+                raise ValueError(
+                    f"{origin}: config.json must not name code of the Hub, got {shown(key)}="
+                    f"{shown(value)}; remove that key"
+                )
+
+
+def tensors_in(file: Path, origin: str) -> dict[str, TensorEntry]:
+    """Return what a safetensors file of a model holds, by its header; ValueError if it is torn.
+
+    A download that broke off leaves a file whose header promises more bytes than there are.
+    """
+    try:
+        return header_of(file, f"{origin}: {file.name}")
+    except UntrustedError as error:
+        raise ValueError(f"{error}; copy or download it again") from None
 
 
 def only_pickled(origin: str) -> str:
@@ -66,41 +123,17 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in _listed(folder, SAFE) or _listed(folder, PICKLED)]
 
 
-def _listed(folder: Path, name: str) -> list[str]:
+def _listed(folder: Path, name: str, origin: str | None = None) -> list[str]:
+    # One file before shards, as Transformers has it: what is checked is what is loaded.
+    if (folder / name).is_file():
+        return [name]
     index = folder / f"{name}.index.json"
-    if index.is_file():
-        try:
-            return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(f"{index} must hold a weight_map; copy or download it again") from None
-    return [name] if (folder / name).is_file() else []
-
-
-def header_of(file: Path) -> bytes:
-    """Return the header of a safetensors file, JSON; nothing where there is none."""
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        return stream.read(length) if 0 < length <= file.stat().st_size - 8 else b""
-
-
-def _check_whole(file: Path, origin: str) -> None:
-    # A download that broke off leaves a file whose header promises more bytes than there are.
+    if not index.is_file():
+        return []
     try:
-        header = header_of(file)
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        expected = 8 + len(header) + max((entry["data_offsets"][1] for entry in tensors), default=0)
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(
-            f"{origin}: {file.name} is no safetensors file: its header cannot be read;"
-            " copy or download it again"
-        ) from None
-    size = file.stat().st_size
-    if size != expected:
-        raise ValueError(
-            f"{origin}: {file.name} is torn: {size:,} bytes, its header says {expected:,};"
-            " copy or download it again"
-        )
+        return shards_of(index, Path(name).suffix, origin and f"{origin}: {index.name}")
+    except UntrustedError as error:
+        raise ValueError(f"{error}; copy or download it again") from None
 
 
 def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
@@ -111,7 +144,7 @@ def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
     (tensor names, dtypes, shapes) and 64 samples of 64 KiB, evenly spaced: a fine-tune changes
     them, a copy does not, and a 70B model takes seconds.
     """
-    settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    settings = read_object(folder / CONFIG)
     digest = hashlib.sha256(_canonical(settings))
     files = weight_files(folder) if files is None else files
     whole = sum(file.stat().st_size for file in files) <= HASHED_WHOLE_BYTES
@@ -124,9 +157,9 @@ def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
                     digest.update(block)
                 continue
             if file.suffix == ".safetensors":
-                digest.update(header_of(file))
+                digest.update(header_bytes(file))
             for sample in range(SAMPLES):
-                stream.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                stream.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
                 digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 
 MULTIPLE = 64  # of a feed-forward width: what kernels are tuned for
+MOST_PARAMETERS = 1e15  # 1000T
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NAMES = ("gate_proj", "up_proj", "down_proj")
 # Of an output's largest value: rounding in bfloat16 stays below, another function does not.
@@ -31,13 +32,13 @@ class Inflation(NamedTuple):
 def parse_size(text: str) -> int:
     """Return the number of parameters that text like 500M, 0.5B or 8B means; ValueError else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", text.strip().upper())
-    size = round(float(found[1]) * UNITS[found[2]]) if found else 0
-    if size < 1:
+    size = float(found[1]) * UNITS[found[2]] if found else 0.0
+    if not 1 <= size <= MOST_PARAMETERS:
         raise ValueError(
             f"model.inflate must be a number of parameters with its unit (K, M, B or T) such as"
             f" 500M, 0.5B or 8B, or null for none, got {text!r}"
         )
-    return size
+    return round(size)
 
 
 def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) -> Inflation:

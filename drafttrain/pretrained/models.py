@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +12,15 @@ import torch
 import transformers  # lazy: the heavy parts are imported where they are first used
 
 from drafttrain.pretrained import files, hub
+from drafttrain.pretrained.fit import refuse_misfit, require_fit
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 from drafttrain.pretrained.lean import make_lean
+from drafttrain.pretrained.limits import check_sizes
 from drafttrain.pretrained.quantize import SCHEMES, quantization_of
+from drafttrain.untrusted import read_object, shown
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny"
+REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer points
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
@@ -59,6 +63,8 @@ class ModelConfig:
                 f"model.quantization must be null or one of {', '.join(SCHEMES)},"
                 f" got {self.quantization!r}"
             )
+        if self.repo is not None and not REPO.fullmatch(self.repo):
+            raise ValueError(f"model.repo must be like owner/name, got {shown(repr(self.repo))}")
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -180,10 +186,7 @@ def load_config(config: ModelConfig) -> Any:
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
         return _random_config(config)
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config.origin}: config.json is not valid JSON: {error}") from None
+    raw = read_object(folder / "config.json", f"{config.origin}: config.json")
     kind = raw.get("model_type")
     if kind not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
         if "auto_map" in raw:
@@ -196,12 +199,13 @@ def load_config(config: ModelConfig) -> Any:
             f"{config.origin}: config.json must name a model_type that Transformers"
             f" {transformers.__version__} knows, got {kind!r}; a newer Transformers may know it"
         )
+    check_sizes(raw, config.origin)
     try:
         return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the model's own code, or a validator of Transformers
-        reason = " ".join(str(error).split())
+        reason = shown(" ".join(str(error).split()), 400)
         raise ValueError(f"{config.origin}: config.json cannot be used: {reason}") from error
 
 
@@ -215,10 +219,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever its files hold: classes vary, tokenizers' is bare
         raise ValueError(
-            f"{config.origin}: the tokenizer cannot be loaded: {error}; if it brings its own code,"
-            " read it, then set model.trust_remote_code=true"
+            f"{config.origin}: the tokenizer cannot be loaded: {shown(error, 400)}; if it brings"
+            " its own code, read it, then set model.trust_remote_code=true"
         ) from error
     if isinstance(config, RandomModelConfig) and config.vocab_size < len(tokenizer):
         raise ValueError(
@@ -244,10 +248,10 @@ def load_model(
     plan = None
     if config.inflate is not None:
         plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
+    folder = find(config, weights=True)
     attention = config.attention
     if attention == "auto":
         attention = attention_of(model_config)
-    folder = find(config, weights=True)
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
         model = _draw(config, model_config, attention, dtype, device)
@@ -264,8 +268,11 @@ def load_model(
 
 def attention_of(model_config: Any) -> str:
     """Return the fastest kind of attention that computes what the architecture asks for."""
-    capped = getattr(model_config, "attn_logit_softcapping", None) is not None
-    return "eager" if capped else "sdpa"  # Gemma 2 caps scores, which sdpa cannot
+    text = model_config.get_text_config(decoder=True)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    # Gemma 2 caps scores, gpt-oss has attention sinks: sdpa can do neither.
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
 
 
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
@@ -297,6 +304,7 @@ def _read(
     weights = files.weight_files(folder)
     quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
     quantized = quantization_of(config.quantization, model_config)
+    require_fit(config.origin, weights, model_config, config.trust_remote_code)
     try:
         with _progress_bar(not quiet):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -312,8 +320,9 @@ def _read(
                 **quantized,
                 **places,
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ValueError(f"{config.origin}: the weights cannot be loaded: {error}") from error
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        reason = shown(error, 400)
+        raise ValueError(f"{config.origin}: the weights cannot be loaded: {reason}") from error
     except Exception as error:  # torch raises pickle's own errors, whose classes vary
         if weights[0].suffix == ".safetensors":
             raise
@@ -322,18 +331,10 @@ def _read(
             " (weights_only=True); convert them to safetensors where you trust them"
         ) from error
     model, report = loaded
-    wrong = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
-    refuse_misfit(config, wrong)
+    misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
+    missing = [str(key) for key in report["missing_keys"]]
+    refuse_misfit(config.origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
     return model
-
-
-def refuse_misfit(config: ModelConfig, wrong: list[str]) -> None:
-    """Raise ValueError if weights are missing or of another shape than the configuration's."""
-    if wrong:
-        raise ValueError(
-            f"{config.origin}: the weights must fit config.json; missing or of another shape:"
-            f" {', '.join(sorted(wrong)[:5])}{' ...' if len(wrong) > 5 else ''} ({len(wrong)})"
-        )
 
 
 def _random_config(config: RandomModelConfig) -> Any:

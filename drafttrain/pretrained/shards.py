@@ -1,6 +1,5 @@
 """Weights one tensor at a time: a model without weights, and where each of them lies on disk."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from drafttrain.pretrained import files
-from drafttrain.pretrained.models import ModelConfig, attention_of, find, refuse_misfit
+from drafttrain.pretrained.fit import match, refuse_misfit
+from drafttrain.pretrained.models import ModelConfig, attention_of, find
+from drafttrain.untrusted import TensorEntry
 
 GENERATION = "generation_config.json"
 FLOATING = ("F64", "F32", "F16", "BF16")  # what is converted to the dtype that is asked for
@@ -51,19 +52,18 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     assert folder is not None, "random weights lie nowhere"
     if not _safe(folder):
         return sum(file.stat().st_size for file in files.weight_files(folder))
-    return sum(_bytes(entry, dtype) for file in files.weight_files(folder) for entry in _in(file))
+    return sum(
+        _bytes(entry, dtype)
+        for file in files.weight_files(folder)
+        for entry in files.tensors_in(file, config.origin).values()
+    )
 
 
-def _in(file: Path) -> list[dict[str, Any]]:
-    header = json.loads(files.header_of(file))
-    return [entry for name, entry in header.items() if name != "__metadata__"]
-
-
-def _bytes(entry: dict[str, Any], dtype: torch.dtype) -> int:
-    first, last = entry["data_offsets"]
-    if entry["dtype"] not in FLOATING:
+def _bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
+    first, last = entry.data_offsets
+    if entry.dtype not in FLOATING:
         return last - first
-    return torch.Size(entry["shape"]).numel() * dtype.itemsize
+    return torch.Size(entry.shape).numel() * dtype.itemsize
 
 
 def _safe(folder: Path) -> bool:
@@ -89,26 +89,21 @@ def places(config: ModelConfig, model: Any) -> list[Place]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
         shapes[name] = list(tensor.shape)
-    found: dict[str, tuple[Path, str]] = {}
-    wrong: list[str] = []
-    for file in files.weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 (it is no dictionary)
-                # A base model was saved without the name under which the whole holds it.
-                name = key if key in shapes else f"{model.base_model_prefix}.{key}"
-                if name not in shapes:
-                    continue  # more than this model has, which Transformers ignores as well
-                if opened.get_slice(key).get_shape() != shapes[name]:
-                    wrong.append(name)
-                found[name] = file, key
+    found, others = match(config.origin, files.weight_files(folder), model)
+    misshapen = [
+        f"{name} is {place.entry.shape} instead of {shapes[name]}"
+        for name, place in found.items()
+        if place.entry.shape != shapes[name]
+    ]
+    missing: list[str] = []
     chosen = []
     for names in tied.values():
         there = [found[name] for name in names if name in found]
         if there:
-            chosen.append(Place(*there[0], tuple(names)))
+            chosen.append(Place(there[0].file, there[0].key, tuple(names)))
         else:
-            wrong += names
-    refuse_misfit(config, wrong)
+            missing += names
+    refuse_misfit(config.origin, misshapen, missing, others)
     return sorted(chosen)
 
 

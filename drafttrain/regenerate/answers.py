@@ -1,9 +1,9 @@
 """The file of answers: a line as soon as a conversation is answered, in input order at the end."""
 
-import fcntl
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -11,7 +11,9 @@ from typing import Any, TextIO, TypeVar
 from drafttrain.data.asked import Asked
 from drafttrain.data.skips import SkipReport
 from drafttrain.disk import cut_torn_line, no_link, write_whole
+from drafttrain.lock import hold, of_answers
 from drafttrain.regenerate.dialogue import Failure, Outcome, Row
+from drafttrain.terminal import console
 from drafttrain.untrusted import UntrustedError, lines_of, read_object, shown, typed
 
 FORMAT = 1
@@ -22,7 +24,8 @@ class Answers:
     """What has been answered so far, on the disk; nothing that was written is asked again.
 
     Beside OUT.jsonl stand OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
-    conversations without an answer. Use it in a `with` block: one process writes at a time.
+    conversations without an answer. Use it in a `with` block: one process writes at a time, and
+    another that would write them too gets HeldError.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
@@ -33,36 +36,27 @@ class Answers:
         self.rows: dict[int, Row] = {}
         self.failures: dict[int, Failure] = {}
         self.streams: dict[Path, TextIO] = {}
+        self._open = ExitStack()
 
     def __enter__(self) -> "Answers":
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.check_settings()
-        for file in (self.out, self.failed):
-            self.streams[file] = open(file, "a", encoding="utf-8", opener=no_link)
-        try:
+        with ExitStack() as stack:
+            lock = of_answers(self.out)
+            key, command = "regenerate.out", "regenerate"
+            stack.enter_context(hold(self.out, key, command, console.print, file=lock))
+            self.check_settings()
+            for file in (self.out, self.failed):
+                stream = open(file, "a", encoding="utf-8", opener=no_link)
+                self.streams[file] = stack.enter_context(stream)
             self._read()
-        except BaseException:
-            self._close()
-            raise
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close()
+        self._open.close()
 
     def _read(self) -> None:
-        try:
-            fcntl.flock(self.streams[self.failed], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"regenerate.out={self.out} is being written by another process; wait for it, or "
-                "name another file"
-            ) from None
         self.rows = {row.index: row for row in load(self.out, Row)}
         self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
-
-    def _close(self) -> None:
-        for stream in self.streams.values():
-            stream.close()
 
     def check_settings(self) -> None:
         """Write the header, or refuse to add to answers that were given under other settings."""

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from drafttrain.chance import Purpose, SeededChance, draw_of
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template, chat_format, template_fingerprint
-from drafttrain.disk import append_text, cut_torn_line, write_whole
+from drafttrain.disk import append_text, write_whole
+from drafttrain.lock import hold
 from drafttrain.ranks import ALONE, Ranks
 from drafttrain.sampling import probabilities
 from drafttrain.target.target import Target
@@ -71,11 +74,31 @@ def selfgen(
     frame = frame_of(target, config.text_format)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    cached = load(folder, target.spec).values() if ranks.is_main else ()
-    plain = ranks.broadcast_object([vars(one) for one in cached])
-    written = {one["index"]: Written(**one) for one in plain}
-    missing = [index for index in range(config.num_conversations) if index not in written]
     show = show and ranks.is_main
+    written = cached(folder, target.spec, ranks)
+    if all(index in written for index in range(config.num_conversations)):
+        if show:
+            console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
+        return to_samples([written[index] for index in range(config.num_conversations)], folder)
+    with ExitStack() as stack:
+        if ranks.is_main:  # another run may write the very same: this one waits and takes them up
+            held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
+            stack.enter_context(held)
+        return write_missing(target, config, frame, folder, show, ranks)
+
+
+def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
+    """Return what the cache holds, which rank 0 reads."""
+    plain = [vars(one) for one in load(folder, spec).values()] if ranks.is_main else []
+    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
+
+
+def write_missing(
+    target: Target, config: SelfgenConfig, frame: Frame, folder: Path, show: bool, ranks: Ranks
+) -> tuple[list[Sample], SkipReport]:
+    """Write what the cache does not have yet, as its only writer; return all of it."""
+    written = cached(folder, target.spec, ranks)
+    missing = [index for index in range(config.num_conversations) if index not in written]
     if show and not missing:
         console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
     elif show:
@@ -298,14 +321,15 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
 
 
 def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
-    """Read the cache; a torn line, which an interrupted run leaves last, is cut off."""
+    """Read the cache; a torn last line is left out: whoever writes next cuts it off."""
     file = folder / "conversations.jsonl"
     if not file.is_file():
         return {}
-    cut_torn_line(file)
     written = {}
     with file.open("rb") as stream:
         for number, line in enumerate(lines_of(stream), 1):
+            if line is not None and not line.endswith(b"\n"):
+                break
             try:
                 if line is None:
                     raise UntrustedError("it is longer than any conversation")

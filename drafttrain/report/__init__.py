@@ -7,9 +7,10 @@ from drafttrain.report.sweep import sweep_point, sweep_table
 from drafttrain.report.tables import Table
 from drafttrain.report.verdict import ExtraMemory, VerdictSettings
 from drafttrain.report.witness import with_witness, witness_table
-from drafttrain.report.write import summary_table, write_report
+from drafttrain.report.write import REPORT_FILES, summary_table, write_report
 
 __all__ = [
+    "REPORT_FILES",
     "Check",
     "ExtraMemory",
     "LosslessCheck",

@@ -28,7 +28,7 @@ from drafttrain.report.verdict import (
     main_depth,
     verdicts_of,
 )
-from drafttrain.report.wording import TOO_FEW, between, number
+from drafttrain.report.wording import TOO_FEW, between, number, rule_statement
 from drafttrain.types import Counters, PromptResult, Sampling
 
 SCHEMA_VERSION = 2
@@ -185,10 +185,7 @@ def _plain(plain: Totals) -> dict[str, Any]:
 
 
 def _lossless_statement(check: LosslessCheck) -> str:
-    # Names of rules say it in brackets: "greedy match (lossless)".
-    rule = f"rule: {check.rule}"
-    if "lossless" not in check.rule:
-        rule += f" ({'lossless' if check.lossless else 'NOT lossless'})"
+    rule = rule_statement(check.rule, check.lossless)
     if not check.greedy_total:
         return f"{rule}; greedy outputs were not checked"
     counted = f"{check.greedy_identical} of {check.greedy_total} greedy outputs identical"

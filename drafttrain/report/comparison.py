@@ -17,7 +17,7 @@ from drafttrain.report.runs import (
     training_statement,
 )
 from drafttrain.report.statistics import Key, Resampling
-from drafttrain.report.wording import between, signed, speed
+from drafttrain.report.wording import between, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
@@ -133,8 +133,8 @@ def _lossless(method: Method) -> dict[str, Any]:
         text = check["statement"]
         certificate = run.report.get("certificate") or {}
         if method.reference:
-            law = "lossless" if check["lossless"] else "NOT lossless"
-            text = f"rule {check['rule']} is {law}; outputs of this reference were not checked"
+            rule = rule_statement(check["rule"], check["lossless"])
+            text = f"{rule}; outputs of this reference were not checked"
         elif certificate.get("statement"):
             text = f"{text}; certificate: {certificate['statement']}"
         texts.append(text)

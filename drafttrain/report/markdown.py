@@ -1,6 +1,7 @@
 """The report as Markdown: for a pull request, a model card, a log."""
 
 import re
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
@@ -47,7 +48,7 @@ def methods_of(report: dict[str, Any]) -> dict[str, dict[str, Row]]:
     }
 
 
-def depth_told(report: dict[str, Any]) -> str:
+def depth_told(report: Mapping[str, Any]) -> str:
     """Return the depth that the drafter is shown at, and of which it is the fastest."""
     depth, depths = main_depth(report), report["verdicts"]["all"]["of_depths"]
     told = f"depth {depth}"

@@ -35,7 +35,9 @@ def sweep_point(
         ]
         mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
         lookup = None if ngram is None or method == NGRAM else ngram
-        beside = lookup and [p for p in lookup.values() if task is None or p.task == task]
+        beside = None
+        if lookup is not None:
+            beside = [p for p in lookup.values() if task is None or p.task == task]
         return method_row(mine, theirs, depth, resampling, beside)
 
     tasks = sorted({prompt.task for prompt in plain.values()})

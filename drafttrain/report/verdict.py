@@ -105,7 +105,7 @@ def disturbance(row: Mapping[str, Any]) -> str:
 
 def disagreement(row: Mapping[str, Any]) -> str:
     """Return how far the timing blocks of a row are apart, or nothing where they agree."""
-    blocks = [value for value in row["speedup"]["blocks"] if value]
+    blocks = [value for value in row["speedup"].get("blocks", []) if value]
     if len(blocks) < FEWEST_BLOCKS or max(blocks) <= DISAGREEING * min(blocks):
         return ""
     return (
@@ -121,7 +121,7 @@ def doubtful(row: Mapping[str, Any], name: str, settings: VerdictSettings) -> bo
     having. The blocks of a single task hold few prompts each: only those of all are compared.
     """
     num, of = row["speedup"].get("num_disturbed", 0), row["num_prompts"]
-    blocks = [value for value in row["speedup"]["blocks"] if value]
+    blocks = [value for value in row["speedup"].get("blocks", []) if value]
     apart = name == "all" and bool(disagreement(row))
     return num > FEW_DISTURBED * of or (apart and min(blocks) <= settings.marginal_speedup)
 

@@ -55,6 +55,13 @@ def estimate(measured: Mapping[str, Any]) -> str:
     return f"{number(value)} [{number(low)}, {number(high)}]"
 
 
+def rule_statement(rule: str, lossless: bool) -> str:
+    """Return a rule and whether it is lossless, once: `decode` says it in the rule's own name."""
+    if "lossless" in rule:
+        return f"rule: {rule}"
+    return f"rule: {rule} ({'lossless' if lossless else 'NOT lossless'})"
+
+
 def signed(value: Number | None) -> str:
     """Return a difference with its sign, or a dash where there is none."""
     return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"

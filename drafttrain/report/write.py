@@ -14,6 +14,8 @@ from drafttrain.report.markdown import depth_told, markdown, methods_of
 from drafttrain.report.verdict import bill, grouped
 from drafttrain.report.wording import estimate, number, positions, speed
 
+REPORT_FILES = ("report.json", "report.md", "report.html")
+
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write report.json, report.md and report.html; each appears whole or not at all."""

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.disk import write_whole
 from drafttrain.serving.config import VllmConfig
 from drafttrain.serving.process import Event, Process, find_python
 from drafttrain.types import Sampling
@@ -89,7 +90,7 @@ class Engine:
             "memory": config.memory,
             "trust_remote_code": trust_remote_code,
         }
-        (folder / REQUEST).write_text(json.dumps(request))
+        write_whole(folder / REQUEST, json.dumps(request))
         threads = os.environ.get("OMP_NUM_THREADS") or str(torch.get_num_threads())
         environment = {**ENVIRONMENT, "OMP_NUM_THREADS": threads}
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_cache)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from drafttrain.disk import MachineError, no_link
+
 VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
 # vLLM says this where the cause stands further up in its log.
@@ -117,7 +119,7 @@ class Process:
         environment: Mapping[str, str],
     ) -> None:
         self.log, self.key, self.patience_s = log, key, patience_s
-        with log.open("w") as stderr:
+        with open(log, "w", opener=no_link) as stderr:
             self.process = subprocess.Popen(
                 [python, "-I", str(script), str(request)],
                 stdout=subprocess.PIPE,
@@ -162,7 +164,7 @@ class Process:
         try:
             line = self.lines.get(timeout=self.patience_s)
         except queue.Empty:
-            raise ValueError(
+            raise MachineError(
                 f"vLLM said nothing for {self.patience_s:g} s and was ended; its log is {self.log},"
                 f" whose last line is: {meaningful_line(self.log)}"
             ) from None
@@ -207,7 +209,7 @@ class Process:
         text = texts[-1] if texts and REFERS_UP not in texts[-1] else meaningful_line(self.log)
         code = self.process.returncode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return ValueError(f"vLLM {how}: {text}; the log is {self.log}")
+        return MachineError(f"vLLM {how}: {text}; the log is {self.log}")
 
 
 def meaningful_line(log: Path) -> str:

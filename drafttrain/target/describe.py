@@ -1,13 +1,15 @@
-"""What a target's configuration and modules say of it: shape, readout, and if it can roll back."""
+"""What a target's configuration and modules say of it: its shape, and its readout."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained import ModelConfig, limits_of
+from drafttrain.pretrained.limits import final_norm_of, rope_theta_of
 from drafttrain.readout import Readout
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import shown
 
 
 def describe(
@@ -16,30 +18,29 @@ def describe(
     """Fill a TargetSpec from Transformers' configuration.
 
     `eos_token_ids` are those of the generation configuration, the configuration and the tokenizer
-    together: for chat models they differ, and each ends an answer.
+    together: for chat models they differ, and each ends an answer. ValueError where the model
+    cannot be a target, or its configuration lacks what drafters are shaped by.
     """
     text = model_config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    limit = text.max_position_embeddings
-    if config.max_positions is not None and config.max_positions > limit:
-        raise ValueError(
-            f"model.max_positions must be at most {limit}, what model={config.name} was made for,"
-            f" got {config.max_positions}"
-        )
+    limits = limits_of(config, model_config)
+    hidden_size = _needed(config, text, "hidden_size")
+    heads = _needed(config, text, "num_attention_heads")
     return TargetSpec(
         name=config.label,
         fingerprint=fingerprint,
         architecture=text.model_type,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
+        vocab_size=_needed(config, text, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_needed(config, text, "intermediate_size"),
+        num_layers=_needed(config, text, "num_hidden_layers"),
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        rms_norm_eps=_first(text, "rms_norm_eps", "layer_norm_eps", "norm_eps"),
-        rope_theta=_rope_theta(text),
-        max_positions=config.max_positions or limit,
+        head_dim=getattr(text, "head_dim", None) or hidden_size // heads,
+        rms_norm_eps=_norm_eps(text),
+        rope_theta=rope_theta_of(text),
+        max_positions=limits.positions,
+        embedding_scale=limits.embedding_scale,
+        limited_by=limits.reason,
         eos_token_ids=_eos(generation, text, tokenizer),
         bos_token_id=text.bos_token_id,
         pad_token_id=text.pad_token_id,
@@ -61,7 +62,7 @@ def read_out(model: Any) -> Readout:
     return Readout(
         embedding,
         embedding if tied else head.weight.detach(),
-        norm=_gain(model.get_decoder().norm, embedding),
+        norm=_gain(final_norm_of(model.get_decoder()), embedding),
         head_bias=None if head.bias is None else head.bias.detach(),
         embedding_scale=float(scale),
         logit_scale=logit_scale / (getattr(text, "logits_scaling", None) or 1.0),  # Granite
@@ -87,23 +88,25 @@ def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
     return gain
 
 
-def _first(text: Any, *names: str) -> float:
-    for name in names:
-        if getattr(text, name, None) is not None:
-            return float(getattr(text, name))
-    raise ValueError(f"model_type {text.model_type} must state one of {', '.join(names)}")
-
-
-def _rope_theta(text: Any) -> float:
-    rope = getattr(text, "rope_parameters", None) or {}
-    # Models with two kinds of attention state it for each.
-    rope = rope.get("full_attention", rope)
-    if "rope_theta" not in rope:
+def _needed(config: ModelConfig, text: Any, name: str) -> int:
+    try:
+        value = getattr(text, name)
+    except AttributeError:  # also where layers differ in it, which Transformers raises a kind of
+        value = None
+    if type(value) is not int or value < 1:
         raise ValueError(
-            f"model_type {text.model_type} must have rotary positions: its configuration states no"
-            " rope_theta, and drafters of other kinds are not supported"
+            f"model={config.name} ({shown(text.model_type)}) cannot be a target: its configuration"
+            f" must state one {name} for all layers, which drafters are shaped by, got"
+            f" {shown(value)}; choose another model"
         )
-    return float(rope["rope_theta"])
+    return value
+
+
+def _norm_eps(text: Any) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    stated = [getattr(text, name, None) for name in names]
+    # OLMo states none: its norms have the one that is torch's own. Here it is the drafter's alone.
+    return next((float(eps) for eps in stated if eps is not None), 1e-5)
 
 
 def _eos(*sources: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drafttrain import pretrained
 from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained.limits import final_norm_of
 from drafttrain.readout import Readout
 from drafttrain.serving import Engine, VllmConfig
 from drafttrain.target.describe import describe, read_out
@@ -161,7 +162,8 @@ def open_served(
         trust_remote_code=config.trust_remote_code,
         asked="hardware.target_placement=vllm",
     )
-    served = ServedTarget(engine, model.get_decoder().norm, read_out(model), spec, tokenizer)
+    norm = final_norm_of(model.get_decoder())
+    served = ServedTarget(engine, norm, read_out(model), spec, tokenizer)
     try:
         served.check()
     except BaseException:

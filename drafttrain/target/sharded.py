@@ -18,10 +18,11 @@ from drafttrain.engine.deepspeed import import_deepspeed
 from drafttrain.growing import RaggedCache
 from drafttrain.pretrained import ModelConfig, RandomModelConfig
 from drafttrain.pretrained.inflate import count_parameters
+from drafttrain.pretrained.limits import final_norm_of
 from drafttrain.pretrained.shards import Place, places, put, read, skeleton
 from drafttrain.ranks import Ranks
 from drafttrain.target.describe import describe, gigabytes
-from drafttrain.target.target import Target, check_structure
+from drafttrain.target.target import Target
 from drafttrain.types import Batch, TargetFeatures, TargetSpec
 
 
@@ -31,7 +32,7 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
     ValueError for what cannot be partitioned, and for weights that do not fit the configuration.
     """
     model_config = pretrained.load_config(config)
-    pretrained.refuse_unless_rollable(config, model_config)
+    pretrained.limits_of(config, model_config)
     refuse_unless_shardable(config, model_config, ranks)
     tokenizer = pretrained.load_tokenizer(config)
     model = skeleton(config, model_config, dtype)
@@ -54,7 +55,6 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
     partitions parameters.
     """
     deepspeed = import_deepspeed(ranks)
-    check_structure(model, config.name)
     zero: dict[str, Any] = {
         "stage": 3,
         # Otherwise every linear layer of this process, the drafter's too, would be DeepSpeed's.
@@ -135,8 +135,9 @@ def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks
 
 def names_of_whole(model: Any) -> set[str]:
     """Return the names of parameters that stay whole: the readout's, and those past the decoder."""
-    decoder = model.get_decoder()
-    kept = {id(p) for p in (*model.get_input_embeddings().parameters(), *decoder.norm.parameters())}
+    decoder, table = model.get_decoder(), model.get_input_embeddings()
+    norm = final_norm_of(decoder)
+    kept = {id(p) for p in (*table.parameters(), *norm.parameters())}
     parts = {id(p) for p in decoder.parameters()} - kept
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) not in parts}

@@ -11,9 +11,10 @@ import torch
 
 from drafttrain import pretrained
 from drafttrain.pretrained import ModelConfig, RandomModelConfig
+from drafttrain.pretrained.limits import final_norm_of
 from drafttrain.pretrained.shards import skeleton
 from drafttrain.target.describe import describe
-from drafttrain.target.target import Target, check_structure
+from drafttrain.target.target import Target
 from drafttrain.types import TargetSpec
 
 
@@ -27,7 +28,7 @@ def load_spread(
     features are. ValueError for weights that do not fit the configuration, or cannot be spread.
     """
     model_config = pretrained.load_config(config)
-    pretrained.refuse_unless_rollable(config, model_config)
+    pretrained.limits_of(config, model_config)
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
         what = "drawn" if isinstance(config, RandomModelConfig) else "inflated"
         raise ValueError(
@@ -44,8 +45,8 @@ def load_spread(
     atexit.register(shutil.rmtree, offload, ignore_errors=True)
     spread["offload_folder"] = offload
     model = pretrained.load_model(config, model_config, dtype, device, spread)
-    check_structure(model, config.name)
-    tables = (model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder().norm)
+    norm = final_norm_of(model.get_decoder())
+    tables = (model.get_input_embeddings(), model.get_output_embeddings(), norm)
     if any(weight.device.type == "meta" for table in tables for weight in table.parameters()):
         raise ValueError(
             f"hardware.target_placement=device_map found no room on {device} for the embedding and"
@@ -63,7 +64,6 @@ def device_map(model: Any, device: str, room: dict[int | str, int]) -> dict[str,
 
     Layers are dealt out by `accelerate`, in order and whole.
     """
-    check_structure(model, model.config.model_type)
     place = torch.device(device)
     main: int | str = "cpu" if place.type == "cpu" else (place.index or 0)
     head = model.get_output_embeddings().weight  # which accelerate would put last, anywhere

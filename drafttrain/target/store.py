@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.lock import require_free
 from drafttrain.readout import Readout
 from drafttrain.target.manifest import check_tensors, read_manifest, recapture, require_whole
 from drafttrain.target.shards import (
@@ -82,6 +83,7 @@ class StoredTarget:
         self._opened: dict[int, dict[str, list[Tensor]]] = {}
 
     def _manifest(self) -> Manifest:
+        require_free(self.folder, "features.dir")
         manifest = read_manifest(self.folder)
         if manifest is None:
             raise StoreError(

@@ -10,16 +10,20 @@ from torch import Tensor, nn
 
 from drafttrain import pretrained
 from drafttrain.growing import RaggedCache, additive, run_decoder
-from drafttrain.pretrained import ModelConfig, refuse_unless_rollable
+from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained.limits import check_structure, final_norm_of, limits_of
 from drafttrain.readout import Readout
 from drafttrain.target.describe import describe, read_out
 from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+
+TRIED = 8  # tokens that a target is tried with when it is loaded
+MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 far above
 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
     """Load the target that `config` names, frozen, on one device; others: see `placement`."""
     model_config = pretrained.load_config(config)
-    refuse_unless_rollable(config, model_config)
+    limits_of(config, model_config)
     tokenizer = pretrained.load_tokenizer(config)
     model = pretrained.load_model(config, model_config, dtype, device)
     mark = pretrained.fingerprint(config, dtype, device)
@@ -27,16 +31,6 @@ def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target
     target = Target(model, tokenizer, spec)
     target.check_readout()
     return target
-
-
-def check_structure(model: Any, name: str) -> None:
-    """Raise ValueError unless a model's decoder is made as Llama's."""
-    decoder = model.get_decoder()
-    if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
-        raise ValueError(
-            f"model={name} ({model.config.model_type}) must be a decoder with `layers` and a"
-            " final `norm`, as Llama is; other structures cannot be targets yet"
-        )
 
 
 class Target:
@@ -47,9 +41,9 @@ class Target:
         self.tokenizer = tokenizer
         self.spec = spec
         self.decoder = model.get_decoder()
-        check_structure(model, spec.name)
+        check_structure(model, f"model={spec.name} ({spec.architecture}) cannot be a target")
         self.layers: Sequence[nn.Module] = self.decoder.layers
-        self.final_norm: nn.Module = self.decoder.norm
+        self.final_norm: nn.Module = final_norm_of(self.decoder)
         self.readout: Readout = read_out(model)
         self.eager = model.config._attn_implementation == "eager"
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -75,6 +69,7 @@ class Target:
         Attention never crosses documents; what stands at padding is meaningless (but finite).
         """
         tokens = batch.tokens
+        self._refuse_beyond(tokens.shape[1], batch.positions)
         if one_document_per_row(batch):
             # Right padding and causality: no real token can see padding, so no mask is needed.
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -121,11 +116,7 @@ class Target:
         real token only.
         """
         longest, new = max(cache.lengths, default=0), tokens.shape[1]
-        if longest + new > self.spec.max_positions:
-            raise ValueError(
-                f"{longest + new} tokens must fit in the {self.spec.max_positions} positions of"
-                f" model={self.spec.name}; shorten the prompt or the output"
-            )
+        self._refuse_beyond(longest + new)
         with self._capturing(captures) as captured:
             output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
         final = output.last_hidden_state
@@ -147,24 +138,87 @@ class Target:
 
     @torch.no_grad()
     def check_readout(self) -> None:
-        """Raise ValueError unless the readout embeds and reads out exactly as the model does.
+        """Raise ValueError unless what is computed here is what the model itself computes.
 
         Architectures scale, cap and bias in ways of their own, and a drafter that reads another
-        distribution than the target's would train without an error and accept nothing.
+        distribution than the target's would train without an error and accept nothing. A cache
+        that drafts were rolled back from must answer as if they had never been there. A few tokens
+        do not show how far positions are turned: rotary frequencies are compared themselves.
         """
-        tokens = torch.arange(min(8, self.spec.vocab_size), device=self.device)[None]
-        logits, features = self.step(self.begin(), tokens, captures=(0,))
+        self._check_rotation()
+        length = min(TRIED, self.spec.vocab_size, self.spec.max_positions)
+        tokens = torch.arange(length, device=self.device)[None]
         expected = self.model(input_ids=tokens, use_cache=False).logits
+        self._check_finite(expected)
+        logits, features = self.step(self.begin(), tokens, captures=(0,))
+        embedded = features.captured[0]
+        if embedded.shape != (1, length, self.spec.hidden_size):
+            raise self._unknown(f"gives its layers states of shape {tuple(embedded.shape)}")
         for what, ours, theirs in (
-            ("embeds tokens", features.captured[0], self.readout.embed(tokens)),
+            ("embeds tokens", embedded, self.readout.embed(tokens)),
             ("computes logits", logits, expected),
         ):
             size = theirs.float().abs().max()
             if not (ours.float() - theirs.float()).abs().max() <= 0.02 * size:
+                raise self._unknown(what)
+        stepped = self._with_rejected_drafts(tokens).float() - expected.float()
+        # Not of the largest: experts that are almost equally good differ between two kernels.
+        if not stepped.norm() <= 0.1 * expected.float().norm():
+            raise self._unknown("keeps what rejected drafts left in its cache, or reads its cache")
+
+    def _with_rejected_drafts(self, tokens: Int[Tensor, "1 seq"]) -> Float[Tensor, "1 seq vocab"]:
+        cache, half, wrong = self.begin(), tokens.shape[1] // 2, tokens.flip(1)
+        parts = [self.step(cache, tokens[:, :half])[0]] if half else []
+        for start, stop in ((half, half + 1), (half + 1, tokens.shape[1])):
+            if start < stop:
+                self.step(cache, wrong[:, start:stop])
+                self.rollback(cache, [start])
+                parts.append(self.step(cache, tokens[:, start:stop])[0])
+        return torch.cat(parts, dim=1)
+
+    def _check_finite(self, logits: Tensor) -> None:
+        if bool(logits.isfinite().all()):
+            return
+        named = self.model.named_parameters()
+        wrong = next((name for name, weight in named if not bool(weight.isfinite().all())), None)
+        where = f"{wrong} holds NaN or infinity" if wrong else f"they overflow in {self.dtype}"
+        raise ValueError(
+            f"model={self.spec.name} ({self.spec.architecture}) must give finite logits, and gives"
+            f" NaN or infinity: {where}; check the weights, or use another hardware.decode_dtype"
+        )
+
+    def _check_rotation(self) -> None:
+        rotary: Any = getattr(self.decoder, "rotary_emb", None)
+        if not type(rotary).__module__.startswith("transformers.models."):
+            return
+        with torch.device("cpu"):
+            fresh = dict(type(rotary)(rotary.config).named_buffers())
+        for name, buffer in rotary.named_buffers():
+            if not name.endswith("inv_freq") or name not in fresh:
+                continue
+            right = fresh[name].double()
+            error = (buffer.cpu().double() - right).abs()
+            if not bool((error <= MAX_ROUNDING * right).all()):
+                angle = float(error.max()) * (self.spec.max_positions - 1)
                 raise ValueError(
-                    f"model={self.spec.name} ({self.spec.architecture}) {what} in a way that"
-                    " drafttrain does not know; it cannot be a target yet"
+                    f"model={self.spec.name} turns position {self.spec.max_positions - 1} by"
+                    f" {angle:.3g} radians otherwise than its configuration says ({name} came as"
+                    f" {buffer.dtype}): loading rounded it; update Transformers and DeepSpeed"
                 )
+
+    def _unknown(self, what: str) -> ValueError:
+        return ValueError(
+            f"model={self.spec.name} ({self.spec.architecture}) {what} in a way that drafttrain"
+            " does not know; it cannot be a target yet"
+        )
+
+    def _refuse_beyond(self, length: int, positions: Tensor | None = None) -> None:
+        most = self.spec.max_positions
+        if length <= most or (positions is not None and int(positions.max()) < most):
+            return
+        raise ValueError(
+            f"{length} tokens must fit in the {self.spec.context}; shorten the prompt or the output"
+        )
 
     def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
         return additive(visible, self.dtype) if self.eager else visible

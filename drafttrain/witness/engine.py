@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.disk import write_whole
 from drafttrain.serving import Event, Process
 from drafttrain.terminal import progress
 from drafttrain.types import Counters, Sampling
@@ -148,7 +149,7 @@ def run_worker(
 ) -> list[Event]:
     """Run the worker to its end and return what it said; its own words go into the log."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REQUEST).write_text(json.dumps(request))
+    write_whole(folder / REQUEST, json.dumps(request))
     num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
     total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
     events: list[Event] = []

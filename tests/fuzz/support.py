@@ -15,7 +15,8 @@
 
 - that it ends in success or in a ValueError of one line (or what `foreseen` names) whose message
   a terminal can show;
-- that it takes less than 5 s (it is interrupted at twice that) and allocates less than 1 GB;
+- that it takes less than 5 s of the processor (and is interrupted at 30 s of the clock), and that
+  it allocates less than 1 GB;
 - that it opens, makes, changes and removes nothing outside `fence.fresh()`, and starts no process,
   opens no connection, unpickles no class;
 - that what lies beside the folder is as it was. `fence.victims` are there to be named by inputs:
@@ -48,7 +49,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-SECONDS = 5.0
+SECONDS, AT_MOST = 5.0, 30.0  # of the processor, which others may use; of the clock
 BYTES = 1_000_000_000
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 FUZZ = settings(
@@ -244,13 +245,13 @@ class Fence:
         for victim in self.victims:  # older than its content, so that reading it shows
             os.utime(victim, ns=(0, victim.stat().st_mtime_ns))
         before = self._seen()
-        started = time.monotonic()
+        started = time.process_time()
         with self._raised():
             try:
                 result = work()
             except foreseen as error:
                 result = error
-        assert time.monotonic() - started < SECONDS
+        assert time.process_time() - started < SECONDS
         assert self._seen() == before, "what lies beside the folder was touched"
         if isinstance(result, Exception):
             message = str(result)
@@ -273,7 +274,7 @@ class Fence:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limits = resource.getrlimit(resource.RLIMIT_AS)
         earlier = signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 2 * SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, AT_MOST)
         resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, limits[1]))
         self.up = True
         try:
@@ -315,7 +316,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise OverTheFenceError(f"still at work after {2 * SECONDS} s")
+    raise OverTheFenceError(f"still at work after {AT_MOST} s")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Whatever a store's manifest, journal or tensors say, it is read or refused, and no more."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import FUZZ, Fence, damaged, edited, fence, safetensors
-from test_capture import EVERYTHING, RECORD, settings, write
+from test_capture import ALONE, EVERYTHING, RECORD, settings
 from test_train import random_samples
 from tests_support import model_config
 
+from drafttrain.capture.capture import capture
 from drafttrain.capture.prepare import prepare
 from drafttrain.data.batches import collate
+from drafttrain.stopping import StopRequest
 from drafttrain.target.shards import digest
 from drafttrain.target.store import StoredTarget
 from drafttrain.target.target import Target, load_target
@@ -23,6 +26,8 @@ from drafttrain.target.target import Target, load_target
 __all__ = ["fence"]
 
 pytestmark = pytest.mark.slow
+
+SAMPLES = random_samples()[:6]  # of some three shards
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +38,12 @@ def target(tiny_target_dir: Path) -> Target:
 @pytest.fixture(scope="session")
 def whole(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    write(target, folder)
+    config = settings(folder)
+    say: Any = list[str]().append
+    capture(
+        target, SAMPLES, EVERYTHING, config, template="of a template", record=RECORD, micro_batch=4,
+        ranks=ALONE, stop=StopRequest(), say=say,
+    )  # fmt: skip
     return folder
 
 
@@ -54,14 +64,15 @@ def copied(whole: Path, fence: Fence) -> Path:
 
 def train(folder: Path) -> None:
     store = StoredTarget(folder, torch.float32, torch.device("cpu"), False)
-    store.read(collate(store.samples[:4]), (1, 2))
+    store.read(collate(store.samples), (1, 2))
 
 
 def capture_again(folder: Path, target: Target) -> None:
-    samples = random_samples()
-    rows = [len(sample.tokens) for sample in samples]
-    config = settings(folder)
-    prepare(folder, target, samples, rows, EVERYTHING, config, "of a template", RECORD, print)
+    rows = [len(sample.tokens) for sample in SAMPLES]
+    say: Any = list[str]().append
+    prepare(
+        folder, target, SAMPLES, rows, EVERYTHING, settings(folder), "of a template", RECORD, say
+    )
 
 
 @FUZZ
@@ -107,12 +118,6 @@ def test_safetensors_of_a_store(
     header = json.loads(content[8 : 8 + length])
     changed = data.draw(safetensors(edited(header), content[8 + length :]))
     file.write_bytes(changed)
-    records[name] |= {"bytes": len(changed), "sha256": _sha256(changed)}
+    records[name] |= {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     fence.holds(lambda: train(folder))
-
-
-def _sha256(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()

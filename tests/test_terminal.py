@@ -1,0 +1,53 @@
+"""What is printed is text: of its markup nothing is obeyed, nor of its control characters."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from drafttrain import terminal
+from drafttrain.terminal import progress
+
+OTHERS = "[/x] [red]role[/red] :smile: \x1b[31m\x07 ends\x9b"
+SHOWN = "[/x] [red]role[/red] :smile: \\x1b[31m ends\\x9b"
+
+
+def test_what_others_wrote_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.console.print(OTHERS)
+    assert capsys.readouterr().out == f"{SHOWN}\n"
+
+
+def test_nor_is_it_obeyed_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(title=OTHERS)
+    table.add_column(OTHERS)
+    table.add_row(OTHERS)
+    table.add_row(Text(OTHERS))
+    terminal.console.print(table)
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "\x9b" not in said
+    assert said.count("[red]role[/red] :smile:") == 4
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_nor_beside_a_progress_bar(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_terminal:
+        screen = io.StringIO()
+        console = terminal.Terminal(width=300)
+        console.file, console._force_terminal = screen, True
+        monkeypatch.setattr(terminal, "console", console)
+    with progress(OTHERS, 2) as tick:
+        tick(2, OTHERS)
+    said = screen.getvalue() if is_terminal else capsys.readouterr().out
+    assert "[/x] [red]role[/red] :smile: \\x1b[31m" in said
+    assert "\x07" not in said
+
+
+def test_every_console_is_of_that_kind() -> None:
+    package = Path(terminal.__file__).parent
+    made = [file.name for file in package.rglob("*.py") if "Console(" in file.read_text()]
+    assert made == []
