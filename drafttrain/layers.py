@@ -24,9 +24,19 @@ class RMSNorm(nn.Module):
         training = torch.is_grad_enabled() and self.weight.requires_grad
         if training and values.device.type == "cpu" and not torch.compiler.is_compiling():
             return _Normed.apply(values, self.weight, self.eps)
-        return functional.rms_norm(
-            values, self.weight.shape, self.weight.to(values.dtype), self.eps
-        )
+        return rms_norm(values, self.weight, self.eps)
+
+
+def rms_norm(
+    values: Float[Tensor, "*shape width"], weight: Float[Tensor, " width"], eps: float
+) -> Float[Tensor, "*shape width"]:
+    """Return the norm in the dtype of `values`, by torch's kernel, which is wide inside.
+
+    Autocast would run it in float32 on CUDA and not on a CPU: what follows would get another dtype,
+    and the float32 copy of the input be kept for the backward pass.
+    """
+    with torch.autocast(values.device.type, enabled=False):
+        return functional.rms_norm(values, weight.shape, weight.to(values.dtype), eps)
 
 
 class _Normed(torch.autograd.Function):

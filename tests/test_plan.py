@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 import yaml
+from architectures import EXACT, SHAPE, build, model_config_of
 from memory_tracker import PeakBytes, bytes_of
 from rich.console import Console
 from tests_support import drafter_config
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from drafttrain.__main__ import main
 from drafttrain.config import PlanConfig, TrainConfig, choices, compose, load_choice, typed
@@ -768,13 +770,45 @@ def test_a_machines_memory_is_that_of_its_own_ranks(monkeypatch: pytest.MonkeyPa
     assert ranks_of(stated, chip) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma", "gemma3", "phi3", "olmo2", "stablelm", "cohere", "granite", "smollm3", "glm4"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "phi", "gpt_neox"),
+    ],
+)
+def test_every_accepted_architecture_is_planned(name: str, tmp_path: Path) -> None:
+    """Its layers are counted on the model itself."""
+    kind, changes = EXACT[name]
+    settings = CONFIG_MAPPING[kind](**SHAPE | changes)
+    settings.save_pretrained(tmp_path)
+    target = build(kind, changes)
+    shape = shape_of(model_config_of(path=str(tmp_path)))
+    assert shape.num_parameters == pytest.approx(target.num_parameters, rel=0.02)  # head's bias
+    layers = sum(weight.numel() for weight in target.decoder.layers.parameters())
+    assert shape.num_layers * shape.layer_parameters == pytest.approx(layers, rel=1e-4)
+    routed = name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    assert shape.layer is not None
+    assert (shape.layer.active < shape.layer.matrices) == routed
+    spec = shape.spec("x", None)
+    for size in ("hidden_size", "head_dim", "num_key_value_heads", "max_positions", "rope_theta"):
+        assert getattr(spec, size) == getattr(target.spec, size)
+
+
+def test_a_plan_of_another_form_than_llamas(tmp_path: Path) -> None:
+    CONFIG_MAPPING["gemma"](**SHAPE).save_pretrained(tmp_path)
+    plan = planned(f"model.path={tmp_path}")
+    assert plan.job.shape.architecture == "gemma"
+    assert plan.chosen.speed.tokens_per_s > 0
+
+
 def test_a_target_of_an_unknown_form_is_trained_unplanned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 9}))
     config = typed(compose("train", [f"model.path={tmp_path}", "hardware=cpu"]), TrainConfig)
     (line,) = foresee(config)
     assert line.startswith("plan: none, ")
-    assert "must be of llama, mistral, qwen2, qwen3 to be planned, got mamba" in line
-    with pytest.raises(UnknownShapeError, match="to be planned, got mamba"):
+    assert "(mamba) cannot be a target: it keeps a recurrent state" in line
+    with pytest.raises(UnknownShapeError, match=r"\(mamba\) cannot be a target"):
         planned(f"model.path={tmp_path}")
 
 

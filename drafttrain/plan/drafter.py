@@ -220,6 +220,7 @@ def _small_lm(config: SmallLMConfig, target: Shape, share: float) -> DrafterPart
             "tie_embeddings": config.tie_embeddings,
             "attention_bias": False,
             "mlp_bias": False,
+            "layer": None,
         }
         shape = Shape(**vars(target) | own)
     trained = shape.num_parameters

@@ -1,16 +1,22 @@
 """The architecture of a target, from yaml or its config.json: what it weighs, no weight read."""
 
-import json
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
 from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig, hub
 from drafttrain.pretrained.inflate import MULTIPLE, parse_size
+from drafttrain.pretrained.limits import check_sizes
+from drafttrain.target.describe import describe
 from drafttrain.types import TargetSpec
+from drafttrain.untrusted import read_object, shown
 
 # Decoders of Llama's form, whose parameters follow from their sizes: biases on queries, keys and
-# values, and norms on queries and keys, are all that tells them apart.
+# values, and norms on queries and keys, are all that tells them apart. Others are asked themselves.
 BIASED = ("qwen2",)
 NORMED = ("qwen3",)
 ARCHITECTURES = ("llama", "mistral", *BIASED, *NORMED)
@@ -37,12 +43,21 @@ QUANTIZED_BYTES = {
 
 
 class UnknownShapeError(ValueError):
-    """The architecture of a target is not known without loading it, or not of Llama's form."""
+    """The architecture of a target is not known without loading it, or cannot be a target."""
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """Weights of an average layer of another form than Llama's, counted on the model itself."""
+
+    active: float  # of the matrices that a token is multiplied by: of experts, those it is sent to
+    matrices: float
+    all: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder of Llama's form, every size known."""
+    """A decoder, every size known."""
 
     architecture: str
     vocab_size: int
@@ -58,6 +73,7 @@ class Shape:
     rms_norm_eps: float
     attention_bias: bool = False  # config.json's key; Qwen2 has it on q, k and v without saying so
     mlp_bias: bool = False
+    layer: LayerCount | None = None  # None: Llama's, which follows from the sizes
 
     @property
     def table_parameters(self) -> int:
@@ -72,6 +88,8 @@ class Shape:
     @property
     def linear_parameters(self) -> int:
         """Weights of the matrices of one layer: those that every token is multiplied by."""
+        if self.layer is not None:
+            return round(self.layer.active)
         width, query = self.hidden_size, self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         return width * (2 * query + 2 * keys + 3 * self.intermediate_size)
@@ -79,6 +97,8 @@ class Shape:
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer, norms and biases included."""
+        if self.layer is not None:
+            return round(self.layer.all)
         query = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         others = 2 * self.hidden_size
@@ -102,7 +122,8 @@ class Shape:
         whole = float(self.num_parameters * dtype_bytes)
         if quantization is None:
             return whole
-        linear = self.num_layers * self.linear_parameters
+        each = self.linear_parameters if self.layer is None else self.layer.matrices
+        linear = self.num_layers * each
         return whole - linear * (dtype_bytes - QUANTIZED_BYTES[quantization])
 
     def key_value_bytes(self, dtype_bytes: int) -> int:
@@ -136,13 +157,13 @@ def shape_of(config: ModelConfig) -> Shape:
 
     A directory's config.json, a random target's own fields, model.shape where it is of this
     repository, or the config.json in the Hub's cache. UnknownShapeError where there is none of
-    these, or the decoder is of another form than Llama's.
+    these, or where what it describes cannot be a target.
     """
     if isinstance(config, RandomModelConfig):
         own = {key: getattr(config, key) for key in (*KEYS, "rope_theta") if key != "rms_norm_eps"}
         return Shape(architecture=config.architecture, rms_norm_eps=1e-6, **own)
     if config.path or config.embedded:
-        return read_shape(Path(config.path).expanduser() if config.path else EMBEDDED)
+        return _of_target(config, Path(config.path).expanduser() if config.path else EMBEDDED)
     assert config.repo, "ModelConfig makes sure of it"
     shape = dict(config.shape or {})
     if shape.pop("of", None) == config.repo:
@@ -153,7 +174,51 @@ def shape_of(config: ModelConfig) -> Shape:
             f"model.shape must describe {config.repo}, whose config.json is not in the local cache;"
             " set model.shape, or point model.path at a local copy"
         )
-    return read_shape(cached.parent)
+    return _of_target(config, cached.parent)
+
+
+def _of_target(config: ModelConfig, folder: Path) -> Shape:
+    raw = _read(folder)
+    if raw.get("model_type") in ARCHITECTURES or raw.get("model_type") not in CONFIG_MAPPING:
+        return read_shape(folder)
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return counted(settings, describe(config, settings, None, None, fingerprint=""))
+    except Exception as error:  # a refusal of ours, or whatever a validator of Transformers raises
+        raise UnknownShapeError(shown(error, 400)) from error
+
+
+def counted(settings: Any, spec: TargetSpec) -> Shape:
+    """Return the shape of any target, its layers counted on the model without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    text = settings.get_text_config(decoder=True)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((getattr(text, name) for name in names if getattr(text, name, None)), 1)
+    share = min(1.0, (getattr(text, "num_experts_per_tok", None) or experts) / experts)
+    active = matrices = everything = 0.0
+    for weight in model.get_decoder().layers.parameters():
+        everything += weight.numel()
+        if weight.dim() > 1:
+            matrices += weight.numel()
+            routed = weight.dim() == 3 and weight.shape[0] == experts
+            active += weight.numel() * (share if routed else 1.0)
+    count = spec.num_layers
+    return Shape(
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_layers=count,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        tie_embeddings=bool(text.tie_word_embeddings),
+        max_positions=spec.max_positions,
+        rope_theta=spec.rope_theta,
+        rms_norm_eps=spec.rms_norm_eps,
+        layer=LayerCount(active / count, matrices / count, everything / count),
+    )
 
 
 def inflated(shape: Shape, size: str | None) -> Shape:
@@ -163,20 +228,18 @@ def inflated(shape: Shape, size: str | None) -> Shape:
     column = 3 * shape.hidden_size * shape.num_layers
     more = (parse_size(size) - shape.num_parameters) / column
     width = round((shape.intermediate_size + more) / MULTIPLE) * MULTIPLE
-    return Shape(**vars(shape) | {"intermediate_size": max(shape.intermediate_size, width)})
+    width = max(shape.intermediate_size, width)
+    layer = shape.layer
+    if layer is not None:
+        added = 3 * shape.hidden_size * (width - shape.intermediate_size)
+        layer = LayerCount(layer.active + added, layer.matrices + added, layer.all + added)
+    return replace(shape, intermediate_size=width, layer=layer)
 
 
 def read_shape(folder: Path) -> Shape:
     """Return the architecture in a directory's config.json; UnknownShapeError says what lacks."""
-    file = folder / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        raw = raw.get("text_config", raw)
-        found = {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UnknownShapeError(
-            f"{file} must describe a model, but cannot be read: {error}"
-        ) from None
+    file, raw = folder / "config.json", _read(folder)
+    found = {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     heads = found.get("num_attention_heads")
     found.setdefault("num_key_value_heads", heads)
     if heads and not found.get("head_dim"):
@@ -193,11 +256,23 @@ def read_shape(folder: Path) -> Shape:
     return _checked(found, str(file))
 
 
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        raw = read_object(folder / "config.json")
+        check_sizes(raw, str(folder))
+    except (OSError, ValueError) as error:
+        raise UnknownShapeError(
+            f"{folder / 'config.json'} must describe a model, but cannot be read: {error}"
+        ) from None
+    inner = raw.get("text_config")
+    return inner if isinstance(inner, dict) else raw
+
+
 def _checked(values: dict[str, Any], origin: str) -> Shape:
     kind = values.get("architecture")
     if kind not in ARCHITECTURES:
         raise UnknownShapeError(
-            f"{origin} must be of {', '.join(ARCHITECTURES)} to be planned, got {kind}"
+            f"{origin} must be of a kind that Transformers knows to be planned, got {shown(kind)}"
         )
     missing = [key for key in (*KEYS, "rope_theta") if values.get(key) is None]
     if missing:

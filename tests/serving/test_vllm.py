@@ -182,24 +182,31 @@ def request(
     }
 
 
-def decode(target: Target, drafter: Drafter, prompt: list[int]) -> tuple[tuple[int, ...], Counters]:
+def decode(
+    target: Target, drafter: Drafter, prompt: list[int], max_new_tokens: int = MAX_NEW_TOKENS
+) -> tuple[tuple[int, ...], Counters]:
     decoded = speculative_decode(
         target,
         drafter,
         prompt,
         depth=DEPTH,
         sampling=GREEDY,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=max_new_tokens,
         chance=SeededChance(0),
         stop_tokens=(),
     )
     return decoded.tokens, decoded.stats.untrimmed
 
 
-def ask_vllm(python: str, folder: Path, requests: list[dict[str, Any]]) -> dict[str, Any]:
+def ask_vllm(
+    python: str,
+    folder: Path,
+    requests: list[dict[str, Any]],
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> dict[str, Any]:
     """Run every request in one process of the other environment."""
     paths = folder / "request.json", folder / "answer.json"
-    paths[0].write_text(json.dumps({"max_tokens": MAX_NEW_TOKENS, "cases": requests}))
+    paths[0].write_text(json.dumps({"max_tokens": max_new_tokens, "cases": requests}))
     client = Path(__file__).with_name("vllm_client.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
