@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint import make_engine, saved
+from tests_support import drafter_config, model_config
 
 from drafttrain.assemble import recorded_spec
 from drafttrain.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
 from drafttrain.data.prompts import overlap_path, overlap_record
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.tune import TUNED, tuned_depth
+from drafttrain.target.target import load_target
 from drafttrain.vocab import DraftVocab
 
 
@@ -135,3 +137,32 @@ def test_measurements_that_are_none_are_measured_again(line: str, tmp_path: Path
     with journal.file.open("a") as stream:
         stream.write(line + "\n")
     assert Journal(tmp_path, "x", {"a": 1}).num_known == 0
+
+
+def small_lm_settings(**changes: Any) -> torch.Tensor:
+    config = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 1}
+    return torch.tensor(list(json.dumps(config | changes).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (torch.tensor([1.0]), "is missing, or no text"),
+        (torch.tensor(list(b"[" * 100_000), dtype=torch.uint8), "must be valid JSON"),
+        (torch.tensor(list(b"[1]"), dtype=torch.uint8), "must be an object, got list"),
+        (torch.zeros(1 << 21, dtype=torch.uint8), "is too long"),
+        (small_lm_settings(hidden_size=10**12), "hidden_size must be a whole number of at most"),
+        (small_lm_settings(hidden_size=4096, intermediate_size=10**6), "but declares .* numbers"),
+        (small_lm_settings(model_type="none"), "must describe a model"),
+        (small_lm_settings(attn_implementation="someone/kernel"), "must not name code of the Hub"),
+    ],
+    ids=["floats", "deep", "list", "long", "wide", "wider than its weights", "unknown", "code"],
+)
+def test_a_model_that_weights_describe_is_checked_before_it_is_made(
+    settings: torch.Tensor, said: str, tiny_target_dir: Path
+) -> None:
+    spec = load_target(model_config(tiny_target_dir), torch.float32, "cpu").spec
+    drafter = drafter_config("small_lm").build(spec)
+    with pytest.raises(ValueError, match=said) as caught:
+        drafter.load_weights({"settings": settings, "x": torch.zeros(3)})
+    assert str(caught.value).isprintable()

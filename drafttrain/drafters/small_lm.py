@@ -28,9 +28,13 @@ from drafttrain.drafters.vocabularies import check_same
 from drafttrain.growing import additive
 from drafttrain.layers import document_mask, within_calls
 from drafttrain.losses import TokenLossConfig
+from drafttrain.pretrained.files import check_settings
+from drafttrain.pretrained.limits import check_sizes
 from drafttrain.readout import Readout
 from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
+from drafttrain.untrusted import parse_json, shown
 
+MOST_SETTINGS = 1 << 20
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
 # What two writings of one configuration may differ in.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
@@ -261,9 +265,12 @@ class SmallLM(CausalDrafter):
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load a checkpoint: the model that its settings describe; adapters are merged."""
         settings = tensors.get(SETTINGS)
-        if settings is None:
-            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is missing")
-        self._adopt(_from_settings(json.loads(bytes(settings.tolist()))))
+        if settings is None or settings.dtype != torch.uint8 or settings.dim() != 1:
+            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is missing, or no text")
+        if len(settings) > MOST_SETTINGS:
+            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is too long")
+        plain = parse_json(bytes(settings.tolist()), SETTINGS)
+        self._adopt(_from_settings(_checked(plain, tensors)))
         setattr(self, SETTINGS, settings)
         if self.config.lora_rank:
             add_lora(self.model, self.config.lora_rank, self.config.lora_alpha)
@@ -292,6 +299,28 @@ class SmallLM(CausalDrafter):
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         load_exactly(model, tensors)
         self._adopt(model)
+
+
+def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return settings that a checkpoint holds; ValueError unless its tensors are of such a model.
+
+    Before the model is made: what is declared costs memory, whatever the weights are.
+    """
+    if not isinstance(settings, dict):
+        raise ValueError(f"{SETTINGS} must be an object, got {type(settings).__name__}")
+    check_settings(settings, SETTINGS)
+    check_sizes(settings, SETTINGS)
+    try:
+        with torch.device("meta"):
+            declared = sum(p.numel() for p in _from_settings(settings).parameters())
+    except Exception as error:  # a validator of Transformers, whose classes vary
+        raise ValueError(f"{SETTINGS} must describe a model: {shown(error, 400)}") from error
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if declared > held:
+        raise ValueError(
+            f"{SETTINGS} must describe these weights, but declares {declared:,} numbers of {held:,}"
+        )
+    return settings
 
 
 def _from_settings(settings: dict[str, Any]) -> Any:

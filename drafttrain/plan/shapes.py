@@ -249,7 +249,8 @@ def read_shape(folder: Path) -> Shape:
     )  # as of Llama's form; Transformers leaves defaults out
     found.setdefault("rms_norm_eps", 1e-6)
     found["architecture"] = raw.get("model_type")
-    rope = raw.get("rope_parameters") or {}
+    stated = raw.get("rope_parameters")
+    rope = stated if isinstance(stated, dict) else {}
     found["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     for key in ("attention_bias", "mlp_bias"):
         found[key] = bool(raw.get(key))
