@@ -1,6 +1,5 @@
 """From sections of a configuration to the objects that commands put to work."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,12 +27,14 @@ from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
 from drafttrain.serving import VllmConfig, require_vllm
 from drafttrain.target.describe import describe
+from drafttrain.target.manifest import wrong_spec
 from drafttrain.target.placement import choose_placement, load_placed
 from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.store import FeaturesConfig, StoredFeaturesConfig, StoredTarget
 from drafttrain.target.target import Target
 from drafttrain.terminal import console
 from drafttrain.types import FeatureSource, Sample, TargetSpec
+from drafttrain.untrusted import UntrustedError, read_typed, shown
 
 
 def read_samples(
@@ -197,16 +198,24 @@ def served_to(
     )
 
 
+@dataclass(frozen=True)
+class _Provenance:
+    target: TargetSpec
+
+
 def recorded_spec(run: Path) -> TargetSpec:
     """Return what a run recorded of its target, so that an export need not load a 70B model."""
     file = run / PROVENANCE
     try:
-        record = json.loads(file.read_text())["target"]
-        return TargetSpec(**record | {"eos_token_ids": tuple(record["eos_token_ids"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        spec = read_typed(_Provenance, file).target
+        wrong = next(wrong_spec(spec), None)
+        if wrong is not None:
+            raise UntrustedError(wrong)
+        return spec
+    except (OSError, UntrustedError) as error:
         raise ValueError(
-            f"{file} must record the run's target, but cannot be read ({error!r}); `train` writes "
-            "it: restore the file, or resume the run with run.resume=true"
+            f"{file} must record the run's target, but cannot be used ({shown(error, 400)}); "
+            "`train` writes it: restore the file, or resume the run with run.resume=true"
         ) from error
 
 

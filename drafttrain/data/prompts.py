@@ -11,7 +11,7 @@ from typing import Any
 from drafttrain.data.records import Unusable, checked_text
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
-from drafttrain.untrusted import read_object
+from drafttrain.untrusted import Count, Sha256, read_object, read_typed
 
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
@@ -196,6 +196,19 @@ def overlap_path(path: str | Path) -> Path:
     return Path(path).expanduser().with_suffix(".overlap.json")
 
 
+@dataclass(frozen=True)
+class _Overlap:
+    """What is told of a record, whoever wrote it."""
+
+    prompts_sha256: Sha256
+    num_prompts: Count
+    num_equal_prompts: Count
+    num_ngrams: Count
+    num_shared_ngrams: Count
+    ngram_words: Count
+    shared_ngram_share: float | None
+
+
 def overlap_record(path: str | Path) -> OverlapRecord | None:
     """Return the recorded overlap of a file of prompts with the target's training text.
 
@@ -204,13 +217,14 @@ def overlap_record(path: str | Path) -> OverlapRecord | None:
     place = overlap_path(path)
     if not place.is_file():
         return None
-    record: OverlapRecord = read_object(place)
+    known = read_typed(_Overlap, place)
     found = sha256_of(Path(path).expanduser())
-    if record.get("prompts_sha256") != found:
+    if known.prompts_sha256 != found:
         raise ValueError(
             f"{place} must be the overlap of {path}, got one of a file with other content; remove "
             "it, or count again with scripts/count_prompt_overlap.py"
         )
+    record: OverlapRecord = read_object(place)
     return record
 
 

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.disk import append_text, write_whole
-from drafttrain.types import Counters, DecodeStats, PromptResult
+from drafttrain.disk import append_text, cut_torn_line, write_whole
+from drafttrain.types import PromptResult
+from drafttrain.untrusted import UntrustedError, lines_of, typed
 
 Key = tuple[int, int]  # block, batch of prompts
 
@@ -61,30 +62,27 @@ class Journal:
         self.file.replace(self.whole)
 
     def _load(self) -> bool:
-        if not self.file.is_file():
-            return False
-        content = self.file.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        lines = content[:whole].splitlines()
-        try:
-            if not lines or json.loads(lines[0])["mark"] != self.mark:
+        if self.file.is_symlink() or not self.file.is_file():
+            return False  # a link is replaced, and what it stands for is not touched
+        cut_torn_line(self.file)
+        with suppress(UntrustedError), self.file.open("rb") as stream:
+            lines = lines_of(stream)
+            if typed(_Head, next(lines, None) or b"", "a line").mark != self.mark:
                 return False
-            for line in lines[1:]:
-                record = json.loads(line)
-                block, place = record["key"]
-                self.known[block, place] = [_result(values) for values in record["results"]]
-        except (ValueError, KeyError, TypeError):
-            self.known = {}
-            return False
-        if whole < len(content):
-            os.truncate(self.file, whole)
-        return True
+            for line in lines:
+                batch = typed(_Batch, line or b"", "a line")
+                self.known[batch.key] = batch.results
+            return True
+        self.known = {}
+        return False
 
 
-def _result(values: dict[str, Any]) -> PromptResult:
-    stats = values["stats"]
-    stats |= {key: Counters(**stats[key]) for key in ("trimmed", "untrimmed")}
-    stats["cycles"] = [tuple(cycle) for cycle in stats["cycles"]]
-    return PromptResult(
-        **{**values, "tokens": tuple(values["tokens"]), "stats": DecodeStats(**stats)}
-    )
+@dataclass(frozen=True)
+class _Head:
+    mark: str
+
+
+@dataclass(frozen=True)
+class _Batch:
+    key: Key
+    results: list[PromptResult]

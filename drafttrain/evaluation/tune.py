@@ -1,6 +1,7 @@
 """`tune`: what each depth should cost and bring on this machine, beside what it does."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,6 +17,7 @@ from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
 from drafttrain.types import Counters, PromptResult
+from drafttrain.untrusted import Count, UntrustedError, read_typed
 
 TUNED = "tuned.json"
 
@@ -314,17 +316,32 @@ def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, 
     ]
 
 
+SIZE = re.compile(r"[1-9]\d{0,8}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    depth: Count
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    batches: dict[str, dict[str, _Choice]]  # by batch size, by task
+
+
 def tuned_depth(run: Path, batch_size: int) -> int | None:
     """Return the depth that `tune` chose for a run at a batch size (the nearest one it weighed)."""
     file = run / TUNED
     if not file.is_file():
         return None
     try:
-        batches = json.loads(file.read_text())["batches"]
-        nearest = min(batches, key=lambda size: abs(int(size) - batch_size))
-        return int(batches[nearest]["all"]["depth"])
-    except (ValueError, KeyError, TypeError) as error:
+        batches = read_typed(_Tuned, file).batches
+        sizes = {int(size): tasks for size, tasks in batches.items() if SIZE.fullmatch(size)}
+        if not sizes or any("all" not in tasks for tasks in sizes.values()):
+            raise UntrustedError("it must hold a depth for all tasks, by batch size")
+        return sizes[min(sizes, key=lambda size: abs(size - batch_size))]["all"].depth
+    except UntrustedError as error:
         raise ValueError(
-            f"{file} must be what `tune` wrote, but cannot be read ({error!r}); run tune again, or "
+            f"{file} must be what `tune` wrote, but cannot be read ({error}); run tune again, or "
             "remove it"
         ) from error

@@ -86,7 +86,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def _wrong(manifest: Manifest) -> Iterator[str]:
     """Yield what a manifest of the right types must not say."""
-    yield from _wrong_target(manifest.target)
+    yield from wrong_spec(manifest.target)
     settings, target = manifest.settings, manifest.target
     layers, final = settings.get("store.layers"), settings.get("store.final_hidden")
     dtype, size, reach = (settings.get(key) for key in ("store.dtype", "store.shard_mb", REACH))
@@ -128,7 +128,8 @@ def _wrong(manifest: Manifest) -> Iterator[str]:
         yield "shards must name each file once"
 
 
-def _wrong_target(target: TargetSpec) -> Iterator[str]:
+def wrong_spec(target: TargetSpec) -> Iterator[str]:
+    """Yield what no target can be, of what somebody recorded of one."""
     for field in fields(target):
         value, place = getattr(target, field.name), f"target.{field.name}"
         if isinstance(value, str):
