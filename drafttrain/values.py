@@ -137,8 +137,8 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
             if not found and type(None) in options:
                 raise UsageError(f"{key} must not be empty, got []; null takes the usual")
             # OmegaConf lets lists of lists pass for lists of texts.
-            plain = any(option in WORDS for option in options)
-            if plain and any(isinstance(inner, list | dict) for inner in found):
+            is_flat = any(option in WORDS for option in options)
+            if is_flat and any(isinstance(inner, list | dict) for inner in found):
                 raise UsageError(_must_be(key, hints[name], found))
         _check(key, found)
     return {name: typed[name] for name in names}

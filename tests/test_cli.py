@@ -1,5 +1,6 @@
 """What a user meets at the command line: help, mistakes answered in one line, errors that help."""
 
+import json
 import os
 import signal
 import subprocess
@@ -206,13 +207,19 @@ def test_an_unreachable_hub_ends_with_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 2
+    talk = tmp_path / "talk.jsonl"
+    answer = {"role": "assistant", "content": "Yes."}
+    record = {"messages": [{"role": "user", "content": "So?"}, answer]}
+    talk.write_text(f"{json.dumps(record)}\n" * 9)
+    told = ["model=llama70b", "drafter=eagle", "hardware.check_fit=false"]
+    told += ["data=jsonl", f"data.path={talk}", "data.holdout=1"]
+    assert cli.main(["train", *told]) == 2
     captured = capsys.readouterr()
     assert "train eagle for llama70b" in captured.out
     assert captured.err.startswith("error: model=llama70b: cannot reach the Hugging Face Hub")
     assert "point model.path at a local directory that holds the model" in captured.err
     assert captured.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [talk]
 
 
 @pytest.fixture
