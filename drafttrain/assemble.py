@@ -47,8 +47,8 @@ def read_samples(
     """
     if isinstance(config, SelfgenConfig):
         return None
+    tokenizer = pretrained.load_tokenizer(model)  # first: a data set may take long to download
     conversations, unread = read(config)
-    tokenizer = pretrained.load_tokenizer(model)
     samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
     size, largest = expected_spec(model).vocab_size, max(int(s.tokens.max()) for s in samples)
     if largest >= size:

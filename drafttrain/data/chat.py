@@ -245,24 +245,28 @@ def split_holdout(
 ) -> tuple[list[Sample], list[Sample]]:
     """Return the samples for training and the `count` held out, both in their old order.
 
-    Equal ones are on one side: a set of them that would be more than `count` is trained on.
+    Equal ones are on one side: a set of them that would be more than `count` is trained on, unless
+    there is no smaller one: then it is held out whole.
     """
     check_holdout(len(samples), count)
     sets: dict[bytes, list[int]] = {}
     for place, sample in enumerate(samples):
         sets.setdefault(_content(sample), []).append(place)
     chosen: set[int] = set()
-    for place in np.random.default_rng(seed).permutation(len(samples)).tolist():
+    drawn = np.random.default_rng(seed).permutation(len(samples)).tolist()
+    for place in drawn:
         if len(chosen) == count:
             break
         alike = sets[_content(samples[place])]
         if place not in chosen and len(chosen) + len(alike) <= count:
             chosen.update(alike)
     if count and not chosen:
-        raise ValueError(
-            f"data.holdout must be at least {min(map(len, sets.values()))}, the fewest that are "
-            f"equal, got {count}; raise it, leave out what is repeated, or set data.holdout=0"
-        )
+        if len(sets) == 1:
+            raise ValueError(
+                f"data.holdout must be 0 where all conversations are the same, got {count}; give "
+                "others too"
+            )
+        chosen.update(sets[_content(samples[drawn[0]])])
     kept = [sample for place, sample in enumerate(samples) if place not in chosen]
     return kept, [sample for place, sample in enumerate(samples) if place in chosen]
 
