@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,24 @@ from torch import Tensor
 
 from drafttrain.disk import DiskError, MachineError, flush, reason, write_whole
 from drafttrain.engine import Engine
+from drafttrain.untrusted import (
+    MAX_JSON_BYTES,
+    Count,
+    FileName,
+    Sha256,
+    UntrustedError,
+    header_of,
+    parse_json,
+    read_bytes,
+    read_object,
+    typed,
+)
 
 WEIGHTS_FILE = "drafter.safetensors"
 STATE_FILE = "state.json"
 INDEX_FILE = "index.json"
 # step-000123, or step-000123-2 where a resumed run came by the same step again.
-NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?", re.ASCII)
 SKIP = "run.resume=true run.skip_damaged=true"
 LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
 
@@ -38,8 +50,8 @@ class UnsavedError(CheckpointError, MachineError):
 class TrainState:
     """Where a run is, besides weights and optimizer; everything in it is plain JSON."""
 
-    step: int  # finished optimizer steps
-    tokens: int  # trained on so far, over all ranks
+    step: Count  # finished optimizer steps
+    tokens: Count  # trained on so far, over all ranks
     data: dict[str, Any]  # position in the data, from Batches.state_dict()
     best_metric: float | None  # the highest yet; None before the first validation
     fingerprint: str  # of the target that the drafter belongs to
@@ -53,6 +65,20 @@ class TrainState:
         """Return the state that remembers `metric` if none was higher."""
         best = metric if self.best_metric is None else max(self.best_metric, metric)
         return replace(self, best_metric=best)
+
+
+@dataclass(frozen=True)
+class _File:
+    bytes: Count
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What state.json holds: names of files, not paths, whoever wrote it."""
+
+    state: TrainState
+    files: dict[FileName, _File]
 
 
 class Checkpoints:
@@ -180,7 +206,7 @@ class Checkpoints:
         if folder is None:
             return None
         try:
-            engine.load_weights(load_file(folder / WEIGHTS_FILE))
+            engine.load_weights(_tensors(folder / WEIGHTS_FILE))
         except ValueError as error:
             raise CheckpointError(
                 f"{folder / WEIGHTS_FILE} must fit the drafter, got: {error}; "
@@ -209,13 +235,17 @@ class Checkpoints:
             if len(self._names()) > 1:  # the first one is there before its index, for a moment
                 raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
             return {}
-        try:
-            index = json.loads(path.read_bytes())
+        with suppress(UntrustedError):  # no JSON, no object
+            index = read_object(path)
             recorded = index.pop("sha256", None)
-            if set(index) == {"latest", "best"} and recorded in (None, _digest(index)):
+            known = [name for name in index.values() if isinstance(name, str)]
+            if (
+                set(index) == {"latest", "best"}
+                and len(known) + list(index.values()).count(None) == 2
+                and all(NAME.fullmatch(name) for name in known)
+                and recorded in (None, _digest(index))
+            ):
                 return index
-        except (ValueError, AttributeError):  # not JSON, not UTF-8, not an object
-            pass
         raise CheckpointError(
             f"{path} must be as this program wrote it, but it is damaged or changed; {way_out}"
         )
@@ -274,21 +304,21 @@ def verify(folder: Path, only: str | None = None) -> None:
     Raises CheckpointError that names the first file that is missing or not as it was written.
     """
     way_out = way_round(folder)
-    for name, recorded in _read_state(folder)["files"].items():
+    for name, recorded in _read_state(folder).files.items():
         path = folder / name
         if only not in (None, name):
             continue
-        if not path.exists():
+        if not path.is_file():
             raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
         size = path.stat().st_size
-        if size != recorded["bytes"]:
+        if size != recorded.bytes:
             raise CheckpointError(
-                f"{path} must have the {recorded['bytes']} bytes that were written, got {size}: "
+                f"{path} must have the {recorded.bytes} bytes that were written, got {size}: "
                 f"it was cut off or changed; {way_out}"
             )
-        if (found := _sha256(path)) != recorded["sha256"]:
+        if (found := _sha256(path)) != recorded.sha256:
             raise CheckpointError(
-                f"{path} must match its recorded checksum {recorded['sha256'][:12]}..., got "
+                f"{path} must match its recorded checksum {recorded.sha256[:12]}..., got "
                 f"{found[:12]}...: it is damaged or changed; {way_out}"
             )
 
@@ -300,13 +330,18 @@ def way_round(folder: Path) -> str:
 
 def load_state(folder: Path) -> TrainState:
     """Return the state that a checkpoint was saved with."""
-    return TrainState(**_read_state(folder)["state"])
+    return _read_state(folder).state
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Return the drafter's weights from a checkpoint, verified, on the CPU, as saved."""
     verify(folder, only=WEIGHTS_FILE)
-    return load_file(folder / WEIGHTS_FILE)
+    return _tensors(folder / WEIGHTS_FILE)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    header_of(path)  # which sizes the file must have: a torn one is said so, and nothing is held
+    return load_file(path)
 
 
 def _step_and_visit(name: str) -> tuple[int, int]:
@@ -326,21 +361,23 @@ def _write_state(folder: Path, state: TrainState) -> None:
     (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> _Record:
     path = folder / STATE_FILE
     try:
-        content = json.loads(path.read_bytes())
+        text = read_bytes(path, MAX_JSON_BYTES)
+        content = parse_json(text, "it")
+        record = typed(_Record, text, "it")
         if "state_sha256" in content:  # of a run before the file records were covered too
             recorded, found = content["state_sha256"], _digest(content["state"])
         else:
-            recorded, found = content.pop("sha256"), _digest(content)
-        if recorded == found and {"state", "files"} <= set(content):
-            return content
+            recorded, found = content.pop("sha256", None), _digest(content)
+        if recorded == found and WEIGHTS_FILE in record.files:
+            return record
         problem = "it is damaged or changed"
     except FileNotFoundError:
         problem = "it is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        problem = "it is cut off or changed"
+    except UntrustedError as error:
+        problem = f"it is cut off or changed ({error})"
     raise CheckpointError(
         f"{path} must be the record that a checkpoint was saved with, but {problem}; "
         f"{way_round(folder)}"

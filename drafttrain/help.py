@@ -146,6 +146,8 @@ options:
 `train` starts a process for every GPU of this machine (hardware.ranks). On several machines
 torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of the run folder.
 
+status: 0 done; 2 what was typed, or what it names, cannot be meant; 1 the machine failed, another
+process has what is needed, or nobody foresaw it; 143 a scheduler's signal; 130 Ctrl-C.
 A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
 
 

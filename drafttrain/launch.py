@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from drafttrain.disk import no_link
 from drafttrain.hardware import HardwareConfig, num_cores
 from drafttrain.launched import LAUNCHER, STORE
 from drafttrain.run import CHECKPOINTS
@@ -338,7 +339,7 @@ def _last_line(agent: _Agent, rank: int, folder: Path) -> str:
     if file is None:
         return ""
     kept = (folder if folder.is_dir() else Path()) / f"error_rank{rank}.log"
-    with kept.open("ab") as log, file.open("rb") as source:
+    with open(kept, "ab", opener=no_link) as log, file.open("rb") as source:
         shutil.copyfileobj(source, log)
     lines = file.read_text(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drafttrain.untrusted import header_of, shown
+
 SCHEDULES = ("cosine", "constant")
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter, besides the step
 
@@ -64,19 +66,25 @@ def load_moments(path: Path, shapes: dict[str, torch.Size]) -> tuple[int, dict[s
 
     shapes: what must be there, "moment.parameter" by shape. Raises ValueError naming what differs.
     """
+    steps = header_of(path).get("step")
+    if steps is None or (steps.dtype, steps.shape) != ("I64", []):
+        raise ValueError(f"{path} must hold the finished steps (step, one integer), and does not")
     moments = load_file(path)
     step = int(moments.pop("step"))
     differences = [f"{name} is missing" for name in shapes.keys() - moments.keys()]
     differences += [f"{name} is unknown" for name in moments.keys() - shapes.keys()]
     differences += [
-        f"{name} is {list(moments[name].shape)}, not {list(shapes[name])}"
+        f"{name} is {list(moments[name].shape)} of {moments[name].dtype}, not {list(shapes[name])}"
         for name in shapes.keys() & moments.keys()
-        if moments[name].shape != shapes[name]
+        if moments[name].shape != shapes[name] or not moments[name].is_floating_point()
     ]
+    if step < 0:
+        differences.append(f"step is {step}")
     if differences:
+        first = shown(", ".join(sorted(differences)[:3]), 400)
         raise ValueError(
             f"{path} must hold the optimizer state of this drafter, got another's: "
-            f"{', '.join(sorted(differences)[:3])}{', ...' if len(differences) > 3 else ''}; "
+            f"{first}{', ...' if len(differences) > 3 else ''}; "
             "resume with the drafter settings that the run was started with"
         )
     return step, moments

@@ -1,5 +1,6 @@
 """THE training loop: one function, for every drafter, engine and source of features."""
 
+import json
 import math
 import random
 import time
@@ -24,6 +25,7 @@ from drafttrain.stopping import StopRequest
 from drafttrain.terminal import progress
 from drafttrain.tracker import Tracker
 from drafttrain.types import FeatureSource, weighted_sum
+from drafttrain.untrusted import Count, typed
 
 METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
 
@@ -282,6 +284,19 @@ class Agreement:
         return self.stop.asked if self.ranks.world_size == 1 else self._answer() > 0
 
 
+@dataclass(frozen=True)
+class MeterState:
+    """The sums of a meter as a checkpoint holds them: by rank, by term, four each."""
+
+    names: list[str]
+    sums: list[list[tuple[float, float, float, float]]]
+    weights: dict[str, float]
+    judged: list[str]
+    loss_tokens: Count
+    tokens: Count
+    busy_s: float
+
+
 class Meter:
     """Sums of loss terms since the last line of metrics, reduced over ranks when read."""
 
@@ -322,15 +337,19 @@ class Meter:
         """Go on from the sums of `state`, nothing for a new run; on other ranks, rank 0 has all."""
         if not state:
             return
-        table = torch.tensor(state["sums"], dtype=torch.float64, device=self.engine.device)
+        saved = typed(MeterState, json.dumps(state), "a checkpoint's sums of losses")
+        unknown = set(saved.names) - set(saved.weights)
+        if not saved.sums or unknown or any(len(row) != len(saved.names) for row in saved.sums):
+            raise ValueError("a checkpoint's sums of losses must be of each of its names, by rank")
+        table = torch.tensor(saved.sums, dtype=torch.float64, device=self.engine.device)
         if len(table) != self.engine.world_size:
             own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
         else:
             own = table[self.engine.rank]
-        self.sums = dict(zip(state["names"], own, strict=True))
-        self.weights, self.judged = dict(state["weights"]), set(state["judged"])
-        self.loss_tokens, self.tokens = state["loss_tokens"], state["tokens"]
-        self.busy_s = state["busy_s"]
+        self.sums = dict(zip(saved.names, own, strict=True))
+        self.weights, self.judged = dict(saved.weights), set(saved.judged)
+        self.loss_tokens, self.tokens = saved.loss_tokens, saved.tokens
+        self.busy_s = saved.busy_s
 
     def forget_time(self) -> None:
         """Leave out of tokens/s what happened since the last step (validation, saving)."""

@@ -130,11 +130,17 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
     if unset:
         raise UsageError(f"{section}.{unset[0]} must be given, as in {section}.{unset[0]}=VALUE")
     typed = revealed(OmegaConf.to_container(merged))
-    for name, hint in get_type_hints(kind).items():
-        if typed.get(name) == [] and type(None) in get_args(hint):
-            raise UsageError(f"{section}.{name} must not be empty, got []; null takes the usual")
+    hints = get_type_hints(kind)
     for name in names:
-        _check(f"{section}.{name}", typed[name])
+        key, found, options = f"{section}.{name}", typed[name], _options(hints[name])
+        if isinstance(found, list):
+            if not found and type(None) in options:
+                raise UsageError(f"{key} must not be empty, got []; null takes the usual")
+            # OmegaConf lets lists of lists pass for lists of texts.
+            is_flat = any(option in WORDS for option in options)
+            if is_flat and any(isinstance(inner, list | dict) for inner in found):
+                raise UsageError(_must_be(key, hints[name], found))
+        _check(key, found)
     return {name: typed[name] for name in names}
 
 
@@ -179,8 +185,17 @@ def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
     hint, given = get_type_hints(kind)[name], value.get(name)
     if inner and isinstance(given, dict):  # one entry of a dict: {name: number}
         hint, given = float, given.get(inner[0])
-    options = [hint, *getattr(hint, "__args__", ())]
+    return _must_be(key, hint, given)
+
+
+def _must_be(key: str, hint: Any, given: Any) -> str:
+    options = _options(hint)
     words = next((WORDS[option] for option in options if option in WORDS), str(hint))
     null = " or null" if type(None) in options else ""
     got = "null" if given is None else shown(given)
     return f"{key} must be {words}{null}, got {got}"
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Return a hint, and what stands in it beside null."""
+    return (hint, *get_args(hint))

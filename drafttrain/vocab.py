@@ -20,6 +20,11 @@ class DraftVocab:
     @classmethod
     def of(cls, target_ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> "DraftVocab":
         """Build the maps from kept ids; they must be ascending and distinct."""
+        if target_ids.dim() != 1 or target_ids.dtype != torch.long or not len(target_ids):
+            raise ValueError(
+                f"d2t must name target ids, one integer each, got {list(target_ids.shape)} of "
+                f"{target_ids.dtype}"
+            )
         if not bool((target_ids[1:] > target_ids[:-1]).all()):
             raise ValueError("d2t must name target ids in ascending order, each once")
         if len(target_ids) and not (0 <= int(target_ids[0]) and int(target_ids[-1]) < vocab_size):

@@ -1,5 +1,6 @@
 """What a user meets at the command line: help, mistakes answered in one line, errors that help."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,12 @@ import yaml
 
 import drafttrain.__main__ as cli
 from drafttrain.config import COMMANDS, TrainConfig, compose, typed
+from drafttrain.disk import DiskError
+from drafttrain.lock import HeldError
 from drafttrain.material import gather
 from drafttrain.ranks import ALONE
 from drafttrain.terminal import progress
+from drafttrain.untrusted import UntrustedError
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb")
@@ -42,7 +46,9 @@ def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported() -> N
         "import sys\n"
         "from drafttrain.__main__ import main\n"
         "codes = [main(['--help']), main(['train', '--help']), main(['train', 'drafter=eagel']),\n"
-        "         main(['train', 'drafter.nm_heads=3']), main(['train', '--config'])]\n"
+        "         main(['train', 'drafter.nm_heads=3']), main(['train', '--config']),\n"
+        "         main(['train', 'trainer.lr=fast']), main(['train', 'trainer.max_steps=1e400']),\n"
+        "         main(['train', 'eval.depth=null']), main(['train', 'model.path='])]\n"
         f"print(codes, [name for name in {HEAVY} if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -53,7 +59,7 @@ def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported() -> N
         check=True,
         timeout=60,
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2, 0] []"
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2, 0, 2, 2, 2, 2] []"
 
 
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
@@ -201,13 +207,19 @@ def test_an_unreachable_hub_ends_with_the_way_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "model=llama70b", "drafter=eagle", "hardware.check_fit=false"]) == 2
+    talk = tmp_path / "talk.jsonl"
+    answer = {"role": "assistant", "content": "Yes."}
+    record = {"messages": [{"role": "user", "content": "So?"}, answer]}
+    talk.write_text(f"{json.dumps(record)}\n" * 9)
+    told = ["model=llama70b", "drafter=eagle", "hardware.check_fit=false"]
+    told += ["data=jsonl", f"data.path={talk}", "data.holdout=1"]
+    assert cli.main(["train", *told]) == 2
     captured = capsys.readouterr()
     assert "train eagle for llama70b" in captured.out
     assert captured.err.startswith("error: model=llama70b: cannot reach the Hugging Face Hub")
     assert "point model.path at a local directory that holds the model" in captured.err
     assert captured.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [talk]
 
 
 @pytest.fixture
@@ -285,6 +297,35 @@ def test_a_measurement_that_is_asked_to_end_says_how_to_go_on(
     assert failing(KeyError("went on"), asked, which="evaluate") == code
     said = capsys.readouterr().err
     assert said == f"{told}; the same command goes on from what it measured\n"
+
+
+@pytest.mark.parametrize("folder", ["x" * 300, "/proc/x", "a\0b"])
+def test_to_explain_an_error_does_not_fail(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drafttrain_error.log").mkdir()  # nor can the traceback be written
+    said = cli._explain(KeyError("lo\x1b[31mst"), Path(folder), ["train"])
+    assert said.startswith("KeyError: 'lo\\x1b[31mst' (drafttrain_error.log could not be written")
+
+
+def test_a_bare_key_is_answered_with_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed_, meant in (
+        ("lr=1e-4", "trainer.lr=1e-4"),
+        ("max_steps=3", "trainer.max_steps=3"),
+        ("batch_size=8", "hardware.micro_batch=8 or trainer.tokens_per_step=8"),
+        ("seed=1", "run.seed=1"),
+    ):
+        assert cli.main(["train", typed_]) == 2
+        assert f"; did you mean {meant}" in capsys.readouterr().err
+    assert cli.main(["generate"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_what_the_machine_failed_in_has_another_status(failing) -> None:
+    assert failing(DiskError("a could not be written")) == 1
+    assert failing(HeldError("run.dir is held by another process")) == 1
+    assert failing(UntrustedError("a must be valid JSON")) == 2
 
 
 def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFixture[str]) -> None:

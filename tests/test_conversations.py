@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests_support import TOLD
 
+from drafttrain.__main__ import main
 from drafttrain.data.conversations import (
     Conversation,
     HubConfig,
@@ -373,3 +374,19 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error() -> None:
         read_hub(hub())
     assert "someone/something" in str(error.value)
     assert "use data=jsonl data.path=FILE, or data.repo=DIRECTORY" in str(error.value)
+
+
+def test_bad_records_end_a_command_before_it_loads_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "a.jsonl", b"x", {"messages": []}, GOOD["messages"])
+    call = [f"data.path={path}", "data=jsonl", "hardware=cpu", "hardware.threads=1"]
+    for command in (
+        ["train", f"run.dir={tmp_path / 'run'}"],
+        ["capture", f"store.dir={tmp_path}/s"],
+    ):
+        assert main([*command, *call]) == 2
+        said = capsys.readouterr()
+        assert "target: " not in said.out
+        assert said.err.count("\n") == 1
+        assert f"(skipped 3 of 3 conversations: 1 x not JSON: {path}:1" in said.err

@@ -138,7 +138,7 @@ def test_before_the_first_step_a_scheduler_is_obeyed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        material, "load_samples", at_call(1, material.load_samples, send(signal.SIGTERM))
+        material, "read_samples", at_call(1, material.read_samples, send(signal.SIGTERM))
     )
     assert main(settings(tmp_path / "run", place / "data.jsonl")) == 143
     assert "stopped by SIGTERM outside the steps of training" in capsys.readouterr().err

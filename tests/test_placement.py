@@ -407,7 +407,7 @@ def test_training_with_target_and_drafter_in_pieces_takes_the_steps_of_whole_one
     for found, expected in zip(curves["zero3"], curves["device"], strict=True):
         assert found == pytest.approx(expected, rel=2e-6)
     # One process evaluates, with what the run recorded.
-    config = recorded(tmp_path / "zero3" / "run", TrainConfig)
+    config = recorded(tmp_path / "zero3" / "run", TrainConfig, "run.dir")
     assert config.hardware.target_placement == "zero3"
     target = load_alone(config.model, config.hardware, torch.float32, torch.device("cpu"))
     best = {}

@@ -1,6 +1,6 @@
 """What lies in the directory of a drafter: its configuration, and the names of its tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,18 @@ class Folder:
 
     path: Path
     config: dict[str, Any]
-    files: tuple[Path, ...]
-    entries: dict[str, TensorEntry]
+    entries: dict[Path, dict[str, TensorEntry]]  # of each file with weights
     outlined: bool = False
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        return tuple(self.entries)
 
     @property
     def names(self) -> frozenset[str]:
         """The names of the tensors."""
-        return frozenset(self.entries)
+        return frozenset(name for entries in self.entries.values() for name in entries)
 
     def outline(self) -> "Folder":
         """Return the directory without its weights: what fits is known before they cost memory."""
@@ -60,30 +64,27 @@ class Folder:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name, on the CPU, as stored."""
         found: dict[str, Tensor] = {}
-        for file in self.files:
-            found |= self._read(file)
-        return {name: found[name] for name in found if name in self.entries}
-
-    def _read(self, file: Path) -> dict[str, Tensor]:
-        if file.suffix != ".safetensors":
-            loaded = _unpickled(file)
-            if not self.outlined:
-                return loaded
-            return {k: t if _is_map(t.shape, t.dtype) else t.to("meta") for k, t in loaded.items()}
-        with safe_open(file, framework="pt") as opened:
-            return {
-                name: opened.get_tensor(name)
-                if not self.outlined or _is_map(entry.shape, DTYPES[entry.dtype])
-                else torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-                for name, entry in self.entries.items()
-                if name in opened.keys()  # noqa: SIM118 (it is no dictionary)
+        for file, entries in self.entries.items():
+            whole = {
+                name: entry
+                for name, entry in entries.items()
+                if not self.outlined or _is_map(entry)
             }
+            found |= {
+                name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+                for name, entry in entries.items()
+                if name not in whole
+            }
+            if whole:
+                found |= _load(file, whole)
+        return found
 
 
-def _is_map(shape: Sequence[int], dtype: torch.dtype) -> bool:
+def _is_map(entry: TensorEntry) -> bool:
+    dtype = DTYPES[entry.dtype]
     return (
-        len(shape) == 1
-        and shape[0] <= MAX_VOCABULARY
+        len(entry.shape) == 1
+        and entry.shape[0] <= MAX_VOCABULARY
         and not (dtype.is_floating_point or dtype.is_complex)
     )
 
@@ -116,11 +117,7 @@ def open_folder(path: Path, allow_pickle: bool) -> Folder:
             "code; convert them to safetensors, or set drafter.allow_pickle=true to have them read "
             "with weights_only=True"
         )
-    entries: dict[str, TensorEntry] = {}
-    for file in files:
-        entries |= _entries(file, origin)
-    kept = {name: entry for name, entry in entries.items() if not name.endswith(DERIVED)}
-    return Folder(path, config, files, kept)
+    return Folder(path, config, {file: _entries(file, origin) for file in files})
 
 
 def _config(path: Path, origin: str) -> dict[str, Any]:
@@ -171,10 +168,7 @@ def _entries(file: Path, origin: str) -> dict[str, TensorEntry]:
             entries = header_of(file, f"{origin}: {file.name}")
         except UntrustedError as error:
             raise ValueError(f"{error}; copy or download it again") from None
-        other = next((entry.dtype for entry in entries.values() if entry.dtype not in DTYPES), None)
-        if other is not None:
-            raise ValueError(f"{origin}: {file.name} holds {other}, which is not computed in here")
-        return entries
+        return _known(entries, file, origin)
     try:
         loaded = _unpickled(file)
     except Exception as error:  # torch raises pickle's own errors, zipfile's, and its own
@@ -183,10 +177,26 @@ def _entries(file: Path, origin: str) -> dict[str, TensorEntry]:
             f"download it again ({shown(error)})"
         ) from error
     spelled = {dtype: name for name, dtype in DTYPES.items()}
-    return {
-        name: TensorEntry(spelled.get(t.dtype, "other"), list(t.shape), (0, t.nbytes))
+    entries = {
+        name: TensorEntry(spelled.get(t.dtype, str(t.dtype)), list(t.shape), (0, 0))
         for name, t in loaded.items()
     }
+    return _known(entries, file, origin)
+
+
+def _known(entries: dict[str, TensorEntry], file: Path, origin: str) -> dict[str, TensorEntry]:
+    other = next((entry.dtype for entry in entries.values() if entry.dtype not in DTYPES), None)
+    if other is not None:
+        raise ValueError(f"{origin}: {file.name} holds {other}, which is not computed in here")
+    return {name: entry for name, entry in entries.items() if not name.endswith(DERIVED)}
+
+
+def _load(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    if file.suffix != ".safetensors":
+        loaded = _unpickled(file)
+        return {name: loaded[name] for name in names}
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in names}
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from drafttrain.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
+from drafttrain.untrusted import MAX_COUNT, shown
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,27 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; ValueError if the data or the settings are others."""
         for key, value in self.state_dict().items():
-            if key not in ("epoch", "step_in_epoch") and state[key] != value:
+            earlier = state.get(key)
+            if key in ("epoch", "step_in_epoch"):
+                if type(earlier) is not int or not 0 <= earlier <= MAX_COUNT:
+                    raise ValueError(
+                        f"a checkpoint must say where in the data it was: {key} must be an integer"
+                        f" of at least 0, got {shown(earlier)}; go on from another, or start anew"
+                    )
+            elif earlier != value:
                 raise ValueError(
-                    f"a resumed run must have the data of its checkpoint: {key} was {state[key]},"
-                    f" got {value}; restore data.* and trainer.*, or start a new run"
+                    f"a resumed run must have the data of its checkpoint: {key} was"
+                    f" {shown(earlier)}, got {value}; restore data.* and trainer.*, or start a new"
+                    " run"
                 )
         self.epoch = state["epoch"]
         self.step_in_epoch = state["step_in_epoch"]
         self.steps = self._plan()
+        if self.step_in_epoch > len(self.steps):
+            raise ValueError(
+                f"a checkpoint must say where in the data it was: step_in_epoch must be at most "
+                f"{len(self.steps)}, got {self.step_in_epoch}; go on from another, or start anew"
+            )
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -49,6 +49,10 @@ class DeepSpeedConfig:
                 f"{', '.join(self.config)}; use deepspeed=zero1 or empty deepspeed.config"
             )
         place = "deepspeed.config.zero_optimization"
+        for key in ("", ".offload_optimizer", ".offload_param"):
+            part = self._zero.get(key[1:]) if key else self.config.get("zero_optimization")
+            if part is not None and not isinstance(part, dict):
+                raise ValueError(f"{place}{key} must be keys with values, got {part}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"{place}.stage must be 0, 1, 2 or 3, got {self.stage}; use deepspeed=zero2, which "

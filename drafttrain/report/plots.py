@@ -173,7 +173,7 @@ def bounds(values: Sequence[Number], ends: Sequence[Number]) -> tuple[float, flo
 
 
 def cut_interval(
-    axes: Axes, ci95: Sequence[Number], y: float, kind: str, shown: tuple[float, float]
+    axes: Axes, ci95: Sequence[Number], y: Number, kind: str, shown: tuple[float, float]
 ) -> None:
     """Draw an interval, with an arrow where it goes on beyond the axis."""
     low, high = max(ci95[0], shown[0]), min(ci95[1], shown[1])

@@ -132,7 +132,8 @@ def _wrong_target(target: TargetSpec) -> Iterator[str]:
     for field in fields(target):
         value, place = getattr(target, field.name), f"target.{field.name}"
         if isinstance(value, str):
-            if not value.isprintable() or not 1 <= len(value) <= 1000:
+            least = 0 if field.default == "" else 1  # what is empty where there is nothing to say
+            if not value.isprintable() or not least <= len(value) <= 1000:
                 yield f"{place} must be a line of text, got {_got(value)}"
         elif isinstance(value, float):
             if not 0 < value < math.inf:
