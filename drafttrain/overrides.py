@@ -91,9 +91,10 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
 def with_target(command: str, parsed: list[Override]) -> list[Override]:
     """Let the target of model.path=DIR be called after DIR, unless it is given a name."""
     given = {override.key_or_group: override.value() for override in parsed}
-    if not isinstance(given.get("model.path"), str) or "model.name" in given:
+    path = given.get("model.path")
+    if not isinstance(path, str) or "model.name" in given:
         return parsed
-    folder = Path(given["model.path"]).expanduser().absolute()
+    folder = Path(path).expanduser().absolute()
     if folder.parent.name == "snapshots":  # the Hub's cache: models--OWNER--NAME/snapshots/COMMIT
         folder = Path(folder.parent.parent.name.rpartition("--")[2])
     name = re.sub(r"[^\w.+-]+", "-", folder.name).strip("-.")[:80]  # of a run's folder, a part
