@@ -23,7 +23,7 @@ from drafttrain.data.template import (
     render,
 )
 from drafttrain.terminal import progress
-from drafttrain.types import Sample
+from drafttrain.types import Sample, TargetSpec
 
 CHUNK = 512  # conversations tokenised at a time
 SHOW_FROM = 4096  # conversations from which a progress bar is worth it
@@ -133,6 +133,25 @@ def sample_of(
 def too_long(config: DataConfig, detail: str) -> Unusable:
     """Return what says that a conversation does not fit."""
     return Unusable(f"longer than data.max_length={config.max_length} tokens", detail)
+
+
+def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Sample], SkipReport]:
+    """Return the samples that the target reads as it decodes, and what was skipped.
+
+    NothingUsable where none is short enough.
+    """
+    report, kept = SkipReport(len(samples)), []
+    for sample in samples:
+        if len(sample.tokens) <= spec.max_positions:
+            kept.append(sample)
+            continue
+        reason = f"longer than the {spec.context}"
+        report.skip(reason, f"conversation {sample.index}", f"{len(sample.tokens)} tokens")
+    if not kept:
+        raise NothingUsable(
+            "data must hold conversations that fit the target, got none", report, "shorten them"
+        )
+    return kept, report
 
 
 def chat_locator(
