@@ -13,7 +13,7 @@ from drafttrain import pretrained
 from drafttrain.admit import AdmittedConfig, admit
 from drafttrain.capture.asked import refuse_without_store
 from drafttrain.checkpoint import Checkpoints
-from drafttrain.data.chat import encode
+from drafttrain.data.chat import encode, within_positions
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template, template_fingerprint
@@ -22,6 +22,7 @@ from drafttrain.drafters.inflate import inflate_drafter
 from drafttrain.hardware import DecodeChoice, HardwareConfig, choose_decoding
 from drafttrain.lock import alone, holder_of
 from drafttrain.pretrained import ModelConfig
+from drafttrain.pretrained.inflate import parameters
 from drafttrain.ranks import Ranks
 from drafttrain.regenerate import selfgen
 from drafttrain.run import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
@@ -45,18 +46,21 @@ def read_samples(
     Before the target is loaded, so that bad records are answered at once; None where it is to
     write them itself. ValueError where nothing can be used.
     """
+    config.check_text()
     if isinstance(config, SelfgenConfig):
         return None
+    tokenizer = pretrained.load_tokenizer(model)  # first: a data set may take long to download
     conversations, unread = read(config)
-    tokenizer = pretrained.load_tokenizer(model)
     samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
-    size, largest = expected_spec(model).vocab_size, max(int(s.tokens.max()) for s in samples)
+    spec = expected_spec(model)
+    samples, beyond = within_positions(samples, spec)
+    size, largest = spec.vocab_size, max(int(s.tokens.max()) for s in samples)
     if largest >= size:
         raise ValueError(
             f"data={config.name} must hold tokens of {model.label}, which has {size:,}, got token "
             f"{largest:,}; give conversations without recorded tokens, or name their target"
         )
-    return samples, unread + unfit
+    return samples, unread + unfit + beyond
 
 
 def load_samples(
@@ -99,7 +103,7 @@ def open_features(
         return None, load_on_ranks(model, dtype, ranks, placement)
     assert features.dir is not None
     store = StoredTarget(Path(features.dir), dtype, ranks.device, features.checksums)
-    if store.spec.name != model.label:
+    if store.spec.name != model.label and model.path is None:  # whose folder may have moved
         raise ValueError(
             f"model must be {store.spec.name}, of which features.dir={features.dir} is, got "
             f"{model.label}; give that, or capture features of this one"
@@ -377,9 +381,9 @@ def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) 
     size = target.num_parameters
     drafted = "; ".join(inflate_drafter(drafter, ratio) for drafter in drafters)
     return (
-        f"cost without weights: {model.name} inflated to {model.inflate} ({size / 1e6:,.1f}M "
-        f"parameters): feed-forward layers {ratio:.1f} times as wide behind zero columns, the same "
-        f"function up to rounding; {drafted}"
+        f"cost without weights: {model.name} inflated to {model.inflate} ({parameters(size)}): "
+        f"feed-forward layers {ratio:.1f} times as wide behind zero columns, the same function up "
+        f"to rounding; {drafted}"
     )
 
 
@@ -388,7 +392,7 @@ def describe_target(target: Target, started: float) -> str:
     spec = target.spec
     where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
     return (
-        f"target: {spec.name}, {spec.architecture}, {target.num_parameters / 1e6:,.1f}M parameters "
+        f"target: {spec.name}, {spec.architecture}, {parameters(target.num_parameters)} "
         f"in {name_of(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
     )
 
@@ -396,7 +400,7 @@ def describe_target(target: Target, started: float) -> str:
 def describe_drafter(drafter: Drafter) -> str:
     """Return a line about an untrained drafter."""
     size = sum(parameter.numel() for parameter in drafter.parameters())
-    line = f"drafter: {drafter.config.name}, {size / 1e6:,.2f}M parameters"
+    line = f"drafter: {drafter.config.name}, {parameters(size)}"
     if drafter.captures:
         line += f", reads layers {', '.join(map(str, drafter.captures))}"
     if drafter.vocab is not None:

@@ -35,6 +35,7 @@ from drafttrain.overrides import (
     start_of,
     with_drafter,
     with_start,
+    with_target,
 )
 from drafttrain.resume import run_to_resume, values_of_run, with_saved
 from drafttrain.run import CONFIG, call, load_config
@@ -126,6 +127,8 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
             offer_saved(saved_run, [*offered], sections)
         parsed = with_start(parsed, start, offered)
         groups |= {group: SAVED for group in offered}
+    if groups.get("model") != SAVED:  # a run's target keeps the name that it was trained under
+        parsed = with_target(command, parsed)
     if command != "train" and SAVED in groups.values():
         saved_run = _saved_run(command, parsed)
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)

@@ -33,6 +33,7 @@ from drafttrain.evaluation.measure import check_depths, check_settings, skip_lon
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.export import ExportConfig
 from drafttrain.hardware import choose_device, choose_draft_dtype
+from drafttrain.pretrained.inflate import parameters
 from drafttrain.report import TimingInfo
 from drafttrain.report.adaptation import BEFORE
 from drafttrain.run import call
@@ -112,7 +113,7 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     size = target.num_parameters
     if size < SMALL_TARGET:
         lines.append(
-            f"a pass of a target of {size / 1e6:,.0f}M parameters is mostly dispatch: its speedups "
+            f"a pass of a target of {parameters(size)} is mostly dispatch: its speedups "
             "say little of a large one's; model.inflate=200M times the cost of a larger one"
         )
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -85,6 +86,19 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
     if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
         added.append("eval.name=${drafter.name}")
     return [*parse("evaluate", added), *parsed]
+
+
+def with_target(command: str, parsed: list[Override]) -> list[Override]:
+    """Let the target of model.path=DIR be called after DIR, unless it is given a name."""
+    given = {override.key_or_group: override.value() for override in parsed}
+    path = given.get("model.path")
+    if not isinstance(path, str) or "model.name" in given:
+        return parsed
+    folder = Path(path).expanduser().absolute()
+    if folder.parent.name == "snapshots":  # the Hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
+    name = re.sub(r"[^\w.+-]+", "-", folder.name).strip("-.")[:80]  # of a run's folder, a part
+    return [*parse(command, [f"model.name={quoted(name)}"] if name else []), *parsed]
 
 
 def start_of(parsed: list[Override]) -> Path | None:

@@ -11,10 +11,12 @@ from tests_support import drafter_config
 from torch import Tensor
 
 from drafttrain.chance import SeededChance
+from drafttrain.data.chat import within_positions
+from drafttrain.data.skips import NothingUsable
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.target.target import Target
-from drafttrain.types import GREEDY, Batch
+from drafttrain.types import GREEDY, Batch, Sample
 
 DEPTH = 3
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -132,3 +134,17 @@ def test_a_cap_is_needed(name: str) -> None:
     target.spec = dataclasses.replace(target.spec, max_positions=POSITIONS)
     with pytest.raises(AssertionError):
         check_decoding(target)
+
+
+def test_conversations_past_the_targets_positions_are_skipped_and_counted() -> None:
+    target = build(*CAPPED["a window in all layers"][:2])
+    samples = [
+        Sample(torch.arange(length), torch.ones(length, dtype=torch.bool), length)
+        for length in (15, 16)
+    ]
+    kept, report = within_positions(samples, target.spec)
+    assert [len(sample.tokens) for sample in kept] == [15]
+    assert report.num_skipped == 1
+    assert "longer than the 15 positions of model=tiny_test (sliding_window=15" in report.lines()[1]
+    with pytest.raises(NothingUsable, match="that fit the target, got none"):
+        within_positions(samples[1:], target.spec)

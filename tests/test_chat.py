@@ -472,8 +472,10 @@ def test_equal_conversations_are_held_out_or_trained_together() -> None:
         kept, held = split_holdout(items, 10, seed)
         assert len(held) == 10
         assert not {int(item.tokens[0]) for item in kept} & {int(item.tokens[0]) for item in held}
-    with pytest.raises(ValueError, match=r"data\.holdout must be at least 2, the fewest that are"):
-        split_holdout(items, 1, seed=0)
+    kept, held = split_holdout(items, 1, seed=0)  # no set is so small: one is held out whole
+    assert (len(kept), len(held)) == (58, 2)
+    with pytest.raises(ValueError, match=r"data\.holdout must be 0 where all conversations are"):
+        split_holdout([sample(index, 1, 2) for index in range(5)], 1, seed=0)
 
 
 # What the target said, and nothing else

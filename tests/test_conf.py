@@ -343,3 +343,21 @@ def test_a_run_saved_before_keys_were_added_is_read(tmp_path: Path, named: bool)
     assert read.model.shape is None
     for command, schema in (("evaluate", EvaluateConfig), ("export", ExportConfig)):
         typed(compose(command, [f"run.dir={tmp_path}"]), schema)
+
+
+def test_a_target_is_called_after_its_folder(tmp_path: Path) -> None:
+    config = compose("train", [f"model.path={tmp_path}/Qwen2 0.6B"])
+    assert (config.model.name, config.run.name) == ("Qwen2-0.6B", "eagle3-Qwen2-0.6B")
+    cached = f"{tmp_path}/hub/models--Qwen--Qwen2-0.5B/snapshots/0123abc"
+    assert compose("plan", [f"model.path={cached}"]).model.name == "Qwen2-0.5B"
+    assert compose("train", [f"model.path={tmp_path}", "model.name=mine"]).model.name == "mine"
+    assert compose("train", ["model.path=null"]).model.name == "tiny"
+
+
+def test_an_evaluation_needs_no_text_to_train_on_and_so_no_chat_template() -> None:
+    """A target without a template is measured with data.template=none alone."""
+    told = ["drafter=ngram", "data.template=none"]
+    config = typed(compose("evaluate", told), EvaluateConfig)
+    assert config.data.text_format.kind == "none"
+    with pytest.raises(ValueError, match=r"data.template must be chat for data=selfgen"):
+        config.data.check_text()

@@ -309,7 +309,10 @@ def test_plain_text_is_read_when_there_is_no_template(tmp_path: Path) -> None:
         (lambda: selfgen(answer_temperature=11.0), "data.answer_temperature must be in"),
         (lambda: selfgen(top_k=-1), "data.top_k must be at least 0"),
         (lambda: selfgen(top_p=0.0), "data.top_p must be in"),
-        (lambda: selfgen(template="none"), "data.template must be chat for data=selfgen"),
+        (
+            lambda: selfgen(template="none").check_text(),
+            "data.template must be chat for data=selfgen",
+        ),
         (lambda: read(jsonl("/nowhere/a")), "data.path must name existing files, got /nowhere/a"),
     ],
 )

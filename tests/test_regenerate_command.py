@@ -548,7 +548,7 @@ def test_an_endpoint_that_is_not_there_is_said_within_seconds(url: str) -> None:
 def test_a_server_that_hangs_is_given_up_after_the_time_that_is_said(
     endpoint: chat_server.Endpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    endpoint.seconds = 60.0
+    endpoint.seconds = 20.0
     config = settings(base_url=endpoint.url, backend="openai", timeout=0.4, max_retries=8)
     asked = asked_of(tmp_path, [{"prompt": f"p{number}"} for number in range(8)])
     started = time.monotonic()

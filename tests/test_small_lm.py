@@ -395,7 +395,7 @@ def test_the_denominator_of_own_words_is_their_number(
 def exported(drafter: Any, target: Target, folder: Path, **changes: Any) -> Exported:
     values = yaml.safe_load((Path(__file__).parents[1] / "conf/export/vllm.yaml").read_text())
     config = ExportConfig(**{**values, "dtype": "float32", **changes})
-    card = CardData("a draft", "small_lm", "tiny", None, "other", {}, {}, {})
+    card = CardData("a draft", "small_lm", None, "tiny", None, "other", {}, {}, {})
     return export_vllm(drafter, "tiny", folder, config, card, lambda: target.tokenizer)
 
 

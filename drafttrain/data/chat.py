@@ -23,7 +23,7 @@ from drafttrain.data.template import (
     render,
 )
 from drafttrain.terminal import progress
-from drafttrain.types import Sample
+from drafttrain.types import Sample, TargetSpec
 
 CHUNK = 512  # conversations tokenised at a time
 SHOW_FROM = 4096  # conversations from which a progress bar is worth it
@@ -133,6 +133,25 @@ def sample_of(
 def too_long(config: DataConfig, detail: str) -> Unusable:
     """Return what says that a conversation does not fit."""
     return Unusable(f"longer than data.max_length={config.max_length} tokens", detail)
+
+
+def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Sample], SkipReport]:
+    """Return the samples that the target reads as it decodes, and what was skipped.
+
+    NothingUsable where none is short enough.
+    """
+    report, kept = SkipReport(len(samples)), []
+    for sample in samples:
+        if len(sample.tokens) <= spec.max_positions:
+            kept.append(sample)
+            continue
+        reason = f"longer than the {spec.context}"
+        report.skip(reason, f"conversation {sample.index}", f"{len(sample.tokens)} tokens")
+    if not kept:
+        raise NothingUsable(
+            "data must hold conversations that fit the target, got none", report, "shorten them"
+        )
+    return kept, report
 
 
 def chat_locator(
@@ -245,24 +264,28 @@ def split_holdout(
 ) -> tuple[list[Sample], list[Sample]]:
     """Return the samples for training and the `count` held out, both in their old order.
 
-    Equal ones are on one side: a set of them that would be more than `count` is trained on.
+    Equal ones are on one side: a set of them that would be more than `count` is trained on, unless
+    there is no smaller one: then it is held out whole.
     """
     check_holdout(len(samples), count)
     sets: dict[bytes, list[int]] = {}
     for place, sample in enumerate(samples):
         sets.setdefault(_content(sample), []).append(place)
     chosen: set[int] = set()
-    for place in np.random.default_rng(seed).permutation(len(samples)).tolist():
+    drawn = np.random.default_rng(seed).permutation(len(samples)).tolist()
+    for place in drawn:
         if len(chosen) == count:
             break
         alike = sets[_content(samples[place])]
         if place not in chosen and len(chosen) + len(alike) <= count:
             chosen.update(alike)
     if count and not chosen:
-        raise ValueError(
-            f"data.holdout must be at least {min(map(len, sets.values()))}, the fewest that are "
-            f"equal, got {count}; raise it, leave out what is repeated, or set data.holdout=0"
-        )
+        if len(sets) == 1:
+            raise ValueError(
+                f"data.holdout must be 0 where all conversations are the same, got {count}; give "
+                "others too"
+            )
+        chosen.update(sets[_content(samples[drawn[0]])])
     kept = [sample for place, sample in enumerate(samples) if place not in chosen]
     return kept, [sample for place, sample in enumerate(samples) if place in chosen]
 

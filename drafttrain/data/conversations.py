@@ -71,6 +71,12 @@ class DataConfig:
                 False, "template_date", "be a day such as 2026-01-31", shown(self.template_date)
             )
 
+    def check_text(self) -> None:
+        """Raise ValueError where these settings give no text to train on.
+
+        An evaluation needs none: of this section it has the format alone.
+        """
+
     @property
     def text_format(self) -> Template:
         """How turns become text."""
@@ -105,6 +111,9 @@ class SelfgenConfig(DataConfig):
         )
         require(self.top_k >= 0, "top_k", "be at least 0 (0 is off)", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1.0 is off)", self.top_p)
+
+    def check_text(self) -> None:
+        """Raise ValueError where no conversation can be written."""
         require(
             self.template == "chat",
             "template",

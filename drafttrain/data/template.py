@@ -190,8 +190,8 @@ def require_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             "data.template=chat needs a tokenizer with a chat template, and"
-            f" {tokenizer.name_or_path or 'this one'} has none; set data.template=none to train on"
-            ' plain text ({"text": ...} records)'
+            f" {tokenizer.name_or_path or 'this one'} has none; set data.template=none: prompts"
+            ' are then plain text, and what is trained on is ({"text": ...} records)'
         )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.pretrained.inflate import MULTIPLE, count_parameters, is_gated, widen
+from drafttrain.pretrained.inflate import MULTIPLE, count_parameters, is_gated, parameters, widen
 
 
 def inflate_drafter(drafter: Drafter, ratio: float) -> str:
@@ -23,4 +23,4 @@ def inflate_drafter(drafter: Drafter, ratio: float) -> str:
         old = layer.gate_proj.out_features
         widen(layer, max(old, round(old * ratio / MULTIPLE) * MULTIPLE))
     after = count_parameters(drafter)
-    return f"{name} inflated from {before / 1e6:,.2f}M to {after / 1e6:,.2f}M parameters"
+    return f"{name} inflated from {parameters(before)} to {parameters(after)}"

@@ -41,6 +41,14 @@ def parse_size(text: str) -> int:
     return round(size)
 
 
+def parameters(number: int) -> str:
+    """Return a number of parameters as messages show it: 8.03B, 160M, 24,096."""
+    for unit in ("T", "B", "M"):
+        if number >= UNITS[unit]:
+            return f"{number / UNITS[unit]:.3g}{unit} parameters"
+    return f"{number:,} parameters"
+
+
 def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) -> Inflation:
     """Return the widths that bring a model nearest to `size`, before any weight is read.
 
@@ -60,7 +68,7 @@ def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) ->
     wanted, present = parse_size(size), count_parameters(skeleton)
     if wanted < present:
         raise ValueError(
-            f"model.inflate must be at least the {present / 1e6:,.1f}M parameters of model={name},"
+            f"model.inflate must be at least the {parameters(present)} of model={name},"
             f" got {size}; null leaves the model as it is"
         )
     old = layers[0].gate_proj.out_features

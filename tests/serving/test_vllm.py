@@ -166,7 +166,7 @@ def export_config() -> ExportConfig:
 
 
 def card_of(family: str) -> CardData:
-    return CardData("serving suite", family, "a target", None, "other", {}, {}, {})
+    return CardData("serving suite", family, None, "a target", None, "other", {}, {}, {})
 
 
 def request(
