@@ -572,7 +572,7 @@ def test_a_broken_report_is_named(edit: Any, said: str, tmp_path: Path) -> None:
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results())
     write_run(tmp_path / "t1", results(), evaluation="sampled")
-    with pytest.raises(ValueError, match=r"runs must name folders of runs, got .*/no, which is n"):
+    with pytest.raises(ValueError, match=r"runs must name folders .*/no, which does not ex"):
         compared(a, str(tmp_path / "no"))
     said = r"t1 has no evaluation called default \(it has sampled: compare\.evaluation=\.\.\.\); "
     with pytest.raises(ValueError, match=rf"{said}make it: python -m drafttrain evaluate run\.d"):
