@@ -62,10 +62,10 @@ def gather(
     online = not isinstance(config.features, StoredFeaturesConfig)
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
         check_holdout(config.data.num_conversations, config.data.holdout)
-    ready = read_samples(config.data, config.model, ranks) if online else None
-    started = time.monotonic()
     if online:  # else no engine is started
         check_engine(config.hardware, config.vllm, ranks)
+    ready = read_samples(config.data, config.model, ranks) if online else None
+    started = time.monotonic()
     store, target = open_features(
         config.features,
         config.model,

@@ -115,7 +115,19 @@ def test_a_run_is_trained_further_on_another_target_and_compared_with_what_it_wa
         difference = length["after"]["value"] - length["before"]["value"]
         assert length["difference"]["value"] == pytest.approx(difference)
     assert "Before and after adapting" in (place / "report.html").read_text()
-    assert main(["evaluate", f"run.dir={adapted}", prompts, *SHORT, "eval.before=false"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                f"run.dir={adapted}",
+                prompts,
+                *SHORT,
+                "eval.before=false",
+                "eval.overwrite=true",
+            ]
+        )
+        == 0
+    )
     assert json.loads((place / "report.json").read_text())["adaptation"] is None
 
 

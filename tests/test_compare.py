@@ -590,8 +590,6 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         compared("x/a", "y", "x/./a")
     with pytest.raises(ValueError, match=r"compare\.resamples must be at least 100, got 3"):
         compared("x", resamples=3)
-    with pytest.raises(ValueError, match=r"compare\.name must not be empty"):
-        compared("x", name="")
     a = write_run(tmp_path / "a", results())
     with pytest.raises(
         ValueError, match=r"compare\.baseline must be one .* got 'b'; they are: a, n"

@@ -271,9 +271,9 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
     ("arguments", "message"),
     [
         (["eval.depth=9"], "eval.depth must be in 1..4 for drafter=medusa, got 9"),
-        (["eval.depths=[1,9]"], "eval.depth must be in 1..4"),
+        (["eval.depths=[1,9]"], "eval.depths must be in 1..4 for drafter=medusa, got 9"),
         (["eval.name=../other"], "eval.name must be a name without slashes"),
-        (["eval.name=''"], "eval.name must be a name without slashes"),
+        (["eval.name=''"], "eval.name must not be empty"),
         (["eval.temperature=1e-39"], "eval.temperature must be 0 (greedy) or at least 0.0001"),
         (
             ["eval.rule=typical", "eval.temperatures=[0,1]", "eval.lossless_prompts=0"],
@@ -291,7 +291,8 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
         (["eval.batch_sizes=[2,2]"], "eval.batch_sizes must be distinct values, got [2, 2]"),
         (["eval.stop_strings=['']"], "eval.stop_strings must be texts that are not empty"),
         (["eval.certify=true", "eval.lossless_prompts=0"], "eval.lossless_prompts must be at"),
-        (["eval.max_new_tokens=600"], "eval.prompts: sum may need"),
+        (["eval.max_new_tokens=600"], "eval.max_new_tokens must be at most 510, got 600"),
+        (["eval.max_new_tokens=500"], "eval.prompts: sum may need"),
         (["eval.prompts=broken.jsonl"], "eval.prompts=broken.jsonl must be usable in every line"),
         (["eval.prompts=/nowhere.jsonl"], "eval.prompts must name a file of prompts"),
         (["eval.two_model=/nowhere"], "/nowhere"),

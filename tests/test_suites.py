@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from test_drafters import random_drafter
-from tests_support import model_config
+from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain.config import TrainConfig, choices, compose, typed
 from drafttrain.data.prompts import Prompt, load_prompts, prompts_sha256
@@ -215,12 +215,12 @@ def test_prompts_too_long_for_the_context_are_refused_or_counted(tiny_target_dir
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
     prompts = [Prompt("short", "t", "t", ("Hello.",)), Prompt("long", "t", "t", ("word " * 9000,))]
     config, report = eval_of("default"), SkipReport(what="prompts")
-    assert skip_long(prompts, report, target, "chat", config) == prompts
+    assert skip_long(prompts, report, target, BY_TEMPLATE, config) == prompts
     drafter = random_drafter("ngram", target)
     with pytest.raises(ValueError, match=r"long may need \d+ tokens .*skip_long_prompts=true"):
-        check_settings(prompts, target, drafter, "chat", config)
+        check_settings(prompts, target, drafter, BY_TEMPLATE, config)
     lenient = eval_of("default", "eval.skip_long_prompts=true")
-    assert skip_long(prompts, report, target, "chat", lenient) == prompts[:1]
+    assert skip_long(prompts, report, target, BY_TEMPLATE, lenient) == prompts[:1]
     assert report.counts == {"too long for the context": 1}
     with pytest.raises(ValueError, match=r"must hold prompts that fit .*, got none"):
-        skip_long(prompts[1:], report, target, "chat", lenient)
+        skip_long(prompts[1:], report, target, BY_TEMPLATE, lenient)

@@ -111,6 +111,7 @@ compare runs=
 compare runs=a
 compare runs=[a,a]
 compare runs=['']
+compare runs=[a] compare.name=
 compare runs=[nowhere]
 compare runs=[README.md]
 compare runs=[[a]]

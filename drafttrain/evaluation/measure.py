@@ -78,9 +78,14 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
         raise ValueError(f"eval.{key}{str(error).removeprefix('depth')}") from None
     positions, who = context_of(drafter.spec, [drafter])
     most = positions - config.max_new_tokens - 1
+    if most < 1:
+        raise ValueError(
+            f"eval.max_new_tokens must be at most {positions - 2}, got {config.max_new_tokens}: "
+            f"{who} has {positions} positions, and a prompt and a draft take their part"
+        )
     if deepest > most:
         raise ValueError(
-            f"eval.{key} must be at most {max(most, 0)}, got {deepest}: {who} has {positions} "
+            f"eval.{key} must be at most {most}, got {deepest}: {who} has {positions} "
             f"positions, of which eval.max_new_tokens={config.max_new_tokens} and a prompt take "
             "their part"
         )

@@ -146,7 +146,7 @@ def what(plan: Plan) -> Table:
         [
             "features, stored",
             disk(plan.job.token_bytes * plan.store_tokens),
-            f"at most, for {count(plan.store_tokens)} different tokens; plan.tokens says how many",
+            f"at most, for {count(plan.store_tokens)} tokens; plan.tokens says how many",
         ],
         [
             "training",
