@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import FUZZ, Fence, damaged, edited, fence
 from test_checkpoint import make_engine, saved
+from test_compare import results, write_run
 from tests_support import model_config
 
 from drafttrain.assemble import recorded_spec
 from drafttrain.checkpoint import Checkpoints, _digest
+from drafttrain.compare import read_run
 from drafttrain.engine import Engine
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.tune import TUNED, tuned_depth
@@ -80,6 +82,24 @@ def test_what_tune_chose(fence: Fence, data: st.DataObject) -> None:
     plain = {"batches": {"1": {"all": {"depth": 4}, "math": {"depth": 2}}, "8": {"all": {}}}}
     (folder / TUNED).write_bytes(data.draw(damaged(edited(plain))))
     fence.holds(lambda: tuned_depth(folder, 4))
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "a", results())
+    file = Path(folder) / "evaluations" / "default" / "report.json"
+    plain = json.loads(file.read_text())
+    return plain | {"measurements": plain["measurements"][:2] + plain["measurements"][-2:]}
+
+
+@FUZZ
+@given(data=st.data())
+def test_reports(fence: Fence, report: dict[str, Any], data: st.DataObject) -> None:
+    folder = fence.fresh()
+    place = folder / "evaluations" / "default"
+    place.mkdir(parents=True)
+    (place / "report.json").write_bytes(data.draw(damaged(edited(report))))
+    fence.holds(lambda: read_run(folder, "a", "default"))
 
 
 @pytest.fixture(scope="session")
