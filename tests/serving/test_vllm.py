@@ -31,7 +31,7 @@ from drafttrain.types import GREEDY, Counters
 pytestmark = pytest.mark.serving
 
 DEPTH, MAX_NEW_TOKENS, NUM_PROMPTS = 3, 64, 8
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 QUESTIONS = (
     "Hello! How are you today?",
     "What is the capital of France?",
