@@ -220,7 +220,7 @@ def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
 def _find_report(folder: Path, evaluation: str) -> Path:
     if not os.path.isdir(folder):
         state = "is a file" if os.path.exists(folder) else "does not exist"
-        raise ValueError(f"runs must name folders of runs, got {shown(folder)}, which {state}")
+        raise ValueError(f"runs must name folders of runs, got {shown(folder, 400)}, which {state}")
     file = folder / "evaluations" / evaluation / "report.json"
     if not file.is_file():
         others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))

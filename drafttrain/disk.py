@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -120,11 +119,12 @@ def _sync(place: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a new, empty file to write, which takes the place of `path` at the end, on the disk.
 
-    Whatever happens, `path` then holds what it held before or all that was written. Nobody has the
-    new file's name: in a folder of others a link may wait under a name that can be guessed.
+    Whatever happens, `path` then holds what it held before or all that was written. What a killed
+    process left of an earlier try is removed, and so is a link that waits there, unfollowed.
     """
-    beside = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    beside = path.with_name(f".{path.name}.tmp")
     try:
+        beside.unlink(missing_ok=True)
         os.close(os.open(beside, NEW_FILE, 0o666))
         yield beside
         flush(beside)

@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
-from pydantic_core import from_json
 
 MAX_JSON_BYTES = 64 << 20  # the index of a 1T model has 10 MB
 MAX_JSON_VALUES = 4_000_000  # a value of two bytes takes some 60 in memory
@@ -92,9 +91,10 @@ def parse_json(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -
     """
     _check_count(content, origin, most)
     try:
-        return from_json(content)
-    except ValueError as error:
-        raise UntrustedError(f"{origin} must be valid JSON, got: {shown(error)}") from None
+        return _adapter(Any).validate_json(content)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
+        raise UntrustedError(f"{origin} must be valid JSON, got: {shown(reason)}") from None
 
 
 def _check_count(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> None:

@@ -306,7 +306,7 @@ def test_no_tensor_is_as_large_as_the_logits_of_a_batch(family: str, kind: str) 
 
 def test_what_a_reduced_vocabulary_lacks_is_rejected() -> None:
     """Target (0.5, 0.3, 0.2), drafter (5/8, 3/8) of the first two: 0.8 of drafts are accepted."""
-    readout = Readout(torch.eye(3), torch.tensor([[0.5], [0.3], [0.2]]).log())
+    readout = Readout(torch.ones(3, 1), torch.tensor([[0.5], [0.3], [0.2]]).log())
     vocab = DraftVocab.of(torch.tensor([0, 1]), 3)
     law = TargetLaw(readout, torch.ones(2, 1), torch.tensor([0, 1]), vocab)
     heads = [OutputHead(torch.tensor([[0.5], [0.3]]).log())]
@@ -321,7 +321,7 @@ def test_what_a_reduced_vocabulary_lacks_is_rejected() -> None:
 
 
 def test_a_token_that_the_drafter_lacks_is_rejected_wherever_the_target_prefers_it() -> None:
-    readout = Readout(torch.eye(3), torch.tensor([[0.2], [0.1], [0.7]]).log())
+    readout = Readout(torch.ones(3, 1), torch.tensor([[0.2], [0.1], [0.7]]).log())
     law = TargetLaw(
         readout, torch.ones(1, 1), torch.tensor([0]), DraftVocab.of(torch.tensor([0, 1]), 3)
     )

@@ -147,7 +147,7 @@ def test_an_empty_proposal_is_a_plain_step_and_no_draft(target: Target) -> None:
     [
         ({"depth": 0}, r"depth must be at least 1 for drafter=oracle, got 0"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": 5000}, r"must fit the context of 512 tokens"),
+        ({"max_new_tokens": 5000}, r"must fit in the 512 positions"),
     ],
 )
 def test_what_cannot_be_decoded_is_refused_before_it_starts(

@@ -60,7 +60,6 @@ DOORS = {
     "matplotlib": {"report.plots"},
     "peft": {"drafters.lora"},
     "pydantic": {"untrusted"},
-    "pydantic_core": {"untrusted"},
     "openai": {"regenerate.endpoint"},
     "vllm": {
         "serving.worker",
