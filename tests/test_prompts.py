@@ -181,8 +181,11 @@ def test_a_record_of_other_prompts_is_refused(tmp_path: Path):
     path = written(tmp_path, '{"id": 1, "task": "a", "turns": ["x"]}')
     assert overlap_record(path) is None
     assert "not known" in overlap_line(None)
-    overlap_path(path).write_text(json.dumps({"prompts_sha256": sha256_of(path)}))
-    assert overlap_record(path) == {"prompts_sha256": sha256_of(path)}
+    counts = ("num_prompts", "num_equal_prompts", "num_ngrams", "num_shared_ngrams", "ngram_words")
+    record = {"prompts_sha256": sha256_of(path), "shared_ngram_share": None}
+    record |= dict.fromkeys(counts, 0)
+    overlap_path(path).write_text(json.dumps(record))
+    assert overlap_record(path) == record
     written(tmp_path, '{"id": 1, "task": "a", "turns": ["y"]}')
     with pytest.raises(ValueError, match="got one of a file with other content"):
         overlap_record(path)

@@ -325,8 +325,13 @@ class _Choice:
 
 
 @dataclass(frozen=True)
+class _Choices:
+    all: _Choice  # over all tasks
+
+
+@dataclass(frozen=True)
 class _Tuned:
-    batches: dict[str, dict[str, _Choice]]  # by batch size, by task
+    batches: dict[str, _Choices]  # by batch size
 
 
 def tuned_depth(run: Path, batch_size: int) -> int | None:
@@ -336,10 +341,10 @@ def tuned_depth(run: Path, batch_size: int) -> int | None:
         return None
     try:
         batches = read_typed(_Tuned, file).batches
-        sizes = {int(size): tasks for size, tasks in batches.items() if SIZE.fullmatch(size)}
-        if not sizes or any("all" not in tasks for tasks in sizes.values()):
-            raise UntrustedError("it must hold a depth for all tasks, by batch size")
-        return sizes[min(sizes, key=lambda size: abs(size - batch_size))]["all"].depth
+        sizes = {int(size): choices for size, choices in batches.items() if SIZE.fullmatch(size)}
+        if not sizes:
+            raise UntrustedError("it must hold a depth by batch size")
+        return sizes[min(sizes, key=lambda size: abs(size - batch_size))].all.depth
     except UntrustedError as error:
         raise ValueError(
             f"{file} must be what `tune` wrote, but cannot be read ({error}); run tune again, or "

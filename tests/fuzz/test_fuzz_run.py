@@ -79,7 +79,8 @@ def test_journals_of_evaluations(fence: Fence, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_what_tune_chose(fence: Fence, data: st.DataObject) -> None:
     folder = fence.fresh()
-    plain = {"batches": {"1": {"all": {"depth": 4}, "math": {"depth": 2}}, "8": {"all": {}}}}
+    one = {"all": {"depth": 4, "speedup": 1.5}, "tasks": {"math": {"depth": 2}}}
+    plain = {"batches": {"1": one, "8": {"all": {"depth": 2}}}}
     (folder / TUNED).write_bytes(data.draw(damaged(edited(plain))))
     fence.holds(lambda: tuned_depth(folder, 4))
 
