@@ -1,6 +1,7 @@
 """Runs side by side: reads what their evaluations measured, and refuses what cannot be compared."""
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,15 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from drafttrain.checkpoint import WEIGHTS_FILE, CheckpointError, load_state
+from drafttrain.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, load_state
 from drafttrain.report import build
 from drafttrain.report.comparison import Comparison, build_comparison
 from drafttrain.report.pairs import measured_of
-from drafttrain.report.runs import RunReport, conditions
+from drafttrain.report.runs import RunReport
 from drafttrain.run import CHECKPOINTS, CONFIG, call, load_config
-from drafttrain.untrusted import folder_name, read_object, shown
+from drafttrain.untrusted import (
+    MAX_JSON_BYTES,
+    Amount,
+    Count,
+    UntrustedError,
+    folder_name,
+    header_of,
+    read_bytes,
+    read_object,
+    shown,
+    typed,
+)
 
 # What two runs may differ in and still be seeds of one method: names, places, and what by contract
 # changes no result. The machine that timed them is compared by their reports.
@@ -57,6 +67,82 @@ class CompareConfig:
             raise ValueError(f"compare.seed must be at least 0, got {self.seed}")
 
 
+@dataclass(frozen=True)
+class _Seconds:
+    total: Amount
+    draft: Amount
+
+
+@dataclass(frozen=True)
+class _Row:
+    task: str
+    prompt_id: str
+    method: str
+    num_accepted_tokens: Amount
+    num_drafts: Amount
+    num_draft_tokens: Amount
+    num_target_passes: Amount
+    num_output_tokens: Amount
+    seconds: _Seconds
+
+
+@dataclass(frozen=True)
+class _Lossless:
+    rule: str
+    lossless: bool
+    statement: str
+    greedy_identical: Count
+    greedy_total: Count
+
+
+@dataclass(frozen=True)
+class _Flag:
+    kind: str
+    row: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _Certificate:
+    certified: bool
+    statement: str
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    target_fingerprint: str | None
+    checkpoint: str | None = None
+    hardware: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    source: str
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    temperature: float
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a comparison reads of a report, whoever wrote it."""
+
+    target: str
+    drafter: str
+    depth: Count
+    lossless: _Lossless
+    flags: list[_Flag]
+    sampling: _Sampling
+    timing: dict[str, Any]
+    prompts: _Prompts
+    provenance: _Provenance
+    measurements: list[_Row]
+    certificate: _Certificate | None = None
+    batch_size: Count = 1
+
+
 def compare_runs(config: CompareConfig, provenance: Mapping[str, Any]) -> Comparison:
     """Return the comparison of the runs' evaluations.
 
@@ -90,29 +176,25 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     again = _command(folder, evaluation)
     try:
         report = read_object(file)
-        version = report["schema_version"]
+        version = report.get("schema_version")
         if version != build.SCHEMA_VERSION:
-            raise ValueError(f"it has schema_version {version}, not {build.SCHEMA_VERSION}")
+            raise ValueError(f"it has schema_version {shown(version)}, not {build.SCHEMA_VERSION}")
+        known = typed(_Report, read_bytes(file, MAX_JSON_BYTES), "it")
         measured = measured_of(report)
-        conditions(report)
-        if report["drafter"] not in measured:
-            raise ValueError(f"it has no measurements of {report['drafter']}")
-        for key in ("target", "depth", "flags", "lossless"):
-            report[key]
-        for key in ("rule", "lossless", "statement", "greedy_identical", "greedy_total"):
-            report["lossless"][key]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else shown(error, 400)
+        if known.drafter not in measured:
+            raise ValueError(f"it has no measurements of {shown(known.drafter)}")
+    except (OSError, ValueError, KeyError) as error:
+        what = f"no {shown(error)}" if isinstance(error, KeyError) else shown(error, 400)
         raise ValueError(
             f"{file} must be a report that `evaluate` wrote, but cannot be used: {what}; "
             f"make it again: {again}"
         ) from error
     config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
-    recorded = report["provenance"].get("checkpoint")
-    trained = recorded not in (None, "None")  # nothing was trained for ngram, say
     # By its name, for the run may have moved; a later run may have dropped it.
-    checkpoint = folder / CHECKPOINTS / Path(str(recorded)).name
-    parameters, tokens = _sizes(checkpoint) if trained else (None, None)
+    recorded = Path(known.provenance.checkpoint or "").name
+    trained = known.provenance.checkpoint not in (None, "None")  # nothing was for ngram, say
+    checkpoint = folder / CHECKPOINTS / recorded
+    parameters, tokens = _sizes(checkpoint) if NAME.fullmatch(recorded) else (None, None)
     return RunReport(
         name=name,
         folder=str(folder),
@@ -129,7 +211,7 @@ def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
     """Return a checkpoint's parameters and trained tokens; None where a run has dropped it."""
     try:
         return num_parameters(checkpoint), load_state(checkpoint).tokens
-    except (OSError, CheckpointError):
+    except (OSError, CheckpointError, UntrustedError):
         if (checkpoint / WEIGHTS_FILE).is_file():
             raise
         return None, None
@@ -157,16 +239,8 @@ def _command(folder: Path, evaluation: str) -> str:
 
 def num_parameters(checkpoint: Path) -> int:
     """Return how many numbers a checkpoint's weights have; integers are vocabulary maps."""
-    total = 0
-    with safe_open(checkpoint / WEIGHTS_FILE, framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118, it is no mapping
-            part = file.get_slice(name)
-            if part.get_dtype() in FLOATS:
-                size = 1
-                for length in part.get_shape():
-                    size *= length
-                total += size
-    return total
+    entries = header_of(checkpoint / WEIGHTS_FILE).values()
+    return sum(math.prod(entry.shape) for entry in entries if entry.dtype in FLOATS)
 
 
 def _identity(config: Mapping[str, Any], report: Mapping[str, Any]) -> str:

@@ -39,6 +39,7 @@ DTYPE_BITS = {
 
 Kind = TypeVar("Kind")
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]  # measured, or counted
 # The name of a file in a folder: no path, nothing hidden, nothing that a terminal would obey.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")]

@@ -547,15 +547,28 @@ def change(folder: Path, edit: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda report: report.pop("measurements"), "no 'measurements'; make it again: python -m"),
-        (lambda report: report["measurements"][3].pop("seconds"), "no 'seconds'; make"),
+        (
+            lambda report: report.pop("measurements"),
+            "it: measurements: Field required; make it aga",
+        ),
+        (
+            lambda report: report["measurements"][3].pop("seconds"),
+            "it: measurements.3.seconds: Field re",
+        ),
         (lambda report: report["measurements"].pop(), "ngram and autoregressive have different"),
         (lambda report: report["measurements"].append(report["measurements"][0]), "p0 of math is "),
         (lambda report: report.update(schema_version=99), "it has schema_version 99, not"),
         (lambda report: report.update(drafter="other"), "it has no measurements of other;"),
-        (lambda report: report.update(sampling=None), "'NoneType' object is not iterable"),
-        (lambda report: report["provenance"].clear(), "no 'target_fingerprint';"),
-        (lambda report: report.pop("lossless"), "no 'lossless';"),
+        (lambda report: report.update(sampling=None), "it: sampling: Input should be an object"),
+        (lambda report: report["provenance"].clear(), "it: provenance.target_fingerprint: F"),
+        (lambda report: report["provenance"].update(checkpoint=["x"]), "it: provenance.checkpoint"),
+        (lambda report: report.update(depth="3"), "it: depth: Input should be a valid integer"),
+        (lambda report: report["flags"].append(3), "it: flags."),
+        (
+            lambda report: report["measurements"][0]["seconds"].update(total=float("nan")),
+            "it: measurements.0.seconds.total: Input should be",
+        ),
+        (lambda report: report.pop("lossless"), "it: lossless: Field required"),
     ],
 )
 def test_a_broken_report_is_named(edit: Any, said: str, tmp_path: Path) -> None:

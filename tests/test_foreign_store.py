@@ -91,6 +91,27 @@ def test_a_store_names_its_own_files_only(
     refused(folder, target, r"manifest\.json.*file")
 
 
+@pytest.mark.parametrize("wrong", [{"squares": {"x": [0, 0]}}, {"squares": {}}, {"rows": "1"}])
+def test_a_journal_records_what_the_store_holds(
+    wrong: dict[str, Any], folder: Path, target: Target
+) -> None:
+    shard = json.loads((folder / "manifest.json").read_text())["shards"][0]
+    (folder / "journal-0.jsonl").write_text(json.dumps(shard | wrong) + "\n")
+    with pytest.raises(ValueError, match=r"journal-0\.jsonl must be a journal as `capture` wrote"):
+        write(target, folder)
+
+
+@pytest.mark.parametrize("wrong", [{"file": "shard-00099.safetensors"}, {"conversations": [1]}])
+def test_a_shard_of_other_conversations_is_captured_again(
+    wrong: dict[str, Any], folder: Path, whole: Path, target: Target
+) -> None:
+    shard = json.loads((folder / "manifest.json").read_text())["shards"][0]
+    (folder / "journal-0.jsonl").write_text(json.dumps(shard | wrong) + "\n")
+    write(target, folder)
+    for file in ("shard-00000.safetensors", "manifest.json"):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes()
+
+
 @pytest.mark.parametrize(
     "name",
     ["shard-00000.safetensors", "readout.safetensors", "conversations.safetensors",

@@ -94,6 +94,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text("[1]"), r"config\.json must hold an "),
     "a deep configuration": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000), r"config\.json must be"),
+    "a list for a kind": (
+        lambda folder: change(folder / "config.json", model_type=[]), r"model_type must be a text"),
+    "an object for a dtype": (
+        lambda folder: change(folder / "config.json", dtype={"a": "float32"}), r"makes no model"),
+    "more layers than tensors": (
+        lambda folder: change(folder / "config.json", num_hidden_layers=1000),
+        r"declares 1,000 layers; the files hold 39 tensors"),
     "a deep tokenizer's configuration": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"a":' * 100_000),
         r"tokenizer_config\.json must be"),

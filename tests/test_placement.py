@@ -290,7 +290,7 @@ def test_weights_are_looked_up_by_name_and_a_misfit_is_named(
     with pytest.raises(ValueError, match=r"missing: .*layers.1.mlp.*\(3\)"):
         places(config, model)
     save_file(weights | {"model.norm.weight": torch.ones(3)}, file)
-    with pytest.raises(ValueError, match=r"another shape: model.norm.weight \(1\)"):
+    with pytest.raises(ValueError, match=r"model.norm.weight is \[3\] instead of \[32\] \(1\)"):
         places(config, model)
 
 

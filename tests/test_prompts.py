@@ -181,9 +181,9 @@ def test_a_record_of_other_prompts_is_refused(tmp_path: Path):
     path = written(tmp_path, '{"id": 1, "task": "a", "turns": ["x"]}')
     assert overlap_record(path) is None
     assert "not known" in overlap_line(None)
-    counted = ("num_prompts", "num_equal_prompts", "num_ngrams", "num_shared_ngrams", "ngram_words")
-    record = dict.fromkeys(counted, 1) | {"shared_ngram_share": None}
-    record["prompts_sha256"] = sha256_of(path)
+    counts = ("num_prompts", "num_equal_prompts", "num_ngrams", "num_shared_ngrams", "ngram_words")
+    record = {"prompts_sha256": sha256_of(path), "shared_ngram_share": None}
+    record |= dict.fromkeys(counts, 0)
     overlap_path(path).write_text(json.dumps(record))
     assert overlap_record(path) == record
     written(tmp_path, '{"id": 1, "task": "a", "turns": ["y"]}')

@@ -33,6 +33,7 @@ from drafttrain.target.shards import (
     own_files,
     plan_shards,
     problem_of,
+    shard_name,
     tensor_names,
     write_tensors,
 )
@@ -85,8 +86,9 @@ def prepare(
     )
     plan = plan_shards(rows, rows_per_shard(manifest))
     if earlier is not None:
-        records = [*earlier.shards, *read_journals(folder)]
-        manifest = replace(manifest, shards=intact(folder, records, config.verify, say))
+        records = [*earlier.shards, *read_journals(folder, manifest.names)]
+        planned = [_contents(samples, rows, places) for places in plan]
+        manifest = replace(manifest, shards=intact(folder, records, planned, config.verify, say))
     if len(manifest.shards) < len(plan):
         beside = 0 if earlier else sum(t.nbytes for t in (*head.values(), *tensors.values()))
         require_room(folder, manifest, len(plan), beside, say)
@@ -146,13 +148,32 @@ def require_same(folder: Path, earlier: dict[str, Any], now: dict[str, Any]) -> 
             )
 
 
+Contents = tuple[int, int, list[int]]  # tokens, rows and conversations of a shard
+
+
+def _contents(samples: list[Sample], rows: list[int], places: range) -> Contents:
+    tokens = sum(len(samples[place].tokens) for place in places)
+    return tokens, sum(rows[i] for i in places), [samples[i].index for i in places]
+
+
 def intact(
-    folder: Path, records: list[Shard], checksum: bool, say: Callable[[str], None]
+    folder: Path,
+    records: list[Shard],
+    planned: list[Contents],
+    checksum: bool,
+    say: Callable[[str], None],
 ) -> list[Shard]:
-    """Return the shards that are as they were written, in order; the others are removed."""
+    """Return the shards that are as they were written, in order; the others are removed.
+
+    planned: what each must hold. A record of anything else is not one of this store's.
+    """
+    due = {shard_name(number): contents for number, contents in enumerate(planned)}
     kept = []
     for record in sorted({record.file: record for record in records}.values(), key=_number):
-        if problem := problem_of(folder, record, checksum):
+        problem = problem_of(folder, record, checksum)
+        if due.get(record.file) != (record.tokens, record.rows, record.conversations):
+            problem = "must hold the conversations that are its share, and is recorded with others"
+        if problem is not None:
             say(f"{folder / record.file} {problem}: captured again")
             (folder / record.file).unlink(missing_ok=True)
         else:
@@ -162,7 +183,9 @@ def intact(
 
 def finish(folder: Path, manifest: Manifest, plan: list[range]) -> None:
     """Gather what all ranks have written into one manifest, and drop their journals."""
-    shards = {record.file: record for record in [*manifest.shards, *read_journals(folder)]}
+    shards = {
+        record.file: record for record in [*manifest.shards, *read_journals(folder, manifest.names)]
+    }
     assert len(shards) == len(plan), f"{len(shards)} of {len(plan)} shards"
     ordered = sorted(shards.values(), key=_number)
     replace(manifest, complete=True, shards=ordered).write(folder)

@@ -325,13 +325,13 @@ class _Choice:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    all: _Choice  # of all tasks together
+class _Choices:
+    all: _Choice  # over all tasks
 
 
 @dataclass(frozen=True)
 class _Tuned:
-    batches: dict[str, _Batch]  # by batch size
+    batches: dict[str, _Choices]  # by batch size
 
 
 def tuned_depth(run: Path, batch_size: int) -> int | None:
@@ -341,7 +341,7 @@ def tuned_depth(run: Path, batch_size: int) -> int | None:
         return None
     try:
         batches = read_typed(_Tuned, file).batches
-        sizes = {int(size): one for size, one in batches.items() if SIZE.fullmatch(size)}
+        sizes = {int(size): choices for size, choices in batches.items() if SIZE.fullmatch(size)}
         if not sizes:
             raise UntrustedError("it must hold a depth by batch size")
         return sizes[min(sizes, key=lambda size: abs(size - batch_size))].all.depth

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from drafttrain.pretrained.limits import check_sizes
 from drafttrain.untrusted import (
     TensorEntry,
     UntrustedError,
@@ -64,6 +65,7 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
         if (folder / name).is_file():
             settings = read_object(folder / name, f"{origin}: {name}")
             if name == CONFIG:
+                check_sizes(settings, origin)
                 check_settings(settings, origin)
     if not weights:
         return

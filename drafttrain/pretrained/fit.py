@@ -48,10 +48,23 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
     """
     if any(file.suffix != ".safetensors" for file in weights):
         return  # nothing tells what a pickle holds before it is loaded
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config), trust_remote_code=code
+    entries = [entry for file in weights for entry in files.tensors_in(file, origin).values()]
+    layers = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(
+        entries
+    ):  # which would take long to make, and cannot be
+        raise ValueError(
+            f"{origin}: the weights must fit config.json, which declares {layers:,} layers; the "
+            f"files hold {len(entries):,} tensors"
         )
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(model_config), trust_remote_code=code
+            )
+    except Exception as error:  # whatever the model's code finds wrong, whose classes vary
+        reason = shown(error, 400)
+        raise ValueError(f"{origin}: config.json makes no model: {reason}") from error
     found, others = match(origin, weights, model)
     quantized = getattr(model_config, "quantization_config", None) is not None
     own = {name: list(p.shape) for name, p in model.named_parameters()}  # tied weights once
@@ -65,7 +78,6 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
     if quantized:
         held = int(sum(file.stat().st_size for file in weights) / BYTES_PER_NUMBER)
     else:
-        entries = [e for file in weights for e in files.tensors_in(file, origin).values()]
         held = sum(math.prod(entry.shape) for entry in entries)
     if wrong or declared * (1 - MISSING_SHARE) > held:
         missing = [f"{name} {shape}" for name, shape in own.items() if name not in found]

@@ -34,7 +34,7 @@ CHOOSY = ("index_topk", "index_topk_blocks")
 SIZES = {
     "vocab_size": MAX_VOCABULARY,
     "hidden_size": 1 << 20,
-    "num_hidden_layers": 1 << 14,
+    "num_hidden_layers": 1 << 10,  # a model of more takes seconds to make, without weights
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
@@ -119,6 +119,9 @@ def exact_positions(text: Any, who: str) -> Limits:
 
 def check_sizes(raw: dict[str, Any], origin: str) -> None:
     """Raise ValueError where what config.json states of sizes cannot be."""
+    kind = raw.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"{origin}: config.json's model_type must be a text, got {shown(kind)}")
     inner = raw.get("text_config")
     for stated in (raw, inner if isinstance(inner, dict) else {}):
         for key, most in SIZES.items():

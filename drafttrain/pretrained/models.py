@@ -15,7 +15,6 @@ from drafttrain.pretrained import files, hub
 from drafttrain.pretrained.fit import refuse_misfit, require_fit
 from drafttrain.pretrained.inflate import inflate, parse_size, plan_inflation
 from drafttrain.pretrained.lean import make_lean
-from drafttrain.pretrained.limits import check_sizes
 from drafttrain.pretrained.quantize import SCHEMES, quantization_of
 from drafttrain.untrusted import read_object, shown
 
@@ -192,14 +191,14 @@ def load_config(config: ModelConfig) -> Any:
         if "auto_map" in raw:
             raise ValueError(
                 f"{config.origin} brings its own code (auto_map in config.json) for model_type"
-                f" {kind!r}, and code from a download runs only if you say so: read it, then set"
-                " model.trust_remote_code=true"
+                f" {shown(repr(kind))}, and code from a download runs only if you say so: read it,"
+                " then set model.trust_remote_code=true"
             )
         raise ValueError(
             f"{config.origin}: config.json must name a model_type that Transformers"
-            f" {transformers.__version__} knows, got {kind!r}; a newer Transformers may know it"
+            f" {transformers.__version__} knows, got {shown(repr(kind))}; a newer Transformers may"
+            " know it"
         )
-    check_sizes(raw, config.origin)
     try:
         return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code

@@ -151,10 +151,10 @@ def wrong_spec(target: TargetSpec) -> Iterator[str]:
                 yield f"{place} must be in 1..{most:,}, got {value:,}"
 
 
-def _wrong_shard(shard: Shard, names: Sequence[str] | None) -> Iterator[str]:
+def _wrong_shard(shard: Shard, names: Sequence[str]) -> Iterator[str]:
     if not SHARD.fullmatch(shard.file):
         yield f"the file of a shard must be called as {shard_name(0)}, got {shard.file}"
-    if names is not None and set(shard.squares) != set(names):
+    if set(shard.squares) != set(names):
         yield f"squares of {shard.file} must be of {', '.join(names)}"
     for pair in shard.squares.values():
         if len(pair) != 2 or any(value < 0 for value in pair):
@@ -165,8 +165,11 @@ def _got(value: object) -> str:
     return shown(repr(value))
 
 
-def read_journals(folder: Path) -> list[Shard]:
-    """Return the shards that journals record; a torn last line, left by a kill, is left out."""
+def read_journals(folder: Path, names: Sequence[str]) -> list[Shard]:
+    """Return the shards that journals record; a torn last line, left by a kill, is left out.
+
+    names: of the tensors that the store's shards hold.
+    """
     found = []
     for path in own_files(folder, JOURNAL):
         try:
@@ -174,7 +177,7 @@ def read_journals(folder: Path) -> list[Shard]:
             whole = content.rfind(b"\n") + 1
             for line in content[:whole].splitlines():
                 shard = typed(Shard, line, "a line")
-                wrong = next(_wrong_shard(shard, None), None)
+                wrong = next(_wrong_shard(shard, names), None)
                 if wrong is not None:
                     raise UntrustedError(wrong)
                 found.append(shard)

@@ -1,0 +1,119 @@
+"""Whatever a run's folder records of its checkpoints and results, it is read or refused."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import FUZZ, Fence, damaged, edited, fence
+from test_checkpoint import make_engine, saved
+from test_compare import results, write_run
+from tests_support import model_config
+
+from drafttrain.assemble import recorded_spec
+from drafttrain.checkpoint import Checkpoints, _digest
+from drafttrain.compare import read_run
+from drafttrain.engine import Engine
+from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.tune import TUNED, tuned_depth
+from drafttrain.target.target import load_target
+from drafttrain.types import DecodeStats, PromptResult
+
+__all__ = ["fence"]
+
+pytestmark = pytest.mark.slow
+
+RESULT = PromptResult("id", 0, "task", "ngram", 0, 3, (1, 2), DecodeStats(cycles=[(0, 1, 1)]))
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    saved(folder, steps=[10, 20], best=10)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    return make_engine("none")
+
+
+def sign(plain: dict[str, Any]) -> None:
+    plain.pop("sha256", None)
+    plain["sha256"] = _digest(plain)
+
+
+@FUZZ
+@given(data=st.data())
+def test_states_and_indexes_of_checkpoints(
+    fence: Fence, run: Path, engine: Engine, data: st.DataObject
+) -> None:
+    folder = fence.fresh()
+    shutil.copytree(run, folder, dirs_exist_ok=True)
+    name = data.draw(st.sampled_from(("index.json", "step-000020/state.json")))
+    plain = json.loads((folder / name).read_text())
+    (folder / name).write_bytes(data.draw(damaged(edited(plain, sign=sign))))
+    skip = data.draw(st.booleans())
+    fence.holds(lambda: Checkpoints(folder, 2, skip_damaged=skip).resume(engine))
+    fence.holds(lambda: Checkpoints(folder, 2).load_chosen())
+
+
+@FUZZ
+@given(data=st.data())
+def test_journals_of_evaluations(fence: Fence, data: st.DataObject) -> None:
+    folder = fence.fresh()
+    journal = Journal(folder, "x", {"a": 1})
+    line = {"key": [0, 1], "results": [asdict(RESULT)]}
+    lines = [data.draw(damaged(edited(line))) for _ in range(data.draw(st.integers(1, 3)))]
+    with journal.file.open("ab") as stream:
+        stream.write(b"\n".join(lines) + data.draw(st.sampled_from((b"\n", b""))))
+    fence.holds(lambda: Journal(folder, "x", {"a": 1}))
+
+
+@FUZZ
+@given(data=st.data())
+def test_what_tune_chose(fence: Fence, data: st.DataObject) -> None:
+    folder = fence.fresh()
+    one = {"all": {"depth": 4, "speedup": 1.5}, "tasks": {"math": {"depth": 2}}}
+    plain = {"batches": {"1": one, "8": {"all": {"depth": 2}}}}
+    (folder / TUNED).write_bytes(data.draw(damaged(edited(plain))))
+    fence.holds(lambda: tuned_depth(folder, 4))
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "a", results())
+    file = Path(folder) / "evaluations" / "default" / "report.json"
+    plain = json.loads(file.read_text())
+    return plain | {"measurements": plain["measurements"][:2] + plain["measurements"][-2:]}
+
+
+@FUZZ
+@given(data=st.data())
+def test_reports(fence: Fence, report: dict[str, Any], data: st.DataObject) -> None:
+    folder = fence.fresh()
+    place = folder / "evaluations" / "default"
+    place.mkdir(parents=True)
+    (place / "report.json").write_bytes(data.draw(damaged(edited(report))))
+    fence.holds(lambda: read_run(folder, "a", "default"))
+
+
+@pytest.fixture(scope="session")
+def provenance(tiny_target_dir: Path) -> dict[str, Any]:
+    target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+    return {"target": asdict(target.spec), "hardware": {"cpu": "x", "gpus": []}}
+
+
+@FUZZ
+@given(data=st.data())
+def test_what_is_recorded_of_a_target(
+    fence: Fence, provenance: dict[str, Any], data: st.DataObject
+) -> None:
+    folder = fence.fresh()
+    (folder / "provenance.json").write_bytes(data.draw(damaged(edited(provenance))))
+    fence.holds(lambda: recorded_spec(folder))
