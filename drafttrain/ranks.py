@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +49,14 @@ class Ranks:
         if self.world_size > 1:
             with self._naming_the_loss():
                 dist.barrier(group=self._messages)
+
+    def part(self) -> None:
+        """Wait until every rank is here before this one may end; one that is gone was here too.
+
+        The first to leave after a collective closes its connections, which the last may still read.
+        """
+        with suppress(LostRankError):
+            self.barrier()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of every rank's `value`, where `value` was; shapes must agree."""

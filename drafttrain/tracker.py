@@ -271,6 +271,7 @@ def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resu
             group=choice.group,
             dir=folder,
             mode=mode,
+            reinit="create_new",  # not the run of a mirror that failed before, in this process
             # It would capture the progress bars, and tell the user in its words what we tell him.
             settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
         )

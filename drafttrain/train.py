@@ -181,6 +181,8 @@ def train(
                 checkpoints.save(engine, state, best=improved)
                 saved = state.step
                 meter.forget_time()
+            if stopping or last:
+                engine.ranks.part()
             if stopping:
                 raise stop.stopped(
                     f" after step {state.step} of {config.max_steps}, which is saved; go on with "

@@ -143,7 +143,8 @@ RARE: dict[str, tuple[str, dict[str, Any]]] = {
             *("hunyuan_v1_moe", "jetmoe", "minimax_m2", "olmoe", "phimoe"),
         )
     },
-    **{kind: (kind, LATENT) for kind in ("deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu")},
+    **{kind: (kind, LATENT) for kind in ("deepseek_v2", "minicpm3", "youtu")},
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | {"head_dim": 8}),
 }
 # Exact up to a position: name -> model_type, configuration, the position, what the reason names.
 CAPPED: dict[str, tuple[str, dict[str, Any], int, str]] = {

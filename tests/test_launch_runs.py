@@ -184,14 +184,14 @@ def test_ranks_do_not_outlive_their_launcher(place: Path) -> None:
             "raise",
             1,
             r"error: rank 1 of 2 ended with exit code 1: KeyError: 'page 7' \(the traceback is in "
-            r"drafttrain_error_rank1\.log; DRAFTTRAIN_DEBUG=1 shows it here\); the other ranks "
+            r"run/error_rank1\.log; DRAFTTRAIN_DEBUG=1 shows it here\); the other ranks "
             r"were ended; there is no checkpoint yet: start again\n",
         ),
         (
             "exit",
             3,
             r"error: rank 1 of 2 ended with exit code 3 and no error; its stderr is in "
-            r"error_rank1\.log and ends: the card has left the bus; the other ranks were [^\n]*\n",
+            r"run/error_rank1\.log and ends: the card has left the bus; the other ranks were [^\n]*\n",
         ),
     ],
 )
@@ -201,7 +201,7 @@ def test_the_error_of_one_rank_is_said_once(fault: str, code: int, said: str, pl
     assert re.fullmatch(said, done.stderr), done.stderr
     assert done.returncode == code
     if fault == "raise":
-        assert 'raise KeyError("page 7")' in Path("drafttrain_error_rank1.log").read_text()
+        assert 'raise KeyError("page 7")' in Path("run/error_rank1.log").read_text()
 
 
 def test_under_torchrun_the_error_of_one_rank_is_said_once_too(place: Path) -> None:

@@ -107,7 +107,9 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         with limited():
             template = compiled(request["template"], request["date"])
-            return {"text": template.render(**request["variables"])}
+            text = template.render(**request["variables"])
+            text.encode()  # half a surrogate pair is no text that a tokenizer takes
+            return {"text": text}
     except MemoryError:
         return {"limit": TOO_MUCH}
     except Exception as error:  # whatever a template does is for its reader to mend
