@@ -190,8 +190,8 @@ def test_ranks_do_not_outlive_their_launcher(place: Path) -> None:
         (
             "exit",
             3,
-            r"error: rank 1 of 2 ended with exit code 3 and no error; its stderr is in "
-            r"run/error_rank1\.log and ends: the card has left the bus; the other ranks were [^\n]*\n",
+            r"error: rank 1 of 2 ended with exit code 3 and no error; its stderr is in run/"
+            r"error_rank1\.log and ends: the card has left the bus; the other ranks were [^\n]*\n",
         ),
     ],
 )
