@@ -704,7 +704,7 @@ def test_the_command_writes_its_files_and_says_the_same_each_time(
         ("runs=[]", 2, "runs must name at least one evaluated run"),
         ("runs=a", 2, "compare.runs must be a list of texts such as [a,b], got a"),
         ("runs=[a,a]", 2, "runs must name each run once, got a and a"),
-        ("runs=[nowhere]", 2, "runs must name folders of runs, got nowhere, which is not a folder"),
+        ("runs=[nowhere]", 2, "runs must name folders of runs, got nowhere, which does not exist"),
         ("rnus=[a]", 2, "no section is called rnus"),
         ("compare.run=[a]", 2, "compare has no key run; did you mean runs?"),
         ("runs=[here] compare.baseline=x", 2, "here has no evaluation called default; make it: "),
