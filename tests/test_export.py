@@ -649,6 +649,8 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
         ("eagle3", "gemma3_text", set(), "vLLM 0.32.0 has no EAGLE-3 for gemma3_text targets"),
         ("eagle3", "glm4", set(), "vLLM 0.32.0 has no EAGLE-3 for glm4 targets"),
         ("eagle", "glm4", {"vLLM", "SGLang"}, None),
+        ("eagle", "stablelm", {"vLLM"}, "does not hand the embedding of stablelm targets to EAGLE"),
+        ("medusa", "gpt_neox", set(), "does not compute gpt_neox targets as Transformers does"),
         ("medusa", "doge", set(), "has no class of its own for doge targets"),
     ],
 )

@@ -18,7 +18,7 @@ VLLM_EAGLE3 = frozenset(
 )
 # Those that it runs through Transformers' own code, which hands them over too.
 VLLM_TRANSFORMERS = frozenset(
-    {"arcee", "cwm", "flex_olmo", "glm", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2"}
+    {"arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2"}
     | {"mellum", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3", "starcoder2"}
 )
 # Its own classes besides.
@@ -29,6 +29,15 @@ VLLM_TARGETS = (
     | {"gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoe_swa"}
     | {"granitemoeshared", "hy_v3", "hyperclovax", "mixtral", "nemotron", "olmoe", "qwen2_moe"}
     | {"stablelm", "vaultgemma"}
+)
+# Those it runs and that it was seen to get wrong.
+VLLM_WRONG = frozenset({"gpt_neox"})  # other text than Transformers', without a drafter too
+# Target classes of SGLang that hand over their embedding and head (get_embed_and_head).
+SGLANG_EAGLE = frozenset(
+    {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}
+    | {"glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "internlm3", "iquestcoder", "laguna"}
+    | {"llama", "mellum", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "phi3", "qwen2"}
+    | {"qwen3", "qwen3_moe"}
 )
 SGLANG_EAGLE3 = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss"})
@@ -51,6 +60,8 @@ def cannot_serve(
 
 def _vllm(method: str, spec: TargetSpec) -> str:
     kind = spec.architecture
+    if kind in VLLM_WRONG:
+        return f"{VLLM} does not compute {kind} targets as Transformers does"
     if kind not in VLLM_TARGETS:
         return f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
     if method == "eagle3" and kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
@@ -72,6 +83,8 @@ def _sglang(method: str, settings: dict[str, Any], own_embedding: bool, spec: Ta
         )
     if spec.embedding_scale != 1.0:
         return f"{SGLANG} was not tried with targets that scale embeddings ({kind})"
+    if method == "eagle" and kind not in SGLANG_EAGLE:
+        return f"{SGLANG} does not hand the embedding of {kind} targets to EAGLE drafters"
     known = SGLANG_EAGLE3
     if "eagle_aux_hidden_state_layer_ids" not in settings:
         known |= SGLANG_EAGLE3_DEFAULT_LAYERS

@@ -82,6 +82,7 @@ ONLY_EAGLE = ("gemma", "gemma2", "gemma3", "stablelm", "cohere", "cohere2", "glm
 ONLY_EAGLE += ("qwen2_moe", "nemotron", "exaone4")
 FAMILIES = {name: ("eagle",) if name in ONLY_EAGLE else ("eagle3",) for name in CHANGES}
 FAMILIES |= {"granite": ("eagle", "eagle3"), "gemma3": ("eagle", "eagle3")}
+NOT_SERVED = ("gemma3 eagle3", "gpt_neox eagle3")  # no command: said instead
 CASES = [f"{name} {family}" for name, families in FAMILIES.items() for family in families]
 
 
@@ -136,7 +137,7 @@ def test_vllm_says_and_counts_what_we_do(
     name: str, served: tuple[dict[str, Case], dict[str, Any]]
 ) -> None:
     case, answers = served[0][name], served[1]
-    if name == "gemma3 eagle3":
+    if name in NOT_SERVED:
         assert not case.commands
         return
     answer = answers[name]
