@@ -40,7 +40,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -108,10 +109,17 @@ CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.
            "os.symlink", "os.utime", "shutil.rmtree", "shutil.move", "shutil.copyfile")  # fmt: skip
 
 
+EDITS = st.sampled_from(("replace", "replace", "replace", "remove", "wrap", "add"))
+KEYS = st.sampled_from((*WORDS, "_target_", "file", "__metadata__"))
+DAMAGE = st.sampled_from(("whole", "whole", "whole", "cut", "flip", "insert"))
+BYTES_PUT_IN = st.sampled_from((b"\x00", b"\xff", b"\n", b"\xed\xa0\x80", b"["))
+
+
 class OverTheFenceError(BaseException):
     """What no input may do was done; no `except Exception` swallows it."""
 
 
+@cache  # Hypothesis validates every strategy that is made anew, which takes longer than drawing
 def scalars() -> st.SearchStrategy[Any]:
     """Draw what JSON has besides lists and objects, at its edges more than between them."""
     return st.one_of(
@@ -125,6 +133,7 @@ def scalars() -> st.SearchStrategy[Any]:
     )
 
 
+@cache
 def nasty_json() -> st.SearchStrategy[Any]:
     """Draw plain data: scalars, lists and objects of them, seldom nested very deeply."""
     keys = st.one_of(st.sampled_from(WORDS), st.text(max_size=8))
@@ -159,23 +168,26 @@ def edited(
         places = list(_places(plain))
         if not places:
             break
-        holder, key = draw(st.sampled_from(places))
-        kind = draw(st.sampled_from(("replace", "replace", "replace", "remove", "wrap", "add")))
+        holder, key = places[draw(st.integers(0, len(places) - 1))]
+        kind = draw(EDITS)
         if kind == "replace":
             holder[key] = draw(nasty_json())
         elif kind == "remove":
             del holder[key]
         elif kind == "wrap":
-            holder[key] = draw(st.sampled_from(([holder[key]], {"a": holder[key]}, [], {})))
+            wrapped = ([holder[key]], {"a": holder[key]}, [], {})
+            holder[key] = wrapped[draw(st.integers(0, 3))]
         elif isinstance(holder, list):
-            holder.insert(key, draw(st.one_of(st.just(copy.deepcopy(holder[key])), nasty_json())))
-        else:
-            holder[draw(st.sampled_from((*WORDS, "_target_", "file", "__metadata__")))] = draw(
-                nasty_json()
+            holder.insert(
+                key, copy.deepcopy(holder[key]) if draw(st.booleans()) else draw(nasty_json())
             )
-    return as_bytes(
-        draw(st.one_of(st.just(plain), st.just(plain), nasty_json())) if most else plain
-    )
+        else:
+            holder[draw(KEYS)] = draw(nasty_json())
+    if sign is not None and draw(st.booleans()):
+        with suppress(LookupError, TypeError, AttributeError, ValueError, RecursionError):
+            sign(plain)  # where what is to be signed is still there
+    another = most and draw(st.integers(0, 2)) == 2
+    return as_bytes(draw(nasty_json()) if another else plain)
 
 
 def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
@@ -190,14 +202,14 @@ def _places(plain: Any) -> Iterator[tuple[Any, Any]]:
 def damaged(draw: st.DrawFn, content: st.SearchStrategy[bytes]) -> bytes:
     """Draw content, half of the time cut off, with bits flipped, or with bytes put in."""
     found = bytearray(draw(content))
-    kind = draw(st.sampled_from(("whole", "whole", "whole", "cut", "flip", "insert")))
+    kind = draw(DAMAGE)
     place = draw(st.integers(0, max(0, len(found) - 1)))
     if kind == "cut":
         del found[place:]
     elif kind == "flip" and found:
         found[place] ^= 1 << draw(st.integers(0, 7))
     elif kind == "insert":
-        found[place:place] = draw(st.sampled_from((b"\x00", b"\xff", b"\n", b"\xed\xa0\x80", b"[")))
+        found[place:place] = draw(BYTES_PUT_IN)
     return bytes(found)
 
 

@@ -1,13 +1,17 @@
 """The fence sees what it must forbid: each control here has to fail."""
 
+import json
 import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import VICTIM, Fence, OverTheFenceError, fence
+from hypothesis import find
+from support import VICTIM, Fence, OverTheFenceError, edited, fence
 
 __all__ = ["fence"]
 
@@ -79,3 +83,16 @@ def test_a_foreseen_refusal_is_returned(fence: Fence) -> None:
         raise ValueError("it must be so, got otherwise")
 
     assert "got otherwise" in str(fence.holds(work))
+
+
+def test_an_edited_value_is_signed_anew() -> None:
+    def sign(plain: dict[str, Any]) -> None:
+        plain["signed"] = f"signed: {plain['value']!r}"
+
+    def is_so(content: bytes) -> bool:
+        with suppress(ValueError, RecursionError, LookupError, TypeError):
+            plain = json.loads(content)
+            return bool(plain["value"] != 4 and plain["signed"] == f"signed: {plain['value']!r}")
+        return False
+
+    find(edited({"value": 4, "signed": "signed: 4"}, sign=sign), is_so)  # else NoSuchExample
