@@ -61,9 +61,10 @@ class StopRequest:
         try:
             with _answered_by(self._receive):
                 yield self
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
             # C code that calls Python for an item (safetensors through torch, reading a storage)
-            # may take what our handler raised for a failure of its own and raise that instead.
+            # may take what our handler raised for a failure of its own and raise that instead;
+            # tasks of asyncio (httpx, as it connects) raise it in a group.
             if self._raised is not None:
                 raise self._raised from error
             raise

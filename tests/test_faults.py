@@ -1,5 +1,6 @@
 """What goes wrong around a training run: it is said in one plain line, and nothing is lost."""
 
+import asyncio
 import gzip
 import json
 import os
@@ -240,6 +241,18 @@ def test_a_request_that_c_code_takes_for_its_own_failure_stays_a_request() -> No
 
     with pytest.raises(ValueError, match="another failure"):  # what is only remembered hides none
         fails_later(StopRequest())
+
+
+def test_a_request_that_tasks_raise_in_a_group_stays_a_request() -> None:
+    async def asked() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def connect() -> None:  # as httpx does
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asked())
+
+    with pytest.raises(Stopped, match="stopped by SIGTERM out"), StopRequest().listening():
+        asyncio.run(connect())
 
 
 def test_a_loss_that_is_not_finite_names_its_step_and_conversations(

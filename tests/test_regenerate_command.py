@@ -716,7 +716,7 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
             time.sleep(0.01)
         process.send_signal(number)
         _, said = process.communicate()
-        assert process.returncode == code
+        assert process.returncode == code, said
     assert said == "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
     kept = out.read_bytes().count(b"\n")
     subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
