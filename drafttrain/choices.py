@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def conf_dir() -> Path:
 
 def command_groups(command: str) -> dict[str, str]:
     """Return the groups that a command composes, with the default choice of each."""
-    primary = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
+    primary = _parsed((conf_dir() / f"{command}.yaml").read_text())
     return {
         group: choice
         for entry in primary["defaults"]
@@ -126,9 +128,15 @@ def content_of(group: str, name: str | None) -> dict[str, Any]:
 def read_choice(file: Path) -> dict[str, Any]:
     """Return what a yaml of conf/, or of the user's own folder, sets."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = deepcopy(_parsed(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{file} must be yaml, got: {shown(error)}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{file} must set keys, got {shown(content)}")
     return content
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """Parse yaml, whose reader is slow; what it returns must not be changed."""
+    return yaml.safe_load(text)

@@ -4,6 +4,7 @@ import ast
 import importlib
 import math
 import re
+import sys
 from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -74,9 +75,11 @@ def sketch(section: str, target: Any) -> Any:
     """Return a stand-in for a class of this package, with its fields: read from the source.
 
     What is of the wrong type is answered before torch is imported, as most modules do that the
-    classes stand in. None for a class that conf/ does not name.
+    classes stand in. None for a class whose module is there already, or that conf/ does not name.
     """
     path = target or SECTIONS[section]
+    if path.rpartition(".")[0] in sys.modules:
+        return None
     if target is not None and not (target in targets(section) and OURS.fullmatch(target)):
         return None
     kinds = {"Any": Any}

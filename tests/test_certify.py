@@ -59,14 +59,14 @@ def checks_of(
 def test_a_correct_loop_is_certified(
     name: str, changes: dict[str, Any], target: Target, prompts: Any
 ) -> None:
-    checks = checks_of(target, prompts, name, batch_size=3, **changes)
+    checks = checks_of(target, prompts[:4], name, batch_size=3, **changes)
     assert {"greedy output, float32", "one-step law", "cache and positions", "batch"} <= set(checks)
     assert all(check.passed is not False for check in checks.values()), checks
     section = certificate(
-        list(checks.values()), rule="r", lossless=True, dtype="float32", num_prompts=8
+        list(checks.values()), rule="r", lossless=True, dtype="float32", num_prompts=4
     )
     assert section["certified"]
-    assert section["statement"] == "certified: 5 of 5 checks passed on 8 prompts"
+    assert section["statement"] == "certified: 5 of 5 checks passed on 4 prompts"
     assert checks["one-step law"].measured < 1e-6
     assert checks["cache and positions"].measured < 1e-5
 
@@ -75,7 +75,7 @@ def test_resampling_from_the_target_fails_the_one_step_law(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "residual", lambda target_probs, draft_probs: target_probs)
-    assert checks_of(target, prompts)["one-step law"].passed is False
+    assert checks_of(target, prompts[:3])["one-step law"].passed is False
 
 
 def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
@@ -85,11 +85,12 @@ def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
         self.lengths = [min(length + 1, old) for length, old in zip(lengths, self.lengths)]  # noqa: B905
 
     monkeypatch.setattr(RaggedCache, "rollback", forgetful)
-    checks = checks_of(target, prompts)
+    checks = checks_of(target, prompts[:3])
     assert checks["cache and positions"].passed is False
     assert checks["greedy output, float32"].passed is False
 
 
+@pytest.mark.slow
 def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +122,7 @@ def test_draft_laws_that_are_no_laws_fail_the_one_step_law(
         return replace(proposal, draft_probs=None if laws is None else laws / 2)
 
     monkeypatch.setattr(loop, "draft_chain", halved)
-    assert checks_of(target, prompts)["one-step law"].passed is False
+    assert checks_of(target, prompts[:3])["one-step law"].passed is False
 
 
 def test_what_was_not_looked_at_is_not_certified(target: Target, prompts: Any) -> None:
@@ -141,14 +142,14 @@ def test_a_lossy_rule_is_measured_and_not_certified(
     changes: dict[str, Any], rule: Any, target: Target, prompts: Any
 ) -> None:
     assert settings(**changes).acceptance_rule == rule
-    checks = checks_of(target, prompts, draft_temperature=0.5, **changes)
+    checks = checks_of(target, prompts[:4], draft_temperature=0.5, **changes)
     law = checks["one-step law"]
     assert law.passed is None
     assert law.measured > 0.01
     assert "not lossless" in law.bound
     assert checks["law of the sampled text"].passed is None
     section = certificate(
-        list(checks.values()), rule="lenience", lossless=False, dtype="float32", num_prompts=8
+        list(checks.values()), rule="lenience", lossless=False, dtype="float32", num_prompts=4
     )
     assert not section["certified"]
     assert "changes the target's law" in section["statement"]
