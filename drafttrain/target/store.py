@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafttrain.lock import require_free
 from drafttrain.readout import Readout
+from drafttrain.run import call
 from drafttrain.target.manifest import check_tensors, read_manifest, recapture, require_whole
 from drafttrain.target.shards import (
     CONVERSATIONS,
@@ -88,7 +89,7 @@ class StoredTarget:
         if manifest is None:
             raise StoreError(
                 f"features.dir must be a folder that `capture` made, got {self.folder}, which has "
-                f"no manifest; make one: python -m drafttrain capture store.dir={self.folder}"
+                f"no manifest; make one: {call('capture', f'store.dir={self.folder}')}"
             )
         if not manifest.complete:
             raise StoreError(
