@@ -51,7 +51,8 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
 
-test: install ## the default tests: CPU, offline, under 4 minutes on two cores
+# CHECK_SHAPES=1, as CI has it, checks shapes and types of every call too, in twice the time.
+test: install ## the default tests: CPU, offline
 	$(BIN)/python -m pytest -n auto
 
 # A worker that is done takes tests from the other; those of one xdist_group stay together.

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jaxtyping
 import pytest
 import torch
 
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+
+# Shapes and types of every call in the package, as signatures state them: half of the time of the
+# tests, so where it is asked for, as CI does. That does not survive torch.compile: tests that
+# compile switch it off (jaxtyping.config.update).
+if os.environ.get("CHECK_SHAPES") == "1":
+    jaxtyping.install_import_hook("drafttrain", "beartype.beartype")
 
 TINY_VOCAB_SIZE = 97
 SPECIAL_TOKENS = ["<|pad|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
