@@ -221,7 +221,7 @@ class Neighbours:
         codes = (first.codes[0], second.codes[0])
         assert 0 in codes, (codes, first.said(), second.said())
         if codes == (0, 0):
-            return self.went_on(alone, place, second)
+            return self.went_on(alone, place, first.said() + second.said())
         winner, loser = (0, second) if codes[0] == 0 else (1, first)
         told = error_of(loser)
         if self.kind.reads:  # there was nothing yet to read
@@ -232,9 +232,9 @@ class Neighbours:
         self.kind.same(alone, place)
         return "nothing to read yet" if self.kind.reads else "told"
 
-    def went_on(self, alone: Path, place: Path, second: Life) -> str:
+    def went_on(self, alone: Path, place: Path, said: str) -> str:
         self.kind.same(alone, place)
-        if self.kind.waits and "waiting for selfgen (process" in second.said():
+        if self.kind.waits and "waiting for selfgen (process" in said:  # of two at once, either
             return "waited"
         return "beside" if self.kind.reads else "after"
 
