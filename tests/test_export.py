@@ -650,6 +650,7 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
         ("eagle3", "glm4", set(), "vLLM 0.32.0 has no EAGLE-3 for glm4 targets"),
         ("eagle", "glm4", {"vLLM", "SGLang"}, None),
         ("eagle", "stablelm", {"vLLM"}, "does not hand the embedding of stablelm targets to EAGLE"),
+        ("eagle", "cohere", set(), "finds no head of cohere targets to share with EAGLE drafters"),
         ("medusa", "gpt_neox", set(), "does not compute gpt_neox targets as Transformers does"),
         ("medusa", "doge", set(), "has no class of its own for doge targets"),
     ],

@@ -32,6 +32,8 @@ VLLM_TARGETS = (
 )
 # Those it runs and that it was seen to get wrong.
 VLLM_WRONG = frozenset({"gpt_neox"})  # other text than Transformers', without a drafter too
+# Those that have no head of their own to share with EAGLE drafters, which then end with an error.
+VLLM_HEADLESS = frozenset({"cohere", "cohere2", "gemma2"})
 # Target classes of SGLang that hand over their embedding and head (get_embed_and_head).
 SGLANG_EAGLE = frozenset(
     {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}
@@ -64,6 +66,8 @@ def _vllm(method: str, spec: TargetSpec) -> str:
         return f"{VLLM} does not compute {kind} targets as Transformers does"
     if kind not in VLLM_TARGETS:
         return f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
+    if method == "eagle" and kind in VLLM_HEADLESS:
+        return f"{VLLM} finds no head of {kind} targets to share with EAGLE drafters"
     if method == "eagle3" and kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
         return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
     return ""

@@ -82,7 +82,8 @@ ONLY_EAGLE = ("gemma", "gemma2", "gemma3", "stablelm", "cohere", "cohere2", "glm
 ONLY_EAGLE += ("qwen2_moe", "nemotron", "exaone4")
 FAMILIES = {name: ("eagle",) if name in ONLY_EAGLE else ("eagle3",) for name in CHANGES}
 FAMILIES |= {"granite": ("eagle", "eagle3"), "gemma3": ("eagle", "eagle3")}
-NOT_SERVED = ("gemma3 eagle3", "gpt_neox eagle3")  # no command: said instead
+# No command: said instead.
+NOT_SERVED = ("gemma3 eagle3", "gpt_neox eagle3", "gemma2 eagle", "cohere eagle", "cohere2 eagle")
 CASES = [f"{name} {family}" for name, families in FAMILIES.items() for family in families]
 
 
