@@ -51,7 +51,7 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
 
-# CHECK_SHAPES=1, as CI has it, checks shapes and types of every call too, in twice the time.
+# CHECK_SHAPES=1, as CI has it, checks shapes and types of every call too, in half as much time again.
 test: install ## the default tests: CPU, offline
 	$(BIN)/python -m pytest -n auto
 

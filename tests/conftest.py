@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 
-# Shapes and types of every call in the package, as signatures state them: half of the time of the
-# tests, so where it is asked for, as CI does. That does not survive torch.compile: tests that
-# compile switch it off (jaxtyping.config.update).
+# Shapes and types of every call in the package, as signatures state them: a third of the time of
+# the tests, so where it is asked for, as CI does. It does not survive torch.compile.
 if os.environ.get("CHECK_SHAPES") == "1":
     jaxtyping.install_import_hook("drafttrain", "beartype.beartype")
 
