@@ -202,7 +202,14 @@ def build(
     kind: str, changes: dict[str, Any], config: ModelConfig | None = None, seed: int = 0
 ) -> Target:
     """Return a random target, tried as every target is when it is loaded."""
-    settings = CONFIG_MAPPING[kind](**SHAPE | changes)
+    # Of what all share, the keys this one has: vLLM reads some that Transformers does not.
+    has, shared = CONFIG_MAPPING[kind](), {**SHAPE, **EXPERTS}
+    asked = {
+        key: value
+        for key, value in (SHAPE | changes).items()
+        if key not in shared or hasattr(has, key)
+    }
+    settings = CONFIG_MAPPING[kind](**asked)
     config = config or model_config_of()
     spec = describe(config, settings, None, None, "random")
     with torch.random.fork_rng(devices=[]):

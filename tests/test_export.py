@@ -651,6 +651,12 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
         ("eagle", "glm4", {"vLLM", "SGLang"}, None),
         ("eagle", "stablelm", {"vLLM"}, "does not hand the embedding of stablelm targets to EAGLE"),
         ("eagle", "cohere", set(), "finds no head of cohere targets to share with EAGLE drafters"),
+        (
+            "eagle3",
+            "ernie4_5",
+            set(),
+            "rotates the positions of a drafter as those of its ernie4_5",
+        ),
         ("medusa", "gpt_neox", set(), "does not compute gpt_neox targets as Transformers does"),
         ("medusa", "doge", set(), "has no class of its own for doge targets"),
     ],

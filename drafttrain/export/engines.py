@@ -34,6 +34,9 @@ VLLM_TARGETS = (
 VLLM_WRONG = frozenset({"gpt_neox"})  # other text than Transformers', without a drafter too
 # Those that have no head of their own to share with EAGLE drafters, which then end with an error.
 VLLM_HEADLESS = frozenset({"cohere", "cohere2", "gemma2"})
+# Those that turn its rotary embedding, of which it keeps one for equal settings, into their own: a
+# drafter's positions would be rotated like theirs, other than it was trained.
+VLLM_ROTATES = frozenset({"ernie4_5"})
 # Target classes of SGLang that hand over their embedding and head (get_embed_and_head).
 SGLANG_EAGLE = frozenset(
     {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}
@@ -68,6 +71,8 @@ def _vllm(method: str, spec: TargetSpec) -> str:
         return f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
     if method == "eagle" and kind in VLLM_HEADLESS:
         return f"{VLLM} finds no head of {kind} targets to share with EAGLE drafters"
+    if method in ("eagle", "eagle3") and kind in VLLM_ROTATES:
+        return f"{VLLM} rotates the positions of a drafter as those of its {kind} target"
     if method == "eagle3" and kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
         return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
     return ""

@@ -84,6 +84,7 @@ FAMILIES = {name: ("eagle",) if name in ONLY_EAGLE else ("eagle3",) for name in 
 FAMILIES |= {"granite": ("eagle", "eagle3"), "gemma3": ("eagle", "eagle3")}
 # No command: said instead.
 NOT_SERVED = ("gemma3 eagle3", "gpt_neox eagle3", "gemma2 eagle", "cohere eagle", "cohere2 eagle")
+NOT_SERVED += ("ernie4_5 eagle3",)
 CASES = [f"{name} {family}" for name, families in FAMILIES.items() for family in families]
 
 
