@@ -166,6 +166,11 @@ KINDS = {
 }
 
 
+def locks(place: Path) -> list[Path]:
+    """Return the lock files of whoever holds something in a place."""
+    return [file for file in place.rglob("*.lock") if ".metrics" not in file.name]
+
+
 def error_of(life: Life) -> str:
     """The one line that a command that failed said."""
     said = [line for line in life.said().splitlines() if line.startswith("error: ")]
@@ -203,8 +208,12 @@ class Neighbours:
         life.wait()
         assert life.codes == {0: 0}, life.said()
 
-    def pair(self, alone: Path, name: str, delay: float) -> str:
-        """Start two; return what became of the second."""
+    def pair(self, alone: Path, name: str, delay: float | None) -> str:
+        """Start two, the second so many seconds later; return what became of it.
+
+        delay: None starts the second while the first holds the place, and is stopped there until
+        the second has found it held.
+        """
         place = self.place(name)
         first = self.start(self.kind.first(place))
         process = first.running[0]
@@ -212,10 +221,21 @@ class Neighbours:
             for _ in first.polls(0.01):
                 if (place / "run/checkpoints/index.json").exists():
                     break
-            delay = delay / 4
-        time.sleep(delay)
+            delay = (delay or 0.0) / 4
+        if delay is None:
+            for _ in first.polls(0.002):
+                if any(file.stat().st_size for file in locks(place)):
+                    first.send(signal.SIGSTOP)
+                    break
+        else:
+            time.sleep(delay)
         second = self.start(self.kind.second(place))
         both = (process, second.running[0])
+        if delay is None:
+            for _ in second.polls(0.01):
+                if "waiting for" in second.said():
+                    break
+            first.send(signal.SIGCONT)
         first.wait()
         second.wait()
         codes = (first.codes[0], second.codes[0])
@@ -248,8 +268,7 @@ class Neighbours:
         first.wait()
         self.finish(again)
         self.kind.same(alone, place)
-        left = [file for file in place.rglob("*.lock") if file.is_file()]
-        assert not [file for file in left if ".metrics" not in file.name], left
+        assert not locks(place)
         return "killed" if first.codes[0] == -signal.SIGKILL else "over"
 
 
@@ -266,8 +285,9 @@ def neighbours(name: str, folder: Path, times: int, seed: int) -> dict[str, Any]
     life = time.monotonic() - started
     seen: Counter[str] = Counter()
     for number in range(times):
-        # Both at once, and then the second anywhere in the life of the first.
-        delay = chance.uniform(0, 0.02) if number % 3 == 0 else chance.uniform(0, 1.1 * life)
+        # Both at once; the second while the first holds the place; and anywhere in its life.
+        drawn_s = chance.uniform(0, 1.1 * life)
+        delay = (chance.uniform(0, 0.02), None, drawn_s)[number % 3]
         seen[here.pair(alone, f"pair{number}", delay)] += 1
         if not here.kind.reads:
             seen[here.third_after_a_kill(alone, f"killed{number}", chance.uniform(0, life))] += 1
