@@ -54,4 +54,5 @@ fi
 "$VLLM_VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec triton 2> /dev/null
 
 export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"
-exec "$PYTHON" -m pytest tests/serving -m serving -rA --durations=3 "$@"
+# An engine is one process on one core: the files share the cores.
+exec "$PYTHON" -m pytest tests/serving -m serving -n auto --dist loadfile -rA --durations=3 "$@"
