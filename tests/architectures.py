@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tests_support import model_config
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from drafttrain.pretrained import ModelConfig, attention_of
 from drafttrain.target.describe import describe
@@ -202,14 +202,7 @@ def build(
     kind: str, changes: dict[str, Any], config: ModelConfig | None = None, seed: int = 0
 ) -> Target:
     """Return a random target, tried as every target is when it is loaded."""
-    # Of what all share, the keys this one has: vLLM reads some that Transformers does not.
-    has, shared = CONFIG_MAPPING[kind](), {**SHAPE, **EXPERTS}
-    asked = {
-        key: value
-        for key, value in (SHAPE | changes).items()
-        if key not in shared or hasattr(has, key)
-    }
-    settings = CONFIG_MAPPING[kind](**asked)
+    settings = settings_of(kind, changes)
     config = config or model_config_of()
     spec = describe(config, settings, None, None, "random")
     with torch.random.fork_rng(devices=[]):
@@ -223,6 +216,17 @@ def build(
     target = Target(model, None, spec)
     target.check_readout()
     return target
+
+
+def settings_of(kind: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    """Return Transformers' configuration of such a target.
+
+    Of what all share it has the keys that its own kind has: vLLM reads some of the others.
+    """
+    has, shared = CONFIG_MAPPING[kind](), {**SHAPE, **EXPERTS}
+    asked = SHAPE | changes
+    own = [key for key in asked if key not in shared or hasattr(has, key)]
+    return CONFIG_MAPPING[kind](**{key: asked[key] for key in own})
 
 
 def model_config_of(**changes: Any) -> ModelConfig:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from architectures import EXACT, SHAPE, build, model_config_of
+from architectures import EXACT, SHAPE, build, model_config_of, settings_of
 from memory_tracker import PeakBytes, bytes_of
 from rich.console import Console
 from tests_support import drafter_config
@@ -780,8 +780,7 @@ def test_a_machines_memory_is_that_of_its_own_ranks(monkeypatch: pytest.MonkeyPa
 def test_every_accepted_architecture_is_planned(name: str, tmp_path: Path) -> None:
     """Its layers are counted on the model itself."""
     kind, changes = EXACT[name]
-    settings = CONFIG_MAPPING[kind](**SHAPE | changes)
-    settings.save_pretrained(tmp_path)
+    settings_of(kind, changes).save_pretrained(tmp_path)
     target = build(kind, changes)
     shape = shape_of(model_config_of(path=str(tmp_path)))
     assert shape.num_parameters == pytest.approx(target.num_parameters, rel=0.02)  # head's bias
