@@ -33,18 +33,20 @@ from rich.table import Table
 from torch import nn
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from drafttrain.chance import SeededChance
-from drafttrain.config import conf_dir, load_choice
+from drafttrain.config.compose import load_choice
+from drafttrain.config.groups import conf_dir
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Decoded
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.prompts import BUILTIN_PROMPTS, read_prompts
+from drafttrain.data.evaluation_prompts import BUILTIN_PROMPTS, read_prompts
 from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.hardware import DTYPES
-from drafttrain.run import provenance
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Decoded
+from drafttrain.runtime.hardware import TORCH_DTYPES
+from drafttrain.runtime.run_folder import provenance
+from drafttrain.target.model import Target, load_target
 
 Tokens = tuple[int, ...]
 Method = Callable[[Sequence[int]], Tokens]
@@ -311,7 +313,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="float32")
     parser.add_argument("--draft-layers", type=int, default=2, help="of the target, as a draft")
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on busy machines"
@@ -321,7 +323,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    target = load_target(load_choice("model", "tiny"), DTYPES[arguments.dtype], "cpu")
+    target = load_target(load_choice("model", "tiny"), TORCH_DTYPES[arguments.dtype], "cpu")
     read, _ = read_prompts(BUILTIN_PROMPTS, None)
     chosen = read[:: max(1, len(read) // arguments.prompts)][: arguments.prompts]
     template = load_choice("data", "selfgen").text_format

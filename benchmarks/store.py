@@ -20,21 +20,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.assemble import shape_of
-from drafttrain.capture.asked import StoreConfig, asked_by
-from drafttrain.capture.capture import capture
-from drafttrain.config import load_choice
+from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.setup.target_and_drafter import shape_of
+from drafttrain.config.compose import load_choice
+from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.engine import build_engine
-from drafttrain.hardware import DTYPES
-from drafttrain.ranks import Ranks
-from drafttrain.run import provenance
-from drafttrain.stopping import StopRequest
-from drafttrain.target.store import StoredTarget
-from drafttrain.target.target import Target, load_target
-from drafttrain.train import StepChance, optimizer_step
-from drafttrain.types import FeatureSource, Sample
+from drafttrain.runtime.hardware import TORCH_DTYPES
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.run_folder import provenance
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.store.capture import capture
+from drafttrain.target.store.config import StoreConfig
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.loop import StepChance, optimizer_step
 
 CPU = torch.device("cpu")
 
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drafters", nargs="+", default=["eagle3", "eagle", "medusa"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=TORCH_DTYPES
+    )
     parser.add_argument("--stored", default="bfloat16", help="dtype of the store in bfloat16 runs")
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a block")
@@ -67,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as place:
         for dtype in told.dtypes:
-            target = load_target(load_choice("model", "tiny"), DTYPES[dtype], "cpu")
+            target = load_target(load_choice("model", "tiny"), TORCH_DTYPES[dtype], "cpu")
             folder = Path(place) / dtype
             stored = "float32" if dtype == "float32" else told.stored
             speed = write_store(target, samples, told.drafters, folder, stored)
-            store = StoredTarget(folder, DTYPES[dtype], CPU, checksums=True)
+            store = StoredTarget(folder, TORCH_DTYPES[dtype], CPU, checksums=True)
             for name in told.drafters:
                 measured = compare(name, target, store, samples, told)
                 rows.append({"drafter": name, "dtype": dtype, "captured_per_s": speed, **measured})

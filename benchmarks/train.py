@@ -34,16 +34,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from plain_training import plain_losses  # noqa: E402
 
-from drafttrain.drafters.base import Compiled, TrainingChance  # noqa: E402
-from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
-from drafttrain.readout import Readout  # noqa: E402
-from drafttrain.types import (  # noqa: E402
+from drafttrain.core.readout import Readout  # noqa: E402
+from drafttrain.core.types import (  # noqa: E402
     Batch,
     Losses,
     TargetFeatures,
     TargetSpec,
     weighted_sum,
 )
+from drafttrain.drafters.base import Compiled, TrainingChance  # noqa: E402
+from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
 
 HIDDEN, INNER, HEADS = 256, 1024, 4
 VOCABS, LENGTHS, UNROLLS = (4096, 32768, 131072), (512, 2048, 8192), (1, 4, 7)

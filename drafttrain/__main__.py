@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain import __version__
-from drafttrain.choices import command_groups, own_choices
-from drafttrain.config import COMMANDS, compose, printed, typed
-from drafttrain.disk import OF_THE_MACHINE, MachineError, append_text, reason
-from drafttrain.launched import (
+from drafttrain.config.compose import compose, printed, typed
+from drafttrain.config.groups import command_groups, own_choices
+from drafttrain.config.overrides import UsageError
+from drafttrain.config.sections import COMMANDS
+from drafttrain.runtime.disk import OF_THE_MACHINE, MachineError, append_text, reason
+from drafttrain.runtime.rank_process import (
     TOGETHER,
     end,
     is_consequence,
@@ -25,10 +27,9 @@ from drafttrain.launched import (
     settle,
     speaks_first,
 )
-from drafttrain.overrides import UsageError, did_you_mean
-from drafttrain.run import call
-from drafttrain.stopping import Stopped, StopRequest
-from drafttrain.untrusted import escaped, shown
+from drafttrain.runtime.run_folder import call
+from drafttrain.runtime.signals import Stopped, StopRequest
+from drafttrain.runtime.untrusted_input import did_you_mean, escaped, shown
 
 DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             place = getattr(loaded, PLACES.get(command, "run"))
             folder, composed = Path(place.dir) if place.dir else None, True
             if command in TOGETHER:
-                from drafttrain.launch import launch
+                from drafttrain.runtime.launch import launch
 
                 assert folder is not None, "what ranks do together has a folder"
                 code = launch(loaded.hardware, arguments, folder)
@@ -171,7 +172,7 @@ def read(arguments: Sequence[str]) -> Request:
 
 
 def _help(request: Request) -> str:
-    from drafttrain.help import command_help, overview, section_help
+    from drafttrain.config.help import command_help, overview, section_help
 
     if request.command is None:
         return overview()
@@ -235,7 +236,7 @@ def _say(text: str) -> None:
 
 
 def _slurm_script(request: Request, config: Any) -> str:
-    from drafttrain.slurm import batch_script
+    from drafttrain.runtime.slurm import batch_script
 
     if request.command not in TOGETHER:
         raise UsageError(f"--slurm is for {', '.join(TOGETHER)}, got {request.command}")

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from drafttrain.data.files import file_records
-from drafttrain.data.prompts import (
+from drafttrain.data.evaluation_prompts import (
     BUILTIN_PROMPTS,
     count_overlap,
     overlap_line,
@@ -20,6 +19,7 @@ from drafttrain.data.prompts import (
     read_prompts,
     sha256_of,
 )
+from drafttrain.data.files import file_records
 from drafttrain.data.records import Unusable, messages_of
 
 

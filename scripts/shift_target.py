@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from drafttrain import pretrained
-from drafttrain.config import load_choice
+from drafttrain.config.compose import load_choice
+from drafttrain.core.types import Batch, Sample
 from drafttrain.data.batches import pack
 from drafttrain.data.chat import encode
 from drafttrain.data.conversations import JsonlConfig, read
-from drafttrain.drafters.lora import add_lora, merge_lora
-from drafttrain.terminal import progress
-from drafttrain.types import Batch, Sample
+from drafttrain.drafters.shared.lora import add_lora, merge_lora
+from drafttrain.runtime.terminal import progress
+from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
 
 
 def main() -> None:
@@ -32,8 +32,8 @@ def main() -> None:
     torch.set_num_threads(told.threads)
     torch.manual_seed(told.seed)
     source = load_choice("model", told.model)
-    tokenizer = pretrained.load_tokenizer(source)
-    model = pretrained.load_model(source, pretrained.load_config(source), torch.float32, "cpu")
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, load_model_config(source), torch.float32, "cpu")
     data = JsonlConfig(
         name="jsonl",
         path=told.data,

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.data.conversations import Conversation, JsonlConfig, read_jsonl
-from drafttrain.terminal import progress
+from drafttrain.runtime.terminal import progress
 
 SPECIAL = ["<|pad|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TEMPLATE = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from drafttrain.config import compose
+from drafttrain.config.compose import compose
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 GOLDEN = TESTS / "golden"

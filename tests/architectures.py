@@ -8,9 +8,10 @@ import torch
 from tests_support import model_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from drafttrain.pretrained import ModelConfig, attention_of
 from drafttrain.target.describe import describe
-from drafttrain.target.target import Target
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.models import attention_of
 
 VOCAB, POSITIONS = 97, 24
 SHAPE: dict[str, Any] = {

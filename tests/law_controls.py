@@ -14,12 +14,13 @@ import pytest
 from law_support import Case
 from torch import Tensor
 
-from drafttrain import growing, sampling
-from drafttrain.chance import Purpose, draw_of
+from drafttrain.core import sampling
+from drafttrain.core.chance import Purpose, draw_of
+from drafttrain.core.ops import growing
+from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode import draft, loop, rows, verify
 from drafttrain.decode.verify import Rejection
-from drafttrain.target import target
-from drafttrain.types import GREEDY, Sampling
+from drafttrain.target import model as target
 
 PLAIN_CASE = Case()
 COLD, TOP_P = Sampling(0.5, 0, 1.0), Sampling(1.0, 0, 0.6)

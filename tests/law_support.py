@@ -24,12 +24,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Nodes
 from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
-from drafttrain.sampling import probabilities
 from drafttrain.target.describe import describe
-from drafttrain.target.target import Target
-from drafttrain.types import Nodes, Sampling
+from drafttrain.target.model import Target
 
 PLAIN = Sampling(1.0, 0, 1.0)
 WORDS, END = ("a", "b", "ab", "c", "ca"), "<end>"

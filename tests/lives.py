@@ -96,12 +96,12 @@ class Board:
         setattr(owner, name, watched)
 
     def watch_all(self, rank: int) -> None:
-        import drafttrain.train
-        from drafttrain import tracker
-        from drafttrain.checkpoint import Checkpoints
-        from drafttrain.validate import Validation
+        import drafttrain.training.loop
+        from drafttrain.runtime import tracker
+        from drafttrain.training.checkpoint import Checkpoints
+        from drafttrain.training.validation import Validation
 
-        self.watch(rank, drafttrain.train, "optimizer_step", STEP)
+        self.watch(rank, drafttrain.training.loop, "optimizer_step", STEP)
         self.watch(rank, Validation, "__call__", VALIDATING)
         self.watch(rank, Checkpoints, "save", SAVING)
         self.watch(rank, Checkpoints, "_prune", PRUNING)
@@ -140,7 +140,7 @@ def begin(board: Board, rank: int, ranks: int, port: int, command: list[str], lo
         os.dup2(output, 1)
         os.dup2(output, 2)
         import drafttrain.__main__ as cli
-        from drafttrain.ranks import _leave
+        from drafttrain.runtime.ranks import _leave
 
         cli.speaks_first = lambda: True  # lives have one parent, which is no launcher
         board.watch_all(rank)
@@ -299,7 +299,7 @@ def disturb_and_resume(
 
 def check_stopped(life: Life, run: Path, where: str) -> None:
     """Assert that every rank left with 143, and that the step rank 0 speaks of is the one saved."""
-    from drafttrain.checkpoint import Checkpoints, load_state
+    from drafttrain.training.checkpoint import Checkpoints, load_state
 
     if where == "starting":  # Python's own end, before the program listens, is as good
         assert set(life.codes.values()) <= {143, -signal.SIGTERM, -signal.SIGUSR1}, life.said()
@@ -322,7 +322,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
 
 def compare(alone: Path, other: Path) -> None:
     """Assert that two runs are the same to the bit: curves, weights, optimizer, position, best."""
-    from drafttrain.checkpoint import Checkpoints, load_state, verify
+    from drafttrain.training.checkpoint import Checkpoints, load_state, verify
 
     assert curve(other) == curve(alone)
     pair = [Checkpoints(run / "checkpoints", 2) for run in (alone, other)]

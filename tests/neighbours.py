@@ -86,7 +86,7 @@ def same_run(alone: Path, other: Path) -> None:
 
 
 def same_store(alone: Path, other: Path) -> None:
-    from drafttrain.target.manifest import read_manifest
+    from drafttrain.target.store.manifest import read_manifest
 
     one, two = read_manifest(alone / "store"), read_manifest(other / "store")
     assert one is not None
@@ -274,9 +274,11 @@ class Neighbours:
 
 def neighbours(name: str, folder: Path, times: int, seed: int) -> dict[str, Any]:
     """Return how often what happened."""
-    import drafttrain.lock
+    import drafttrain.runtime.lock
 
-    drafttrain.lock.PATIENCE_S = 0.3  # lives are short: a longer one would see the first one's end
+    drafttrain.runtime.lock.PATIENCE_S = (
+        0.3  # lives are short: a longer one would see the first one's end
+    )
     chance = random.Random(seed)
     here = Neighbours(KINDS[name], folder)
     alone = here.place("alone")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from drafttrain import losses
+from drafttrain.core import losses
+from drafttrain.core.ops.layers import document_mask
+from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures
 from drafttrain.drafters.base import Drafter, positions_to_predict
-from drafttrain.drafters.shape import embed
-from drafttrain.layers import document_mask
-from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures
+from drafttrain.drafters.shared.layer import embed
 
 
 def count_correct(logits: Tensor, choices: Tensor) -> Tensor:

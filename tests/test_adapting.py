@@ -11,9 +11,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from drafttrain.__main__ import main
-from drafttrain.adapting import Start, keep_start, starting_point
-from drafttrain.config import TrainConfig, compose, typed
-from drafttrain.run import load_config
+from drafttrain.commands.setup.init_from import Start, keep_start, starting_point
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.runtime.run_folder import load_config
 
 QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
 SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=1", "eval.depth=3"]

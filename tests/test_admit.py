@@ -30,13 +30,16 @@ from safetensors.torch import load_file, save_file
 from tests_support import drafter_config, model_config
 from torch import Tensor
 
-from drafttrain.admit import Admitted, AdmittedConfig, admit, open_folder, recognise
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Nodes, TargetFeatures, TargetSpec
+from drafttrain.formats.read.admit import Admitted, AdmittedConfig, admit
+from drafttrain.formats.read.folder import open_folder
+from drafttrain.formats.read.recognise import recognise
+from drafttrain.target.model import Target, load_target
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20, 7, 9]
 

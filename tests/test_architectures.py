@@ -10,13 +10,14 @@ from test_decode import Oracle
 from tests_support import drafter_config
 from torch import Tensor
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Batch, Sample
 from drafttrain.data.chat import within_positions
 from drafttrain.data.skips import NothingUsable
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
-from drafttrain.target.target import Target
-from drafttrain.types import GREEDY, Batch, Sample
+from drafttrain.target.model import Target
 
 DEPTH = 3
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample
 from drafttrain.data.batches import Batches, StepGroup, collate, pack, token_counts
-from drafttrain.types import PAD_DOCUMENT, Batch, Sample
 
 
 def sample(index: int, length: int, trained_from: int = 1) -> Sample:

@@ -26,22 +26,23 @@ from test_train import random_samples
 from tests_support import drafter_config, model_config
 
 from drafttrain.__main__ import main
-from drafttrain.assemble import shape_of
-from drafttrain.capture.asked import Asked, StoreConfig, asked_by
-from drafttrain.capture.capture import Writer, capture
+from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.setup.target_and_drafter import shape_of
 from drafttrain.data.batches import collate
-from drafttrain.launched import end
-from drafttrain.ranks import Ranks
-from drafttrain.stopping import Stopped, StopRequest
-from drafttrain.target import shards
-from drafttrain.target.manifest import read_journals, read_manifest
-from drafttrain.target.shards import (
+from drafttrain.runtime.rank_process import end
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.signals import Stopped, StopRequest
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.store import shards
+from drafttrain.target.store.capture import Writer, capture
+from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.target.store.manifest import read_journals, read_manifest
+from drafttrain.target.store.shards import (
     Manifest,
     kept_positions,
     plan_shards,
 )
-from drafttrain.target.store import StoredTarget
-from drafttrain.target.target import Target, load_target
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 EVERYTHING = Asked((1, 2), None)
@@ -498,7 +499,7 @@ def test_only_conversations_that_are_there_are_captured_by_vllm(
 
 def die_after_the_first_shard() -> None:
     """Let the rank that DIES names be killed when it has written one: with the others under way."""
-    import drafttrain.capture.capture as module
+    import drafttrain.target.store.capture as module
 
     append = module.append_line
 

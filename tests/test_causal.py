@@ -14,12 +14,13 @@ from tests_support import draft_model_dir, model_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Nodes, TargetFeatures
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.drafters.causal import CausalDrafter
-from drafttrain.drafters.vocabularies import check_same, intersection
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Nodes, Sampling, TargetFeatures
+from drafttrain.drafters.shared.causal import CausalDrafter
+from drafttrain.drafters.shared.vocabularies import check_same, intersection
+from drafttrain.target.model import Target, load_target
 
 
 def letters(*tokens: str, merges: Any = (), **special: str) -> PreTrainedTokenizerFast:

@@ -10,12 +10,12 @@ from test_drafters import random_drafter
 from test_evaluate import settings
 from tests_support import model_config
 
+from drafttrain.core.ops.growing import RaggedCache
 from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS, Lenience, Typical
 from drafttrain.evaluation.certify import certify, near_tie
-from drafttrain.growing import RaggedCache
-from drafttrain.report import Check, certificate, certificate_rows
-from drafttrain.target.target import Target, load_target
+from drafttrain.report.certificate import Check, certificate, certificate_rows
+from drafttrain.target.model import Target, load_target
 
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "certify": True}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafttrain.chance import MANY_ROWS, SeededChance
+from drafttrain.core.chance import MANY_ROWS, SeededChance
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5])

@@ -20,12 +20,12 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from drafttrain.core.types import Sample
 from drafttrain.data.chat import encode, num_repeated, prompt_of, prompt_tokens, split_holdout
 from drafttrain.data.conversations import Conversation, JsonlConfig, PlainText
 from drafttrain.data.records import Message, Recorded
 from drafttrain.data.skips import NothingUsable
 from drafttrain.data.template import RENDERING, Template, chat_format, template_fingerprint
-from drafttrain.types import Sample
 
 TINY = Path(__file__).parent.parent / "drafttrain" / "assets" / "tiny"
 

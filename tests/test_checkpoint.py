@@ -20,8 +20,9 @@ import torch
 from test_engine import ROOT, assert_same_curve, make_engine, train, weights
 from test_ranks import run_ranks
 
-from drafttrain import checkpoint
-from drafttrain.checkpoint import (
+from drafttrain.runtime.disk import write_whole
+from drafttrain.training import checkpoint
+from drafttrain.training.checkpoint import (
     CheckpointError,
     Checkpoints,
     TrainState,
@@ -29,7 +30,6 @@ from drafttrain.checkpoint import (
     load_weights,
     verify,
 )
-from drafttrain.disk import write_whole
 
 
 def state_at(step: int, best_metric: float | None = None) -> TrainState:

@@ -11,13 +11,13 @@ from test_drafters import NoChance, as_batch, build, losses_of, random_drafter
 from test_losses import BETA, ETA, config
 from tests_support import model_config
 
-from drafttrain import chunked
-from drafttrain.chunked import OutputHead, TargetLaw, loss_terms
-from drafttrain.losses import REJECTION, TOKEN_LOSSES
-from drafttrain.readout import Readout
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Batch, Losses, LossTerm, TargetFeatures, weighted_sum
-from drafttrain.vocab import DraftVocab
+from drafttrain.core.losses import REJECTION, TOKEN_LOSSES
+from drafttrain.core.ops import chunked_losses as chunked
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, loss_terms
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, weighted_sum
+from drafttrain.core.vocab import DraftVocab
+from drafttrain.target.model import Target, load_target
 
 VOCAB = 97
 MIXED = {"jsd": 0.5, "hard_cross_entropy": 0.25, "soft_cross_entropy": 1.0}

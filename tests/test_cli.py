@@ -13,13 +13,14 @@ import torch
 import yaml
 
 import drafttrain.__main__ as cli
-from drafttrain.config import COMMANDS, TrainConfig, compose, typed
-from drafttrain.disk import DiskError
-from drafttrain.lock import HeldError
-from drafttrain.material import gather
-from drafttrain.ranks import ALONE
-from drafttrain.terminal import progress
-from drafttrain.untrusted import UntrustedError
+from drafttrain.commands.setup.training import gather
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import COMMANDS, TrainConfig
+from drafttrain.runtime.disk import DiskError
+from drafttrain.runtime.lock import HeldError
+from drafttrain.runtime.ranks import ALONE
+from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.untrusted_input import UntrustedError
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "deepspeed", "datasets", "wandb")
@@ -353,7 +354,7 @@ def test_a_log_gets_the_last_line_of_a_progress_once(capsys: pytest.CaptureFixtu
 def test_data_that_cannot_do_are_refused_before_a_target_is_loaded(
     told: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("drafttrain.material.open_features")
+    monkeypatch.delattr("drafttrain.commands.setup.training.open_features")
     config = typed(compose("train", told), TrainConfig)
     with pytest.raises(ValueError, match=said):
         gather(config, True, torch.float32, ALONE, lambda line: None)

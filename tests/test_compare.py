@@ -18,27 +18,25 @@ from safetensors.torch import save_file
 from scipy.stats import norm
 
 from drafttrain.__main__ import main
-from drafttrain.checkpoint import WEIGHTS_FILE, TrainState, _write_state
-from drafttrain.compare import CompareConfig, compare_runs, comparison_table
-from drafttrain.config import TrainConfig, compose, typed
-from drafttrain.report import (
-    Check,
-    LosslessCheck,
-    TimingInfo,
-    VerdictSettings,
-    build_report,
-    certificate,
-)
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
+from drafttrain.evaluation.config import CompareConfig
+from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+from drafttrain.report.certificate import Check, certificate
 from drafttrain.report.comparison_pages import (
     comparison_html,
     comparison_markdown,
     comparison_summary,
 )
+from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
 from drafttrain.report.wording import change as change_of
 from drafttrain.report.wording import estimate
-from drafttrain.run import write_config
-from drafttrain.types import Counters, DecodeStats, PromptResult, Sampling
+from drafttrain.runtime.run_folder import write_config
+from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
 FINGERPRINT = "ab" * 32

@@ -10,12 +10,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from drafttrain.__main__ import PLACES
-from drafttrain.assemble import record_evaluation
-from drafttrain.choices import choices, command_groups, conf_dir, own_choices
-from drafttrain.config import compose, load_choice, recorded, typed
-from drafttrain.help import EXAMPLES, MOST_USED, documented, headline
-from drafttrain.run import RunConfig, check_run_folder, load_config, write_config
-from drafttrain.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
+from drafttrain.commands.setup.target_and_drafter import record_evaluation
+from drafttrain.config.compose import compose, load_choice, recorded, typed
+from drafttrain.config.groups import choices, command_groups, conf_dir, own_choices
+from drafttrain.config.help import EXAMPLES, MOST_USED, documented, headline
+from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
+from drafttrain.runtime.run_folder import RunConfig, check_run_folder, load_config, write_config
 
 GOLDEN = Path(__file__).parent / "golden" / "config_train.yaml"
 YAML = sorted(conf_dir().rglob("*.yaml"))
@@ -185,7 +185,7 @@ def test_a_drafter_that_needs_no_training_needs_no_run() -> None:
 def test_a_runs_own_evaluation_is_not_replaced_by_another_drafters(run_folder: Path) -> None:
     run = f"run.dir={run_folder}"
     other = compose("evaluate", [run, "drafter.path=/drafters/theirs", "model.name=mine"])
-    assert other.drafter._target_ == "drafttrain.admit.AdmittedConfig"
+    assert other.drafter._target_ == "drafttrain.formats.read.admit.AdmittedConfig"
     assert other.model.name == "mine", "the run's model"
     assert other.run.dir == str(run_folder)
     assert other.eval.name == "theirs"
@@ -300,7 +300,10 @@ def test_a_drafter_of_ones_own_needs_no_fork(
     ("target", "message"),
     [
         ("os.system", "must name a class of drafttrain or of a yaml of yours, got os.system"),
-        ("drafttrain.run.RunConfig", "must name a subclass of DrafterConfig, got RunConfig"),
+        (
+            "drafttrain.runtime.run_folder.RunConfig",
+            "must name a subclass of DrafterConfig, got RunConfig",
+        ),
         ("drafttrain.drafters.base.torch", "must name a class, got"),
         ("drafttrain.drafters.nothing.X", "must name a class that can be imported, got"),
     ],

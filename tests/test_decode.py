@@ -9,15 +9,16 @@ import torch
 from tests_support import model_config
 from torch import Tensor
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Proposal
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.verify import LOSSLESS, residual, verify_chain, verify_greedy
 from drafttrain.drafters.base import Capabilities, Drafter, DraftState
 from drafttrain.drafters.ngram import NgramConfig
-from drafttrain.sampling import probabilities
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Proposal, Sampling
+from drafttrain.target.model import Target, load_target
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20]
 FULL = Sampling(1.0, 0, 1.0)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafttrain.disk import DiskError, append_text, require_writable, write_whole
-from drafttrain.target.shards import append_line, write_tensors
+from drafttrain.runtime.disk import DiskError, append_text, require_writable, write_whole
+from drafttrain.target.store.shards import append_line, write_tensors
 
 
 @pytest.fixture

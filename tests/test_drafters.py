@@ -9,22 +9,14 @@ import torch
 from omegaconf import OmegaConf
 from tests_support import draft_model_dir
 
-from drafttrain import losses
-from drafttrain.chance import SeededChance
+from drafttrain.core import losses
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.drafters.base import Drafter, TrainingChance
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import (
-    GREEDY,
-    Batch,
-    Losses,
-    Nodes,
-    Sampling,
-    TargetFeatures,
-    TargetSpec,
-    weighted_sum,
-)
+from drafttrain.target.model import Target, load_target
 
 CONF = Path(__file__).parents[1] / "conf" / "drafter"
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.

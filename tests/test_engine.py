@@ -16,10 +16,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafttrain.engine import DeepSpeedConfig, Engine, NonFiniteError, build_engine
-from drafttrain.engine.deepspeed import import_deepspeed
-from drafttrain.ranks import Ranks
-from drafttrain.types import Losses, LossTerm, weighted_sum
+from drafttrain.core.types import Losses, LossTerm, weighted_sum
+from drafttrain.runtime.deepspeed import import_deepspeed
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.config import DeepSpeedConfig
+from drafttrain.training.engine.engine import Engine, NonFiniteError
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ["none", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]

@@ -17,12 +17,13 @@ from test_drafters import TRAINABLE, as_batch, build
 from test_engine import ROOT, deepspeed_config
 from tests_support import model_config
 
-from drafttrain.checkpoint import Checkpoints, TrainState
+from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.drafters.base import Drafter
-from drafttrain.engine import Engine, build_engine
-from drafttrain.target.target import Target, load_target
-from drafttrain.train import StepChance
-from drafttrain.types import Batch, weighted_sum
+from drafttrain.target.model import Target, load_target
+from drafttrain.training.checkpoint import Checkpoints, TrainState
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.engine import Engine
+from drafttrain.training.loop import StepChance
 
 SHARDED = ["zero2_offload", "zero3", "zero3_offload"]
 # LoRA: frozen weights are sharded as well; tied: two modules own one weight.

@@ -13,7 +13,8 @@ import pytest
 import torch
 from test_engine import ROOT, Model, assert_same_curve, deepspeed_config, rows_of, train
 
-from drafttrain.engine import Engine, build_engine
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.engine import Engine
 
 ENGINES = ["none", "zero2", "zero3", "zero3_offload"]
 LOW = torch.bfloat16

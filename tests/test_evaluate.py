@@ -13,13 +13,13 @@ from test_drafters import random_drafter
 from test_engine import deepspeed_config
 from tests_support import BY_TEMPLATE, drafter_config, model_config
 
+from drafttrain.core.types import Decoded, PromptResult, Proposal, Sample
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
-from drafttrain.engine import build_engine
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
 from drafttrain.evaluation.config import EvalConfig
@@ -33,10 +33,10 @@ from drafttrain.evaluation.measure import (
     methods_of,
     spread,
 )
-from drafttrain.stopping import StopRequest
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Decoded, PromptResult, Proposal, Sample
-from drafttrain.validate import Validation
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.model import Target, load_target
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.validation import Validation
 
 PROMPTS = [
     Prompt("sum", "math", "math", ("What is 2 + 2?",)),

@@ -14,22 +14,18 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tests_support import drafter_config, model_config
 
+from drafttrain.core.readout import Readout
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Counters, DecodeStats, PromptResult, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
-from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import CardData, model_card, read_run, served_as
-from drafttrain.export.vllm import Exported, export_vllm, read_back
-from drafttrain.readout import Readout
-from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
-from drafttrain.types import (
-    GREEDY,
-    Counters,
-    DecodeStats,
-    PromptResult,
-    TargetFeatures,
-    TargetSpec,
-)
+from drafttrain.formats.write import layout
+from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.vllm import Exported, export_vllm, read_back
+from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+from drafttrain.report.card import CardData, model_card, read_run, served_as
+from drafttrain.report.config import VerdictSettings
 
 FAMILIES = ("eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32

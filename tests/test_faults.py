@@ -19,18 +19,18 @@ from test_export import drafter_of
 from test_export import export as export_drafter
 
 import drafttrain.commands.train as command
-import drafttrain.train
-import drafttrain.validate
-from drafttrain import material
+import drafttrain.training.loop
+import drafttrain.training.validation
 from drafttrain.__main__ import main
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
+from drafttrain.commands.setup import training as material
 from drafttrain.data.conversations import JsonlConfig, read_jsonl
 from drafttrain.data.files import file_records
-from drafttrain.disk import DiskError, append_text, write_whole, written
 from drafttrain.report.write import write_texts
-from drafttrain.run import append_log
-from drafttrain.stopping import ECHO_S, Stopped, StopRequest
-from drafttrain.tracker import JsonlTrackerConfig, open_tracker, read_metrics
+from drafttrain.runtime.disk import DiskError, append_text, write_whole, written
+from drafttrain.runtime.run_folder import append_log
+from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest
+from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
+from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
 
 SHORT = ("trainer.max_steps=9", "trainer.validate_every=4")
 
@@ -101,8 +101,8 @@ def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
     arguments = settings(run, place / "data.jsonl", *SHORT)
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        stepped = at_call(5, drafttrain.train.optimizer_step, send(getattr(signal, name)))
-        patch.setattr(drafttrain.train, "optimizer_step", stepped)
+        stepped = at_call(5, drafttrain.training.loop.optimizer_step, send(getattr(signal, name)))
+        patch.setattr(drafttrain.training.loop, "optimizer_step", stepped)
         assert main(arguments) == code
     assert signal.getsignal(signal.SIGTERM) == handler
     said = capsys.readouterr().err
@@ -121,8 +121,8 @@ def test_a_validation_is_given_up_for_a_scheduler_and_made_up_for(
     run = tmp_path / "run"
     arguments = settings(run, place / "data.jsonl", *SHORT)
     with monkeypatch.context() as patch:
-        decode = at_call(1, drafttrain.validate.speculative_decode, send(signal.SIGTERM))
-        patch.setattr(drafttrain.validate, "speculative_decode", decode)
+        decode = at_call(1, drafttrain.training.validation.speculative_decode, send(signal.SIGTERM))
+        patch.setattr(drafttrain.training.validation, "speculative_decode", decode)
         assert main(arguments) == 143
     latest = Checkpoints(run / "checkpoints", 2).latest()
     assert latest is not None
@@ -263,13 +263,13 @@ def test_a_loss_that_is_not_finite_names_its_step_and_conversations(
 ) -> None:
     run = tmp_path / "run"
     groups: list[tuple[int, ...]] = []
-    real = drafttrain.train.optimizer_step
+    real = drafttrain.training.loop.optimizer_step
 
     def noted(engine: Any, target: Any, group: Any, *rest: Any) -> float:
         groups.append(group.documents)
         return real(engine, target, group, *rest)
 
-    monkeypatch.setattr(drafttrain.train, "optimizer_step", noted)
+    monkeypatch.setattr(drafttrain.training.loop, "optimizer_step", noted)
     wild = ("trainer.lr=1.0e+30", "trainer.warmup_steps=0", "trainer.save_every=1")
     assert main(settings(run, place / "data.jsonl", *SHORT, *wild)) == 2
     said = capsys.readouterr().err
@@ -298,8 +298,10 @@ def test_a_disk_that_is_full_while_saving_costs_nothing_that_was_saved(
     arguments = settings(run, place / "data.jsonl", *SHORT)
     with monkeypatch.context() as patch:
         # The checkpoint of step 3 is there; that of step 4, the best, finds some room, not enough.
-        stepped = at_call(4, drafttrain.train.optimizer_step, lambda: fill(full_disk, 100_000))
-        patch.setattr(drafttrain.train, "optimizer_step", stepped)
+        stepped = at_call(
+            4, drafttrain.training.loop.optimizer_step, lambda: fill(full_disk, 100_000)
+        )
+        patch.setattr(drafttrain.training.loop, "optimizer_step", stepped)
         assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: no checkpoint could be written to {run}/checkpoints: the disk ")
@@ -466,10 +468,10 @@ def test_the_generators_of_a_step_do_not_depend_on_what_was_drawn_before() -> No
     drawn = []
     for before in (0, 5):
         torch.rand(before)
-        drafttrain.train.seed_generators(7, 3, 1)
+        drafttrain.training.loop.seed_generators(7, 3, 1)
         drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
-    drafttrain.train.seed_generators(7, 3, 0)
+    drafttrain.training.loop.seed_generators(7, 3, 0)
     assert not torch.equal(torch.rand(3), drawn[0])
 
 

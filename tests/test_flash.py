@@ -4,8 +4,8 @@ import pytest
 import torch
 from plain_training import attention
 
-from drafttrain.flash import unrolled_attention
-from drafttrain.layers import MLP, RMSNorm, document_mask, rotate, rotation
+from drafttrain.core.ops.layers import MLP, RMSNorm, document_mask, rotate, rotation
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 
 
 def heads(depths: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

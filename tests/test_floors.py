@@ -8,63 +8,28 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "drafttrain"
 
-# A unit is a module, or a folder of modules of one kind. It imports from lower lines only; the
-# ground floor has three lines of its own, because the words (types) need a readout.
-FLOORS = {
-    "the package itself": [""],
-    "below ground, what comes from outside": ["untrusted"],
-    "below ground": ["disk", "flock", "stopping"],
-    "ground": ["cache", "flash", "growing", "launched", "lock", "readout", "run", "terminal"],
-    "ground, words": ["types"],
-    "ground, tensors": [
-        "chance", "hardware", "layers", "losses", "optim", "pretrained", "ranks",
-        "sampling", "vocab",
-    ],
-    "ground, losses": ["chunked"],
-    "ground, another interpreter": ["serving"],
-    "ground, what need not be installed": ["tensorboard"],
-    "1, stations": ["data", "drafters", "engine", "report", "tracker"],
-    "1, the target": ["target"],  # in pieces it needs the engine's DeepSpeed
-    "2, joins": ["admit", "checkpoint", "decode"],
-    "3, workers": [
-        "capture", "compare", "evaluation", "export", "regenerate", "teacher_forced", "train",
-        "validate", "witness",
-    ],
-    "3, before the work": ["plan"],
-    "4, what was typed": ["overrides"],
-    "4, what can be chosen": ["choices"],
-    "4, what is resumed": ["resume"],
-    "4, what each command is told": ["sections"],
-    "4, values of a section": ["values"],
-    "4, configuration": ["assemble", "config"],
-    "4, what training starts from": ["adapting"],
-    "4, what is measured": ["measuring", "planning"],
-    "4, what training is made of": ["material"],
-    "4, ranks": ["launch", "slurm"],
-    "4, beside vLLM": ["witnessing"],
-    "5, assembly": ["commands", "help"],
-    "5, the door": ["__main__"],
-}  # fmt: skip
-FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS.values()) for unit in units}
+# The folders of the package: each imports from those below it.
+FLOORS = (
+    "commands", "config", "plan", "formats", "evaluation", "report", "training", "decode",
+    "drafters", "target", "data", "core", "runtime",
+)  # fmt: skip
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"choices", "config", "overrides", "resume"},
-    "omegaconf": {"config", "values"},
-    "deepspeed": {"engine.deepspeed"},
-    "accelerate": {"pretrained.ends", "pretrained.shards", "target.spread"},
-    "tensorboard": {"tensorboard"},
-    "wandb": {"tracker"},
+    "hydra": {"config.groups", "config.compose", "config.overrides", "config.resume"},
+    "omegaconf": {"config.compose", "config.values"},
+    "deepspeed": {"runtime.deepspeed", "training.engine.deepspeed"},
+    "accelerate": {"target.pretrained.ends", "target.pretrained.shards", "target.device_map"},
+    "tensorboard": {"runtime.tensorboard"},
+    "wandb": {"runtime.tracker"},
     "datasets": {"data.conversations"},
-    "huggingface_hub": {"pretrained.hub", "export.hub"},
+    "huggingface_hub": {"target.pretrained.hub", "formats.write.hub"},
     "matplotlib": {"report.plots"},
-    "peft": {"drafters.lora"},
-    "pydantic": {"untrusted"},
-    "openai": {"regenerate.endpoint"},
-    "vllm": {
-        "serving.worker",
-        "witness.worker",
-    },  # which the interpreter of vLLM's environment runs
+    "peft": {"drafters.shared.lora"},
+    "pydantic": {"runtime.untrusted_input"},
+    "openai": {"target.answers.endpoint"},
+    # which the interpreter of vLLM's environment runs
+    "vllm": {"target.vllm.worker", "evaluation.witness.worker"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -76,6 +41,9 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_of(file): file.read_text() for file in FILES if module_of(file)}
+
+
 def imports_of(source: str) -> Iterator[str]:
     """Yield every imported module by its full name, lazy imports and type checking too."""
     for node in ast.walk(ast.parse(source)):
@@ -84,48 +52,72 @@ def imports_of(source: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             assert node.module is not None
-            if node.module == "drafttrain":  # from drafttrain import commands, __version__
-                yield from (
-                    f"drafttrain.{alias.name}" if alias.name in FLOOR_OF else "drafttrain"
-                    for alias in node.names
-                )
-            else:
-                yield node.module
+            # `from drafttrain.core import losses` imports a module, and so may any other
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def upward(unit: str, source: str) -> list[str]:
-    """Return the units that a unit imports although they do not lie below it."""
-    found = []
+def ours(source: str) -> set[str]:
+    """Return the modules of the package that a source imports."""
+    found = set()
     for name in imports_of(source):
-        top, _, rest = name.partition(".")
-        other = rest.split(".")[0]
-        if top == "drafttrain" and other != unit and FLOOR_OF[other] >= FLOOR_OF[unit]:
-            found.append(other)
-    return found
+        parts = name.split(".")[1:] if name.startswith("drafttrain.") else []
+        known = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        found.add(next((module for module in known if module in MODULES), ""))
+    return found - {""}
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_imports_point_down(file: Path) -> None:
-    unit = module_of(file).split(".")[0]
-    assert unit in FLOOR_OF, f"{unit} has no floor yet: give it one above"
-    assert upward(unit, file.read_text()) == []
+def upward(module: str, source: str) -> list[str]:
+    """Return the modules that a module imports although they lie in a folder above its own."""
+    floor = FLOORS.index(module.split(".")[0])
+    return [other for other in ours(source) if FLOORS.index(other.split(".")[0]) < floor]
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_heavy_imports_go_through_their_door(file: Path) -> None:
-    for name in imports_of(file.read_text()):
+def circles(imports: dict[str, set[str]]) -> set[str]:
+    """Return the modules that import each other in a circle, and those that only these import."""
+    left = {module: set(others) for module, others in imports.items()}
+    while free := {module for module, others in left.items() if not others & left.keys()}:
+        left = {module: others for module, others in left.items() if module not in free}
+    return set(left)
+
+
+def test_the_package_is_its_folders_and_a_door() -> None:
+    entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert entries == {*FLOORS, "__init__.py", "__main__.py", "assets", "py.typed"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert module == "__main__" or upward(module, MODULES[module]) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    imports = {module: ours(source) - {module} for module, source in MODULES.items()}
+    assert circles(imports) == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heavy_imports_go_through_their_door(module: str) -> None:
+    for name in imports_of(MODULES[module]):
         package = name.split(".")[0]
-        assert package not in DOORS or module_of(file) in DOORS[package], package
+        assert package not in DOORS or module in DOORS[package], package
 
 
-def test_an_import_from_the_same_or_a_higher_floor_is_noticed() -> None:
-    assert upward("decode", "from drafttrain.train import train") == ["train"]
-    assert upward("drafters", "def f():\n    from drafttrain.data import batches") == ["data"]
-    assert upward("run", "from drafttrain import types") == ["types"]
-    assert upward("decode", "from drafttrain.decode.verify import verify_greedy") == []
-    assert upward("train", "import drafttrain.checkpoint, torch") == []
+@pytest.mark.parametrize("folder", [file.parent for file in FILES if file.name == "__init__.py"])
+def test_a_folder_is_light_to_import(folder: Path) -> None:
+    """It says what it is for; names are imported from where they are defined."""
+    body = ast.parse((folder / "__init__.py").read_text()).body
+    assert folder == PACKAGE or len(body) == 1
 
 
-def test_every_floor_names_what_exists() -> None:
-    units = {module_of(file).split(".")[0] for file in FILES}
-    assert units == set(FLOOR_OF)
+def test_an_import_from_a_folder_above_is_noticed() -> None:
+    inside = "def f():\n    from drafttrain.training import loop"
+    assert upward("decode.loop", inside) == ["training.loop"]
+    assert upward("drafters.eagle", "from drafttrain.decode.rows import Rows") == ["decode.rows"]
+    assert upward("runtime.run_folder", "from drafttrain.core import types") == ["core.types"]
+    assert upward("decode.loop", "from drafttrain.decode.verify import verify_greedy") == []
+    assert upward("training.loop", "import drafttrain.decode.loop, torch") == []
+
+
+def test_a_circle_is_noticed() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"a", "b", "c"}

@@ -8,10 +8,10 @@ import torch
 from test_drafters import random_drafter
 from tests_support import model_config
 
-from drafttrain.cache import KeyValues
-from drafttrain.decode.footprint import bytes_per_position, caches_of, extra_memory
-from drafttrain.growing import RaggedCache, run_decoder
-from drafttrain.target.target import Target, load_target
+from drafttrain.core.ops.cache import KeyValues
+from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.evaluation.footprint import bytes_per_position, caches_of, extra_memory
+from drafttrain.target.model import Target, load_target
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from test_admit import admitted
 from tests_support import model_config
 
-from drafttrain.admit import open_folder
-from drafttrain.target.target import Target, load_target
+from drafttrain.formats.read.folder import open_folder
+from drafttrain.target.model import Target, load_target
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import make_engine, saved
 from tests_support import drafter_config, model_config
 
-from drafttrain.assemble import recorded_spec
-from drafttrain.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
-from drafttrain.data.prompts import overlap_path, overlap_record
+from drafttrain.commands.setup.target_and_drafter import recorded_spec
+from drafttrain.core.vocab import DraftVocab
+from drafttrain.data.evaluation_prompts import overlap_path, overlap_record
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.tune import TUNED, tuned_depth
-from drafttrain.target.target import load_target
-from drafttrain.vocab import DraftVocab
+from drafttrain.target.model import load_target
+from drafttrain.training.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:

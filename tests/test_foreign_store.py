@@ -15,9 +15,9 @@ from test_capture import settings, write
 from tests_support import model_config
 
 from drafttrain.data.batches import collate
-from drafttrain.target.shards import digest
-from drafttrain.target.store import StoredTarget
-from drafttrain.target.target import Target, load_target
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.target.store.shards import digest
 
 
 @pytest.fixture(scope="module")

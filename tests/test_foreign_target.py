@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests_support import model_config
 
-from drafttrain.pretrained import files, load_config, load_model, load_tokenizer
-from drafttrain.pretrained.ends import load_ends
+from drafttrain.target.pretrained import files
+from drafttrain.target.pretrained.ends import load_ends
+from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def folder(tiny_target_dir: Path, tmp_path: Path) -> Path:
 def load(folder: Path) -> Any:
     config = model_config(folder)
     load_tokenizer(config)
-    return load_model(config, load_config(config), torch.float32, "cpu")
+    return load_model(config, load_model_config(config), torch.float32, "cpu")
 
 
 def change(file: Path, **changes: Any) -> None:
@@ -191,4 +192,4 @@ def test_the_ends_alone_are_loaded_under_the_same_terms(folder: Path) -> None:
     change(folder / "config.json", transformers_weights="x.safetensors")
     config = model_config(folder)
     with pytest.raises(ValueError, match="transformers_weights"):
-        load_ends(config, load_config(config), torch.float32, "cpu")
+        load_ends(config, load_model_config(config), torch.float32, "cpu")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_drafters import TRAINABLE, NoChance, as_batch, build
 
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, TargetFeatures, TargetSpec, weighted_sum
 
 GOLDEN = Path(__file__).parent / "golden" / "losses.json"
 STEPS = 5

@@ -8,16 +8,18 @@ import torch
 from test_drafters import ALL, PROMPTS, TRAINABLE, NoChance, as_batch, build, random_drafter
 from tests_support import model_config
 
-from drafttrain.chance import SeededChance
-from drafttrain.config import TrainConfig, compose, typed
+from drafttrain.commands.setup.plan import accelerator_of, default_settings, job_of
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.engine import build_engine
-from drafttrain.plan.build import memory_of
+from drafttrain.plan.job import memory_of
 from drafttrain.plan.memory import Sharding
-from drafttrain.planning import accelerator_of, default_settings, job_of
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Batch, weighted_sum
+from drafttrain.target.model import Target, load_target
+from drafttrain.training.engine.build import build_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ import torch
 from tests_support import model_config
 from transformers import DynamicCache
 
-from drafttrain.growing import ROOM
-from drafttrain.target.target import load_target
+from drafttrain.core.ops.growing import ROOM
+from drafttrain.target.model import load_target
 
 
 def test_steps_rollbacks_and_selections_give_the_logits_of_the_plain_cache(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from drafttrain.hardware import (
-    HardwareConfig,
+from drafttrain.runtime.config import HardwareConfig
+from drafttrain.runtime.hardware import (
     choose_decoding,
     choose_device,
     choose_draft_dtype,

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hub_server import Hub, Repo, serve
 
-from drafttrain.export.hub import plan_push
+from drafttrain.formats.write.hub import plan_push
 
 FILES = ("config.json", "model.safetensors", "README.md")
 # The client reads its environment when it is imported, so every push has a process of its own.
 PUSH = """
 import json, sys
 from pathlib import Path
-from drafttrain.export.hub import check_push, push
+from drafttrain.formats.write.hub import check_push, push
 folder, files, repo, private, early = json.loads(sys.argv[1])
 try:
     told = check_push(repo, private) if early else push(Path(folder), files, repo, private)

@@ -11,18 +11,19 @@ import torch
 import transformers
 from tests_support import model_config
 
-from drafttrain.assemble import inflate_as
-from drafttrain.chance import SeededChance
-from drafttrain.config import load_choice
+from drafttrain.commands.setup.target_and_drafter import inflate_as
+from drafttrain.config.compose import load_choice
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.ops.layers import MLP
+from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.inflate import inflate_drafter
-from drafttrain.layers import MLP
-from drafttrain.pretrained import ModelConfig, load_config, load_model
-from drafttrain.pretrained.inflate import parse_size
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Sampling
+from drafttrain.drafters.shared.inflation import inflate_drafter
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.models import load_model, load_model_config
+from drafttrain.target.pretrained.size import parse_size
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20]
 TOKENS = torch.tensor([PROMPT])
@@ -41,7 +42,7 @@ def pair(folder: Path, dtype: torch.dtype) -> tuple[Target, Target]:
 
 
 def load(config: ModelConfig) -> Any:
-    return load_model(config, load_config(config), torch.float32, "cpu")
+    return load_model(config, load_model_config(config), torch.float32, "cpu")
 
 
 def size_of(model: torch.nn.Module) -> int:
@@ -139,11 +140,11 @@ def test_a_saved_inflated_model_loads_as_any_other(tiny_target_dir: Path, tmp_pa
 
 def test_the_original_configuration_is_left_as_it_was(tiny_target_dir: Path) -> None:
     config = inflated(model_config(tiny_target_dir))
-    settings = load_config(config)
+    settings = load_model_config(config)
     load_model(config, settings, torch.float32, "cpu")
     assert settings.intermediate_size == 64
     drawn = inflated(load_choice("model", "random"), "2M")  # drawn models keep what they are given
-    settings = load_config(drawn)
+    settings = load_model_config(drawn)
     load_model(drawn, settings, torch.float32, "cpu")
     assert settings.intermediate_size == 128
 

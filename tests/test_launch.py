@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import drafttrain.__main__ as cli
-from drafttrain.config import load_choice
-from drafttrain.hardware import HardwareConfig
-from drafttrain.launch import _how_to_go_on, ranks_to_start, start
-from drafttrain.launched import LauncherError, adopt, is_consequence, speaks_first
+from drafttrain.config.compose import load_choice
+from drafttrain.runtime.config import HardwareConfig
+from drafttrain.runtime.launch import _how_to_go_on, ranks_to_start, start
+from drafttrain.runtime.rank_process import LauncherError, adopt, is_consequence, speaks_first
 
 ROOT = Path(__file__).parents[1]
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -125,7 +125,7 @@ def test_the_first_rank_to_fail_speaks_for_all(
 
 
 def test_what_follows_from_a_lost_rank_is_told_from_its_cause() -> None:
-    from drafttrain.ranks import LostRankError
+    from drafttrain.runtime.ranks import LostRankError
 
     assert is_consequence(LostRankError("rank 0 lost another"))
     assert is_consequence(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
@@ -137,7 +137,7 @@ def test_what_follows_from_a_lost_rank_is_told_from_its_cause() -> None:
 # until all are up, so that none is ended before it came to its end.
 TOGETHER = """
 import os, pathlib, signal, sys, time
-from drafttrain.launched import is_ours, leave_word
+from drafttrain.runtime.rank_process import is_ours, leave_word
 rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 assert is_ours()
 signal.alarm(90)
@@ -288,7 +288,7 @@ def test_sigterm_reaches_the_ranks_and_their_end_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if code is STUBBORN:
-        monkeypatch.setattr("drafttrain.launch.GRACE_S", 1.0)
+        monkeypatch.setattr("drafttrain.runtime.launch.GRACE_S", 1.0)
 
     def send() -> None:
         while not (Path("ready0").exists() and Path("ready1").exists()):

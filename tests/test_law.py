@@ -25,10 +25,11 @@ from law_support import (
     target_law,
 )
 
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.loop import is_lossless
 from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_step_law
 from drafttrain.drafters.base import Drafter
-from drafttrain.types import GREEDY, Sampling, TargetFeatures
 
 
 def slow(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from law_support import Case, Law, Small, drafter_for, target_law
 from scipy import stats
 
-from drafttrain.chance import Purpose, SeededChance, draw_of
+from drafttrain.core.chance import Purpose, SeededChance, draw_of
 from drafttrain.decode import verify
 from drafttrain.decode.loop import speculative_decode_batch
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.flash import unrolled_attention
-from drafttrain.layers import Attention, RMSNorm, rms_norm, rotation
+from drafttrain.core.ops.layers import Attention, RMSNorm, rms_norm, rotation
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 
 WIDTH, EPS = 32, 1e-6
 

@@ -16,11 +16,11 @@ from test_hardware import hardware
 from tests_support import model_config
 from torch import Tensor
 
+from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.drafters.base import Drafter
-from drafttrain.hardware import choose_compiler
-from drafttrain.target.target import Target, load_target
-from drafttrain.train import StepChance
-from drafttrain.types import Batch, weighted_sum
+from drafttrain.runtime.hardware import choose_compiler
+from drafttrain.target.model import Target, load_target
+from drafttrain.training.loop import StepChance
 
 
 @pytest.fixture(scope="module")

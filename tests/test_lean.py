@@ -9,10 +9,10 @@ import torch
 import transformers
 from tests_support import model_config
 
-from drafttrain.growing import RaggedCache, run_decoder
-from drafttrain.pretrained import load_config, load_model
-from drafttrain.pretrained.lean import Turn, make_lean
-from drafttrain.target.target import load_target
+from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.target.model import load_target
+from drafttrain.target.pretrained.lean import Turn, make_lean
+from drafttrain.target.pretrained.models import load_model, load_model_config
 
 SHAPE = {
     "vocab_size": 97,
@@ -110,7 +110,7 @@ def test_captured_layers_are_those_of_transformers(tiny_target_dir: Path) -> Non
 
 def test_generate_and_plain_forwards_run_what_they_ran(tiny_target_dir: Path) -> None:
     config = model_config(tiny_target_dir)
-    lean = load_model(config, load_config(config), torch.float32, "cpu")
+    lean = load_model(config, load_model_config(config), torch.float32, "cpu")
     own = transformers.AutoModelForCausalLM.from_pretrained(tiny_target_dir)
     assert torch.equal(lean(TEXT).logits, own(TEXT).logits)
     settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}

@@ -13,9 +13,9 @@ from tests_support import model_config
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from drafttrain.pretrained import limits_of
 from drafttrain.target.describe import describe
-from drafttrain.target.target import load_target
+from drafttrain.target.model import load_target
+from drafttrain.target.pretrained.limits import limits_of
 
 CONFIG = model_config(Path("/unused"))
 STATE, STRUCTURE = "recurrent state", "must be a decoder with `layers` and a final `norm`"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from drafttrain import lock
-from drafttrain.flock import is_of_one_machine, try_lock
-from drafttrain.lock import HeldError, alone, attend, beside, hold, holder_of, require_free
+from drafttrain.runtime import lock
+from drafttrain.runtime.flock import is_of_one_machine, try_lock
+from drafttrain.runtime.lock import HeldError, alone, attend, beside, hold, holder_of, require_free
 
 
 def silent(line: str) -> None:

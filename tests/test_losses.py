@@ -12,11 +12,13 @@ from scipy.special import rel_entr, softmax
 from test_drafters import NoChance, as_batch, build, losses_of, random_drafter, stepped_logits
 from tests_support import model_config
 
-from drafttrain import losses
-from drafttrain.config import TrainConfig, UsageError, compose, typed
-from drafttrain.losses import DISTRIBUTION_LOSSES, NOT_A_LABEL, TOKEN_LOSSES, TokenLossConfig
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import weighted_sum
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.overrides import UsageError
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core import losses
+from drafttrain.core.losses import DISTRIBUTION_LOSSES, NOT_A_LABEL, TOKEN_LOSSES, TokenLossConfig
+from drafttrain.core.types import weighted_sum
+from drafttrain.target.model import Target, load_target
 
 Array = np.ndarray[Any, Any]
 BETA, ETA = 0.3, 3.0

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drafttrain.optim import lr_at, parameter_groups
+from drafttrain.training.optim import parameter_groups
+from drafttrain.training.schedule import lr_at
 
 COSINE = dict(peak=3.0e-4, warmup_steps=5, total_steps=40, final_ratio=0.1, schedule="cosine")
 

@@ -21,23 +21,25 @@ from test_target import save
 from tests_support import drafter_config, model_config
 from torch import Tensor
 
-from drafttrain.assemble import load_alone, load_drafter
-from drafttrain.config import TrainConfig, recorded
+from drafttrain.commands.setup.target_and_drafter import load_alone, load_drafter
+from drafttrain.config.compose import recorded
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core.types import Batch, Sample
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.drafters.small_lm import with_layers
-from drafttrain.engine import build_engine
-from drafttrain.pretrained import RandomModelConfig, load_config
-from drafttrain.pretrained.shards import places, skeleton, weight_bytes
-from drafttrain.ranks import ALONE, Ranks, join_ranks
-from drafttrain.regenerate import selfgen
-from drafttrain.stopping import StopRequest
+from drafttrain.runtime.ranks import ALONE, Ranks, join_ranks
+from drafttrain.runtime.signals import StopRequest
 from drafttrain.target import placement as placing
+from drafttrain.target.answers.selfgen import selfgen
+from drafttrain.target.device_map import device_map, load_spread
+from drafttrain.target.model import Target, load_target
 from drafttrain.target.placement import Placement, choose_placement, load_placed
+from drafttrain.target.pretrained.config import RandomModelConfig
+from drafttrain.target.pretrained.models import load_model_config
+from drafttrain.target.pretrained.shards import places, skeleton, weight_bytes
 from drafttrain.target.sharded import ShardedTarget, load_sharded, refuse_unless_shardable
-from drafttrain.target.spread import device_map, load_spread
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Batch, Sample
-from drafttrain.validate import Validation
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.validation import Validation
 
 ROOT = Path(__file__).parents[1]
 CAPTURES = (0, 1, 4)
@@ -175,7 +177,7 @@ def test_layers_go_where_there_is_room_and_the_readout_where_the_tokens_are(
     tiny_target_dir: Path,
 ) -> None:
     config = model_config(tiny_target_dir)
-    model = skeleton(config, load_config(config), torch.float32)
+    model = skeleton(config, load_model_config(config), torch.float32)
     layer = 4 * sum(p.numel() for p in model.get_decoder().layers[0].parameters())
     tables = 4 * sum(p.numel() for p in model.lm_head.parameters())
     # Accelerate keeps room for one more layer wherever some are brought from elsewhere.
@@ -240,7 +242,7 @@ def random_config(**changes: Any) -> RandomModelConfig:
 
 def test_what_cannot_be_in_pieces_is_refused_by_name(tiny_target_dir: Path) -> None:
     config, two = model_config(tiny_target_dir), replace(ALONE, world_size=2)
-    settings = load_config(config)
+    settings = load_model_config(config)
     for refused, message in (
         (
             replace(config, quantization="torchao-int8"),
@@ -277,7 +279,7 @@ def test_weights_are_looked_up_by_name_and_a_misfit_is_named(
 
     folder = save("qwen3", tmp_path, tiny_target_dir, tie_word_embeddings=True)
     config = model_config(folder)
-    model = skeleton(config, load_config(config), torch.float32)
+    model = skeleton(config, load_model_config(config), torch.float32)
     found = places(config, model)
     assert ("model.embed_tokens.weight", "lm_head.weight") in [place.names for place in found]
     assert len(found) == len(list(model.parameters()))
@@ -452,7 +454,7 @@ def measure_memory(ranks: Ranks) -> dict[str, Any]:
     """Load a large target in pieces, after a small one has had everything imported."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from drafttrain.target.sharded import import_deepspeed
+    from drafttrain.runtime.deepspeed import import_deepspeed
 
     import_deepspeed(ranks)
     config = model_config(Path(os.environ["PLACEMENT_FOLDERS"]))

@@ -20,19 +20,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from drafttrain.__main__ import main
-from drafttrain.config import PlanConfig, TrainConfig, choices, compose, load_choice, typed
-from drafttrain.drafters.base import TrainingChance
-from drafttrain.engine import build_engine
-from drafttrain.plan.accelerator import host_memory, matching
-from drafttrain.plan.activations import drafter_activations, feature_bytes, target_activations
-from drafttrain.plan.build import cost, host_of, memory_of, place
-from drafttrain.plan.drafter import drafter_parts
-from drafttrain.plan.memory import Sharding, training_bytes
-from drafttrain.plan.pages import headline, pieces, printed, tables
-from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
-from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
-from drafttrain.plan.throughput import Load
-from drafttrain.planning import (
+from drafttrain.commands.setup.plan import (
     accelerator_of,
     default_settings,
     foresee,
@@ -41,11 +29,27 @@ from drafttrain.planning import (
     plan_of,
     ranks_of,
 )
-from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig
-from drafttrain.readout import Readout
-from drafttrain.run import write_config
-from drafttrain.target.target import load_target
-from drafttrain.types import Batch, TargetFeatures, weighted_sum
+from drafttrain.config.compose import compose, load_choice, typed
+from drafttrain.config.groups import choices
+from drafttrain.config.sections import PlanConfig, TrainConfig
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, TargetFeatures, weighted_sum
+from drafttrain.drafters.base import TrainingChance
+from drafttrain.plan.accelerator import host_memory, matching
+from drafttrain.plan.activations import drafter_activations, feature_bytes, target_activations
+from drafttrain.plan.build import host_of
+from drafttrain.plan.drafter import drafter_parts
+from drafttrain.plan.job import cost, memory_of, place
+from drafttrain.plan.memory import Sharding, training_bytes
+from drafttrain.plan.pages import headline, pieces, printed, tables
+from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
+from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shape, shape_of
+from drafttrain.plan.throughput import Load
+from drafttrain.runtime.run_folder import write_config
+from drafttrain.target.model import load_target
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.models import EMBEDDED
+from drafttrain.training.engine.build import build_engine
 
 PUBLISHED = {  # parameters, as the weights' files hold them
     "llama8b": 8_030_261_248,
@@ -233,7 +237,7 @@ def test_eagles_heads_have_their_published_sizes() -> None:
 
 
 def test_adapters_are_counted_as_the_drafter_makes_them() -> None:
-    from drafttrain.drafters.lora import add_lora
+    from drafttrain.drafters.shared.lora import add_lora
 
     settings = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80}
     settings |= {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -670,7 +674,7 @@ def test_train_from_stored_features_foresees_no_pass_of_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chip = accelerator_of(planned_config("hardware=cpu").hardware, 0.01)
-    monkeypatch.setattr("drafttrain.planning.accelerator_of", lambda *_, **__: chip)
+    monkeypatch.setattr("drafttrain.commands.setup.plan.accelerator_of", lambda *_, **__: chip)
 
     def said(*features: str) -> str:
         return "\n".join(foresee(typed(compose("train", ["hardware=cpu", *features]), TrainConfig)))

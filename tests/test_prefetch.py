@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_train import random_samples
 
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, TargetFeatures
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, TargetFeatures
 
 
 def batches() -> Batches:

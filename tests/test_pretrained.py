@@ -12,16 +12,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from drafttrain.pretrained import (
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.files import HASHED_WHOLE_BYTES
+from drafttrain.target.pretrained.models import (
     EMBEDDED,
-    ModelConfig,
-    RandomModelConfig,
     fingerprint,
-    load_config,
     load_model,
+    load_model_config,
     load_tokenizer,
 )
-from drafttrain.pretrained.files import HASHED_WHOLE_BYTES
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -65,7 +64,7 @@ def random_config(**changes: Any) -> RandomModelConfig:
 
 
 def load(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(config, load_config(config), dtype, "cpu")
+    return load_model(config, load_model_config(config), dtype, "cpu")
 
 
 @pytest.fixture
@@ -120,12 +119,12 @@ def test_a_wrong_value_is_answered_with_key_and_remedy(changes: Any, message: st
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.path=\S+/nowhere must be a directory that holds"):
-        load_config(model_config(path=str(tmp_path / "nowhere")))
+        load_model_config(model_config(path=str(tmp_path / "nowhere")))
 
 
 def test_a_file_in_place_of_a_directory_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="which is a file; give the directory that holds"):
-        load_config(model_config(path=str(folder / "config.json")))
+        load_model_config(model_config(path=str(folder / "config.json")))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_torn_weight_file_is_named(folder: Path) -> None:
 def test_an_unreadable_configuration_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json must be valid JSON"):
-        load_config(model_config(path=str(folder)))
+        load_model_config(model_config(path=str(folder)))
 
 
 def test_a_configuration_that_contradicts_itself_is_one_error(folder: Path) -> None:
@@ -183,7 +182,7 @@ def test_a_configuration_that_contradicts_itself_is_one_error(folder: Path) -> N
     with pytest.raises(
         ValueError, match=r"model.path=\S+: config.json cannot be used: .*layer_typ"
     ):
-        load_config(model_config(path=str(folder)))
+        load_model_config(model_config(path=str(folder)))
 
 
 def test_weights_that_do_not_fit_the_configuration_are_not_drawn_at_random(folder: Path) -> None:
@@ -232,14 +231,14 @@ def test_code_that_comes_with_a_model_needs_the_users_word(folder: Path) -> None
     (folder / "mine.py").write_text(f"open({str(ran)!r}, 'w')\n")
     edit_config(folder, model_type="mine", auto_map={"AutoConfig": "mine.Config"})
     with pytest.raises(ValueError, match=r"set model.trust_remote_code=true"):
-        load_config(model_config(path=str(folder)))
+        load_model_config(model_config(path=str(folder)))
     assert not ran.exists()
 
 
 def test_an_unknown_architecture_is_named(folder: Path) -> None:
     edit_config(folder, model_type="llama9")
     with pytest.raises(ValueError, match=r"Transformers \S+ knows, got 'llama9'; a newer"):
-        load_config(model_config(path=str(folder)))
+        load_model_config(model_config(path=str(folder)))
 
 
 # What loads
@@ -256,7 +255,7 @@ def test_single_and_sharded_files_load_the_same_weights(
 
 def test_a_path_wins_over_a_repository_and_the_package(tiny_target_dir: Path) -> None:
     config = model_config(path=str(tiny_target_dir), repo="nobody/nothing", embedded=True)
-    assert load_config(config).vocab_size == 97
+    assert load_model_config(config).vocab_size == 97
 
 
 def test_the_embedded_target_loads_and_chats() -> None:
@@ -305,7 +304,7 @@ def test_random_weights_follow_the_seed_and_not_the_dtype_or_the_generator() -> 
 
 def test_a_random_target_must_have_room_for_its_tokenizer() -> None:
     with pytest.raises(ValueError, match=r"model.vocab_size must be at least 4096, the embedded"):
-        load_config(random_config(vocab_size=4000))
+        load_model_config(random_config(vocab_size=4000))
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_error(folder: Path) -> None:
@@ -326,7 +325,7 @@ def test_a_copy_has_the_same_fingerprint_and_a_changed_weight_another(
 ) -> None:
     original, copy = (model_config(path=str(path)) for path in (tiny_target_dir, folder))
     for limit in (HASHED_WHOLE_BYTES, 0):  # 0: as models above the limit are sampled
-        monkeypatch.setattr("drafttrain.pretrained.files.HASHED_WHOLE_BYTES", limit)
+        monkeypatch.setattr("drafttrain.target.pretrained.files.HASHED_WHOLE_BYTES", limit)
         assert mark(copy) == mark(original)
     edit_config(folder, transformers_version="9.9.9")
     assert mark(copy) == mark(original)

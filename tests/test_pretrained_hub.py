@@ -16,7 +16,8 @@ import torch
 from huggingface_hub import constants
 from tests_support import model_config
 
-from drafttrain.pretrained import fingerprint, hub, load_config, load_model
+from drafttrain.target.pretrained import hub
+from drafttrain.target.pretrained.models import fingerprint, load_model, load_model_config
 
 REPO = "meta-llama/Llama-3.3-70B-Instruct"
 FROM_HUB = dataclasses.replace(model_config(Path("/unused")), path=None, repo=REPO)
@@ -126,7 +127,7 @@ def test_an_unreachable_hub_is_one_clear_error_within_seconds(
         online("http://127.0.0.1:9")  # where nobody listens
     start = time.monotonic()
     with pytest.raises(ValueError, match="cannot reach the Hugging Face Hub") as error:
-        load_config(dataclasses.replace(FROM_HUB, name="llama70b"))
+        load_model_config(dataclasses.replace(FROM_HUB, name="llama70b"))
     assert str(error.value).startswith(UNREACHABLE)
     assert len(str(error.value).splitlines()) == 1
     assert time.monotonic() - start < 5
@@ -140,7 +141,7 @@ def test_a_download_brings_weights_only_when_they_are_needed(
     (folder / "pytorch_model.bin").write_bytes(b"and again")
     (folder / "consolidated.safetensors").write_bytes(b"and again")
     (folder / "modeling_mine.py").write_text("raise AssertionError")
-    loaded = load_config(FROM_HUB)
+    loaded = load_model_config(FROM_HUB)
     assert loaded.vocab_size == 97
     assert "config.json" in handler.fetched
     assert "tokenizer.json" in handler.fetched
@@ -159,29 +160,29 @@ def test_pickled_weights_are_downloaded_only_when_allowed(
     handler: type[HubHandler], folder: Path
 ) -> None:
     local = model_config(folder)
-    weights = load_model(local, load_config(local), torch.float32, "cpu")
+    weights = load_model(local, load_model_config(local), torch.float32, "cpu")
     torch.save(weights.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model.repo=\S+ holds its weights only as pickle"):
-        load_config(FROM_HUB)
+        load_model_config(FROM_HUB)
     assert "pytorch_model.bin" not in handler.fetched
     allowed = dataclasses.replace(FROM_HUB, allow_pickle=True)
-    model = load_model(allowed, load_config(allowed), torch.float32, "cpu")
+    model = load_model(allowed, load_model_config(allowed), torch.float32, "cpu")
     assert torch.equal(model.lm_head.weight, weights.lm_head.weight)
 
 
 def test_a_repository_is_named_owner_slash_name(online: Callable[[str], None]) -> None:
     with pytest.raises(ValueError, match=r"model.repo must be like owner/name, got 'a/b/c'"):
-        load_config(dataclasses.replace(FROM_HUB, repo="a/b/c"))
+        load_model_config(dataclasses.replace(FROM_HUB, repo="a/b/c"))
 
 
 def test_what_was_downloaded_serves_without_the_hub(
     handler: type[HubHandler], online: Callable[[str], None]
 ) -> None:
-    load_model(FROM_HUB, load_config(FROM_HUB), torch.float32, "cpu")
+    load_model(FROM_HUB, load_model_config(FROM_HUB), torch.float32, "cpu")
     hub.download.cache_clear()
     online("http://127.0.0.1:9")
-    model = load_model(FROM_HUB, load_config(FROM_HUB), torch.float32, "cpu")
+    model = load_model(FROM_HUB, load_model_config(FROM_HUB), torch.float32, "cpu")
     assert model.lm_head.weight.shape == (97, 32)
 
 
@@ -198,5 +199,5 @@ def test_what_the_hub_refuses_is_said_in_one_sentence(
 ) -> None:
     handler.refusal = refusal
     with pytest.raises(ValueError, match=message) as error:
-        load_config(dataclasses.replace(FROM_HUB, revision=revision))
+        load_model_config(dataclasses.replace(FROM_HUB, revision=revision))
     assert len(str(error.value).splitlines()) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.data.prompts import (
+from drafttrain.data.evaluation_prompts import (
     BUILTIN_PROMPTS,
     Prompt,
     count_overlap,

@@ -13,12 +13,12 @@ import torch
 from test_drafters import build
 from tests_support import draft_model_dir, model_config
 
-from drafttrain import pretrained
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.target.target import load_target
-from drafttrain.types import GREEDY
+from drafttrain.target.model import load_target
+from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
 
 # torchao quantises groups of inputs: wider than the other tiny models.
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8}
@@ -44,10 +44,10 @@ def quantized_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that carries its quantisation."""
     folder = tmp_path_factory.mktemp("quantized")
     config = replace(model_config(Path(draft_model_dir(97, **WIDE))), quantization="torchao-int8")
-    settings = pretrained.load_config(config)
-    model = pretrained.load_model(config, settings, torch.float32, "cpu")
+    settings = load_model_config(config)
+    model = load_model(config, settings, torch.float32, "cpu")
     model.save_pretrained(folder)
-    pretrained.load_tokenizer(config).save_pretrained(folder)
+    load_tokenizer(config).save_pretrained(folder)
     return folder
 
 
@@ -97,7 +97,7 @@ def test_a_scheme_on_top_of_another_is_refused(quantized_dir: Path) -> None:
 def test_a_scheme_whose_package_is_missing_says_how_to_get_it(
     tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttrain.pretrained.quantize.find_spec", lambda name: None)
+    monkeypatch.setattr("drafttrain.target.pretrained.quantize.find_spec", lambda name: None)
     config = replace(model_config(tiny_target_dir), quantization="bnb-4bit")
     with pytest.raises(ValueError, match=r"^model\.quantization=bnb-4bit .* 'bitsandbytes'$"):
         load_target(config, torch.float32, "cpu")

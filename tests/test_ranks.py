@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drafttrain.ranks import LostRankError, Ranks, join_ranks
+from drafttrain.runtime.ranks import LostRankError, Ranks, join_ranks
 
 ROOT = Path(__file__).parents[1]
 

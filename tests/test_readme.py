@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from drafttrain.__main__ import read
-from drafttrain.config import COMMANDS, TrainConfig, compose, typed
-from drafttrain.run import write_config
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import COMMANDS, TrainConfig
+from drafttrain.runtime.run_folder import write_config
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else ""
@@ -93,8 +94,9 @@ def test_make_target_in_readme_exists() -> None:
 
 
 EXAMPLE = """
-Run `python -m drafttrain train drafter=x` and read `drafttrain/train.py`, [this](docs/a.md#b) or
-[that](https://x.y/z). `gone.py` and `conf/gone/` are missed; `outputs/demo` is made.
+Run `python -m drafttrain train drafter=x` and read `drafttrain/decode/loop.py`,
+[this](docs/a.md#b) or [that](https://x.y/z).
+`gone.py` and `conf/gone/` are missed; `outputs/demo` is made.
 
 ```bash
 $ python -m drafttrain evaluate \\
@@ -116,5 +118,5 @@ def test_commands_and_paths_are_found() -> None:
         "train drafter=x",
     ]
     found = paths(EXAMPLE)
-    assert found == ["docs/a.md", "drafttrain/train.py", "conf/gone/", "gone.py"]
+    assert found == ["docs/a.md", "drafttrain/training/loop.py", "conf/gone/", "gone.py"]
     assert [path for path in found if not exists(path)] == ["docs/a.md", "conf/gone/", "gone.py"]

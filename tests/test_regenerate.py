@@ -8,12 +8,21 @@ import pytest
 import torch
 from tests_support import BY_TEMPLATE, TOLD, model_config
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.types import Sample
 from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, read_jsonl
 from drafttrain.data.skips import NothingUsable
-from drafttrain.regenerate.selfgen import ANSWER, EMIT, USER, Frame, frame_of, law, load, selfgen
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Sample
+from drafttrain.target.answers.selfgen import (
+    ANSWER,
+    EMIT,
+    USER,
+    Frame,
+    frame_of,
+    law,
+    load,
+    selfgen,
+)
+from drafttrain.target.model import Target, load_target
 
 # Turns end with tokens of their own, and a single token stands between user and assistant.
 SHORT = (

@@ -20,19 +20,20 @@ import yaml
 from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
-from drafttrain import lock
-from drafttrain.chance import SeededChance
-from drafttrain.data.asked import Asked, read_asked
+from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import JsonlConfig, read
+from drafttrain.data.prompts_to_answer import Asked, read_asked
 from drafttrain.decode.autoregressive import autoregressive_decode
-from drafttrain.regenerate import RegenerateConfig, regenerate
-from drafttrain.regenerate.answers import Answers
-from drafttrain.regenerate.dialogue import Dialogue, Outcome, Row
-from drafttrain.regenerate.endpoint import by_endpoint, served_by
-from drafttrain.regenerate.local import by_transformers, take_tokens
-from drafttrain.stopping import Stopped, StopRequest
-from drafttrain.target.target import Target, load_target
+from drafttrain.runtime import lock
+from drafttrain.runtime.signals import Stopped, StopRequest
+from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.config import RegenerateConfig
+from drafttrain.target.answers.dialogue import Dialogue, Outcome, Row
+from drafttrain.target.answers.endpoint import by_endpoint, served_by
+from drafttrain.target.answers.local import by_transformers, take_tokens
+from drafttrain.target.answers.regenerate import regenerate
+from drafttrain.target.model import Target, load_target
 
 CONF = Path(__file__).parents[1] / "conf"
 ROOM = 256

@@ -16,22 +16,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from drafttrain.report import (
-    LosslessCheck,
-    TimingInfo,
-    VerdictSettings,
-    build_report,
-    summary_table,
-    sweep_point,
-    write_report,
-)
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+from drafttrain.report.config import VerdictSettings
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
 from drafttrain.report.plots import bounds
 from drafttrain.report.repetition import repeated_tokens
 from drafttrain.report.statistics import Resampling, collect, interval
+from drafttrain.report.sweep import sweep_point
 from drafttrain.report.wording import estimate, speed
-from drafttrain.types import GREEDY, Counters, DecodeStats, PromptResult, Sampling
+from drafttrain.report.write import summary_table, write_report
 
 RESAMPLING = Resampling(resamples=2000, seed=0)
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])

@@ -8,9 +8,10 @@ import yaml
 from lives import settings, write_conversations
 
 from drafttrain.__main__ import main
-from drafttrain.config import TrainConfig, compose, typed
-from drafttrain.resume import check_resumed
-from drafttrain.run import load_config, write_config
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.resume import check_resumed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.runtime.run_folder import load_config, write_config
 
 TOLD = (
     *(

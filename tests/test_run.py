@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import drafttrain
-from drafttrain.run import load_config, provenance, write_config
+from drafttrain.runtime.run_folder import load_config, provenance, write_config
 
 
 def git(folder: Path, *arguments: str) -> str:

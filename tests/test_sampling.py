@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.sampling import probabilities
-from drafttrain.types import Sampling
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
 
 
 def nucleus_by_definition(probs: Tensor, top_p: float) -> Tensor:

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from drafttrain.__main__ import main
-from drafttrain.config import COMMANDS, TrainConfig, compose, recorded, typed
-from drafttrain.run import load_config, write_config
+from drafttrain.config.compose import compose, recorded, typed
+from drafttrain.config.sections import COMMANDS, TrainConfig
+from drafttrain.runtime.run_folder import load_config, write_config
 
 PAYLOAD = """
 from dataclasses import dataclass

@@ -16,16 +16,19 @@ from conftest import character_tokenizer
 from safetensors.torch import load_file, save_file
 from tests_support import model_config
 
-from drafttrain import pretrained
 from drafttrain.__main__ import PLACES, main
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Sample
 from drafttrain.data.batches import collate, pack
-from drafttrain.pretrained import RandomModelConfig
-from drafttrain.serving import VARIABLE, Engine, VllmConfig, require_vllm
-from drafttrain.serving.process import HAS_VLLM
 from drafttrain.target.describe import read_out
+from drafttrain.target.model import load_target
+from drafttrain.target.pretrained.config import RandomModelConfig
+from drafttrain.target.pretrained.ends import directory, load_ends
+from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
 from drafttrain.target.served import documents_of, spec_on_disk, visible_name
-from drafttrain.target.target import load_target
-from drafttrain.types import GREEDY, Sample
+from drafttrain.target.vllm.config import VllmConfig
+from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.process import HAS_VLLM, VARIABLE, require_vllm
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -35,10 +38,10 @@ CONF = Path(__file__).parents[1] / "conf"
 def test_two_ends_are_those_of_the_whole_model(
     embedded: bool, dtype: torch.dtype, tiny_target_dir: Path
 ) -> None:
-    config = model_config(pretrained.EMBEDDED if embedded else tiny_target_dir)
+    config = model_config(EMBEDDED if embedded else tiny_target_dir)
     target = load_target(config, dtype, "cpu")
-    settings = pretrained.load_config(config)
-    model = pretrained.load_ends(config, settings, dtype, "cpu")
+    settings = load_model_config(config)
+    model = load_ends(config, settings, dtype, "cpu")
     assert all(parameter.is_meta for parameter in model.get_decoder().layers.parameters())
     ends = read_out(model)
     for name in ("embedding", "head", "norm"):
@@ -48,7 +51,7 @@ def test_two_ends_are_those_of_the_whole_model(
     assert (ends.head is ends.embedding) == embedded
     hidden = torch.randn(2, 3, target.spec.hidden_size).to(dtype)
     assert torch.equal(model.get_decoder().norm(hidden), target.final_norm(hidden))
-    tokenizer = pretrained.load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
     assert spec_on_disk(config, settings, tokenizer, target.spec.fingerprint) == target.spec
 
 
@@ -64,7 +67,7 @@ def test_a_scale_that_no_file_holds_is_read_out(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
     config = model_config(tmp_path)
-    ends = pretrained.load_ends(config, pretrained.load_config(config), torch.float32, "cpu")
+    ends = load_ends(config, load_model_config(config), torch.float32, "cpu")
     expected, found = read_out(whole), read_out(ends)
     assert found.embedding_scale == expected.embedding_scale != 1
     assert found.soft_cap == expected.soft_cap is not None
@@ -83,30 +86,30 @@ def test_ends_are_found_under_another_prefix_and_checked(
     renamed = {f"language_model.{name}": value for name, value in tensors.items()}
     save_file(renamed, file)
     config = model_config(place)
-    settings = pretrained.load_config(config)
-    ends = pretrained.load_ends(config, settings, torch.float32, "cpu")
+    settings = load_model_config(config)
+    ends = load_ends(config, settings, torch.float32, "cpu")
     assert torch.equal(ends.get_input_embeddings().weight, tensors["model.embed_tokens.weight"])
     short = tensors | {"lm_head.weight": tensors["lm_head.weight"][:5]}
     save_file(short, file)
     with pytest.raises(
         ValueError, match=r"lm_head\.weight must be of shape \(97, 32\) .* \(5, 32\)"
     ):
-        pretrained.load_ends(config, settings, torch.float32, "cpu")
+        load_ends(config, settings, torch.float32, "cpu")
     del short["model.norm.weight"]
     save_file(short, file)
     with pytest.raises(ValueError, match=r"must hold model\.norm\.weight, got none"):
-        pretrained.load_ends(config, settings, torch.float32, "cpu")
+        load_ends(config, settings, torch.float32, "cpu")
 
 
 def test_what_runs_must_be_what_lies_on_the_disk(tiny_target_dir: Path) -> None:
     import dataclasses
 
     with pytest.raises(ValueError, match=r"model\.inflate must be null where vLLM runs .*got 1M"):
-        pretrained.directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
+        directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
     values = yaml.safe_load((CONF / "model" / "random.yaml").read_text())
     del values["_target_"]
     with pytest.raises(ValueError, match="model=random draws its weights, and vLLM loads those"):
-        pretrained.directory(RandomModelConfig(**values))
+        directory(RandomModelConfig(**values))
 
 
 def test_documents_are_found_in_padded_and_in_packed_rows() -> None:

@@ -12,18 +12,20 @@ import yaml
 from test_drafters import NoChance, as_batch, build
 from tests_support import draft_model_dir, model_config
 
-from drafttrain.chance import Chance, SeededChance
+from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample, weighted_sum
 from drafttrain.data.batches import pack
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.drafters.on_policy import answers_to_rewrite, in_own_words
+from drafttrain.drafters.shared.on_policy import answers_to_rewrite, in_own_words
 from drafttrain.drafters.small_lm import SmallLMConfig, narrow_image
-from drafttrain.export import ExportConfig, layout
-from drafttrain.export.card import CardData
-from drafttrain.export.vllm import Exported, export_vllm
-from drafttrain.pretrained import EMBEDDED, load_tokenizer
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, PAD_DOCUMENT, Batch, Sample, weighted_sum
+from drafttrain.formats.write import layout
+from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.vllm import Exported, export_vllm
+from drafttrain.report.card import CardData
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.models import EMBEDDED, load_tokenizer
 
 TOKENS = [1, 3, 6, 20, 33, 41, 20, 52, 60]
 

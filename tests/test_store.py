@@ -15,21 +15,23 @@ from test_train import constant, random_samples, recorded, trainer
 from tests_support import drafter_config, model_config
 
 from drafttrain.__main__ import main
-from drafttrain.capture.asked import Asked, asked_by
-from drafttrain.checkpoint import Checkpoints, load_state
+from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.core.losses import REJECTION
+from drafttrain.core.types import FeatureSource, Sample, weighted_sum
 from drafttrain.data.batches import Batches, collate, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.medusa import Medusa
-from drafttrain.engine import Engine, build_engine
-from drafttrain.losses import REJECTION
-from drafttrain.stopping import StopRequest
-from drafttrain.target.store import StoredTarget, runs
-from drafttrain.target.target import Target, load_target
-from drafttrain.teacher_forced import NoChance, TeacherForced
-from drafttrain.tracker import JsonlTrackerConfig, open_tracker
-from drafttrain.train import train
-from drafttrain.types import FeatureSource, Sample, weighted_sum
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.store.config import Asked
+from drafttrain.target.store.features import StoredTarget, runs
+from drafttrain.training.checkpoint import Checkpoints, load_state
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.engine import Engine
+from drafttrain.training.loop import train
+from drafttrain.training.teacher_forced import NoChance, TeacherForced
 
 CPU = torch.device("cpu")
 
@@ -106,7 +108,7 @@ def test_features_of_a_conversation_alone_are_the_very_bits(target: Target, tmp_
 def store_samples(
     target: Target, samples: list[Sample], folder: Path, asked: Asked | None = None, **changes: Any
 ) -> None:
-    from drafttrain.capture.capture import capture
+    from drafttrain.target.store.capture import capture
 
     capture(
         target,
@@ -123,7 +125,7 @@ def store_samples(
 
 
 def test_a_batch_may_begin_inside_a_conversation(target: Target, folder: Path) -> None:
-    from drafttrain.types import Batch
+    from drafttrain.core.types import Batch
 
     store, batch = open_store(folder), collate(random_samples()[:3])
     whole = store.features(batch, (1,))
@@ -450,7 +452,7 @@ def test_from_the_command_line_a_store_is_written_and_trained_from(
         "alone": [*stored, "features.validate=false"],
     }.items():
         if name == "alone":  # the target's model is gone, and nobody asks for it
-            away = "drafttrain.assemble.load_placed"
+            away = "drafttrain.commands.setup.target_and_drafter.load_placed"
             monkeypatch.setattr(away, lambda *a: pytest.fail("the target was loaded"))
         run = tmp_path / name
         assert main([*train, f"run.dir={run}", *more]) == 0, name

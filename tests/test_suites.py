@@ -13,12 +13,14 @@ import torch
 from test_drafters import random_drafter
 from tests_support import BY_TEMPLATE, model_config
 
-from drafttrain.config import TrainConfig, choices, compose, typed
-from drafttrain.data.prompts import Prompt, load_prompts, prompts_sha256
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.groups import choices
+from drafttrain.config.sections import TrainConfig
+from drafttrain.data.evaluation_prompts import Prompt, load_prompts, prompts_sha256
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import MT_BENCH, PromptSource, in_our_spelling
 from drafttrain.evaluation.measure import check_settings, skip_long
-from drafttrain.target.target import load_target
+from drafttrain.target.model import load_target
 
 # `large` has the embedded prompts too, fewer of them.
 SUITES = sorted(name for name in choices("eval") if name not in ("default", "large"))

@@ -10,9 +10,9 @@ from tests_support import model_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafttrain.pretrained import ModelConfig
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Batch
+from drafttrain.core.types import Batch
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.config import ModelConfig
 
 VOCAB = 97  # of the tokenizer in tiny_target_dir
 SHAPE: dict[str, Any] = {

@@ -7,8 +7,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from drafttrain import terminal
-from drafttrain.terminal import progress
+from drafttrain.runtime import terminal
+from drafttrain.runtime.terminal import progress
 
 OTHERS = "[/x] [red]role[/red] :smile: \x1b[31m\x07 ends\x9b"
 SHOWN = "[/x] [red]role[/red] :smile: \\x1b[31m ends\\x9b"

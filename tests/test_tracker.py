@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from drafttrain.tracker import (
+from drafttrain.runtime.tracker import (
     JsonlTrackerConfig,
     TensorboardConfig,
     Tracker,
@@ -140,7 +140,7 @@ def test_the_yaml_choices_have_exactly_the_fields() -> None:
         ("tensorboard", TensorboardConfig),
     ):
         values = yaml.safe_load((conf / f"{file}.yaml").read_text())
-        assert values.pop("_target_") == f"drafttrain.tracker.{cls.__name__}"
+        assert values.pop("_target_") == f"drafttrain.runtime.tracker.{cls.__name__}"
         assert cls(**values).name == file
 
 

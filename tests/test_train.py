@@ -14,15 +14,17 @@ from test_drafters import TRAINABLE, build
 from test_engine import ROOT, deepspeed_config
 from tests_support import model_config
 
-from drafttrain.checkpoint import Checkpoints, load_state, load_weights, verify
+from drafttrain.core.types import Sample
 from drafttrain.data.batches import Batches, token_counts
-from drafttrain.engine import Engine, NonFiniteError, build_engine
-from drafttrain.stopping import StopRequest
-from drafttrain.target.target import Target, load_target
-from drafttrain.tracker import JsonlTrackerConfig, open_tracker, read_metrics
-from drafttrain.train import METRIC, StepChance, TrainerConfig, train
-from drafttrain.types import Sample
-from drafttrain.validate import Validation
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
+from drafttrain.target.model import Target, load_target
+from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
+from drafttrain.training.config import TrainerConfig
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.engine.engine import Engine, NonFiniteError
+from drafttrain.training.loop import METRIC, StepChance, train
+from drafttrain.training.validation import Validation
 
 STEPS = 6
 Validate = Callable[[], dict[str, float]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests_support import model_config
 
-from drafttrain.target.target import load_target
+from drafttrain.target.model import load_target
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tiny_target.py"
 

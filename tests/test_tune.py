@@ -10,11 +10,12 @@ import torch
 from test_drafters import random_drafter
 from tests_support import model_config
 
-from drafttrain.data.prompts import Prompt
+from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.evaluation.config import TuneConfig
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.tune import (
     Prediction,
-    TuneConfig,
     acceptance_lengths,
     choose,
     in_order,
@@ -22,8 +23,7 @@ from drafttrain.evaluation.tune import (
     tuned_depth,
     write_tuned,
 )
-from drafttrain.target.target import load_target
-from drafttrain.types import Counters, DecodeStats, PromptResult
+from drafttrain.target.model import load_target
 
 COSTS = Costs(
     [1, 2],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttrain.untrusted import (
+from drafttrain.runtime.untrusted_input import (
     Count,
     FileName,
     UntrustedError,

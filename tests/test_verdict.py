@@ -11,15 +11,17 @@ import pytest
 from rich.console import Console
 from test_report import counters, many_prompts, measured, report_of, two_prompts
 
-from drafttrain.report import ExtraMemory, LosslessCheck, VerdictSettings, summary_table
+from drafttrain.core.types import Counters, PromptResult
+from drafttrain.report.build import LosslessCheck
+from drafttrain.report.config import VerdictSettings
 from drafttrain.report.html import html
 from drafttrain.report.lengths import length_difference
 from drafttrain.report.markdown import markdown
 from drafttrain.report.repetition import outside_repetition, repeated_tokens, repeats
 from drafttrain.report.statistics import Resampling, collect
 from drafttrain.report.sweep import stops_paying
-from drafttrain.report.verdict import decide
-from drafttrain.types import Counters, PromptResult
+from drafttrain.report.verdict import ExtraMemory, decide
+from drafttrain.report.write import summary_table
 
 PRICED = VerdictSettings(1.05, 3.6, "EUR")  # a thousandth per second
 MEMORY = ExtraMemory(weight_bytes=3 * 2**20, kv_bytes_per_token=1024)

@@ -15,34 +15,40 @@ import torch
 import yaml
 from tests_support import BY_TEMPLATE, model_config
 
-from drafttrain.chance import SeededChance
-from drafttrain.data.prompts import Prompt
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Counters, PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import NgramConfig
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
-from drafttrain.report.witness import with_witness, witness_table
-from drafttrain.serving import find_python, meaningful_line
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, Counters, PromptResult, Sampling
-from drafttrain.witness import (
-    Asked,
-    BatchWitness,
-    Measured,
+from drafttrain.evaluation.witness.compare import (
     Ours,
-    Served,
-    asked_of,
-    check_witness,
     compare_with_ours,
     predict,
     predicted_speedup,
+)
+from drafttrain.evaluation.witness.engine import (
+    SPECULATIVE,
+    BatchWitness,
+    Measured,
+    speculation,
     witness,
+)
+from drafttrain.evaluation.witness.section import (
+    Asked,
+    Served,
+    asked_of,
+    check_witness,
     witness_section,
 )
-from drafttrain.witness.engine import SPECULATIVE, speculation
-from drafttrain.witness.worker import batches_of, difference
+from drafttrain.evaluation.witness.worker import batches_of, difference
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
+from drafttrain.report.witness import with_witness, witness_table
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.vllm.process import find_python, meaningful_line
 
 CONF = Path(__file__).parents[1] / "conf"
 DEPTH, LIMIT = 3, 12
@@ -538,7 +544,8 @@ def test_the_audited_gap_is_the_targets_own(
 def test_the_report_shows_the_table_in_every_form(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    from drafttrain.report import LosslessCheck, TimingInfo, VerdictSettings, build_report
+    from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+    from drafttrain.report.config import VerdictSettings
 
     report = build_report(
         measured,

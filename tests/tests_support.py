@@ -12,7 +12,7 @@ import yaml
 
 from drafttrain.data.template import Template
 from drafttrain.drafters.base import DrafterConfig
-from drafttrain.pretrained import ModelConfig
+from drafttrain.target.pretrained.config import ModelConfig
 
 # What every data section has, beside what each test says.
 TOLD = {"template_kwargs": {}, "template_date": "2024-07-26"}

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from drafttrain import __version__
-from drafttrain.assemble import (
+from drafttrain.commands.setup.store_contents import asked_by
+from drafttrain.commands.setup.target_and_drafter import (
     check_engine,
     describe_target,
     expected_spec,
@@ -18,18 +19,18 @@ from drafttrain.assemble import (
     served_to,
     shape_of,
 )
-from drafttrain.capture.asked import asked_by
-from drafttrain.capture.capture import capture as write_store
-from drafttrain.config import CaptureConfig, load_choice
+from drafttrain.config.compose import load_choice
+from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
-from drafttrain.disk import require_writable
-from drafttrain.hardware import choose_device, choose_train_dtype
-from drafttrain.ranks import Ranks, join_ranks
-from drafttrain.run import CHECKPOINTS, CONFIG, call, provenance
-from drafttrain.stopping import StopRequest
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.hardware import choose_device, choose_train_dtype
+from drafttrain.runtime.ranks import Ranks, join_ranks
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, provenance
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import console
+from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
-from drafttrain.target.target import Target
-from drafttrain.terminal import console
+from drafttrain.target.store.capture import capture as write_store
 
 
 def capture(config: CaptureConfig) -> None:

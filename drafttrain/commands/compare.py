@@ -4,18 +4,16 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from drafttrain.compare import compare_runs, comparison_table
-from drafttrain.config import (
-    CompareConfig,
-)
-from drafttrain.disk import require_writable
-from drafttrain.lock import hold
+from drafttrain.config.sections import CompareConfig
+from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
 from drafttrain.report.comparison_pages import FILES, comparison_summary, write_comparison
-from drafttrain.run import (
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.lock import hold
+from drafttrain.runtime.run_folder import (
     provenance,
 )
-from drafttrain.terminal import console
-from drafttrain.tracker import open_tracker
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.tracker import open_tracker
 
 
 def compare(config: CompareConfig) -> None:

@@ -5,32 +5,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.assemble import (
+from drafttrain.commands.setup.evaluation import Setup, set_up, tuned
+from drafttrain.commands.setup.target_and_drafter import (
     record_evaluation,
 )
-from drafttrain.config import (
-    EvaluateConfig,
-)
+from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
+from drafttrain.config.sections import EvaluateConfig
 from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.measure import PLAIN
 from drafttrain.evaluation.record import keep, require_same, settings_of
-from drafttrain.lock import hold, require_free
-from drafttrain.measuring import Setup, set_up, tuned
-from drafttrain.report import (
-    REPORT_FILES,
-    Report,
-    adaptation_table,
-    summary_table,
-    witness_table,
-    write_report,
-)
+from drafttrain.report.adaptation import adaptation_table
+from drafttrain.report.build import Report
 from drafttrain.report.tuning import rich_table
-from drafttrain.run import (
+from drafttrain.report.witness import witness_table
+from drafttrain.report.write import REPORT_FILES, summary_table, write_report
+from drafttrain.runtime.lock import hold, require_free
+from drafttrain.runtime.run_folder import (
     provenance,
 )
-from drafttrain.terminal import console
-from drafttrain.tracker import open_tracker
-from drafttrain.witnessing import served_by_vllm, witnessed
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.tracker import open_tracker
 
 
 def evaluate(config: EvaluateConfig) -> None:

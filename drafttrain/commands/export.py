@@ -3,21 +3,19 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from drafttrain.assemble import (
+from drafttrain.commands.setup.evaluation import tuned_export
+from drafttrain.commands.setup.target_and_drafter import (
     load_drafter,
     recorded_spec,
 )
-from drafttrain.config import (
-    ExportConfig,
-)
-from drafttrain.disk import require_writable, written
-from drafttrain.export.card import CardData, read_run, served_as
-from drafttrain.export.hub import check_push, plan_push, push
-from drafttrain.export.vllm import export_vllm
-from drafttrain.lock import beside, hold
-from drafttrain.measuring import tuned_export
-from drafttrain.pretrained import load_tokenizer
-from drafttrain.terminal import console
+from drafttrain.config.sections import ExportConfig
+from drafttrain.formats.write.hub import check_push, plan_push, push
+from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.report.card import CardData, read_run, served_as
+from drafttrain.runtime.disk import require_writable, written
+from drafttrain.runtime.lock import beside, hold
+from drafttrain.runtime.terminal import console
+from drafttrain.target.pretrained.models import load_tokenizer
 
 
 def export(config: ExportConfig) -> None:

@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from drafttrain.config import PlanConfig
-from drafttrain.disk import require_writable
-from drafttrain.lock import hold
+from drafttrain.commands.setup.plan import plan_of
+from drafttrain.config.sections import PlanConfig
 from drafttrain.plan.files import write_plan
 from drafttrain.plan.pages import headline, notes, pieces, printed, tables
-from drafttrain.planning import plan_of
-from drafttrain.terminal import Terminal, console
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.lock import hold
+from drafttrain.runtime.terminal import Terminal, console
 
 WIDTH = 100
 

@@ -8,26 +8,30 @@ from typing import Any
 
 import torch
 
-from drafttrain import __version__, pretrained
-from drafttrain.assemble import load_alone, name_of
-from drafttrain.config import RegenerateConfig
-from drafttrain.data.asked import read_asked
+from drafttrain import __version__
+from drafttrain.commands.setup.target_and_drafter import load_alone, name_of
+from drafttrain.config.sections import RegenerateConfig
+from drafttrain.core.types import TargetSpec
+from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.template import require_template, template_fingerprint
-from drafttrain.disk import require_writable
-from drafttrain.hardware import DTYPES, choose_device
-from drafttrain.lock import of_answers, require_free
-from drafttrain.regenerate.answers import Answers
-from drafttrain.regenerate.config import OPENAI, VLLM
-from drafttrain.regenerate.endpoint import by_endpoint, served_by
-from drafttrain.regenerate.local import by_transformers, by_vllm
-from drafttrain.regenerate.work import Backend
-from drafttrain.regenerate.work import regenerate as answer_all
-from drafttrain.run import call
-from drafttrain.serving import Engine, require_vllm
-from drafttrain.stopping import StopRequest
+from drafttrain.decode.autoregressive import autoregressive_decode_batch
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device
+from drafttrain.runtime.lock import of_answers, require_free
+from drafttrain.runtime.run_folder import call
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import console
+from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.config import OPENAI, VLLM
+from drafttrain.target.answers.endpoint import by_endpoint, served_by
+from drafttrain.target.answers.local import by_transformers, by_vllm
+from drafttrain.target.answers.regenerate import Backend
+from drafttrain.target.answers.regenerate import regenerate as answer_all
+from drafttrain.target.pretrained.ends import directory
+from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
 from drafttrain.target.served import spec_on_disk
-from drafttrain.terminal import console
-from drafttrain.types import TargetSpec
+from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.process import require_vllm
 
 
 def regenerate(config: RegenerateConfig) -> None:
@@ -103,13 +107,13 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
     device = choose_device(config.hardware)
     # Not measured: what was begun in one dtype must go on in it.
     auto = "bfloat16" if device.startswith("cuda") else "float32"
-    dtype = DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
+    dtype = TORCH_DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
     identity = {
         "model": model.label,
-        "target": pretrained.fingerprint(model, dtype, device),
+        "target": fingerprint(model, dtype, device),
         "dtype": name_of(dtype),
         "data.max_length": config.data.max_length,
-        "chat template": template_fingerprint(pretrained.load_tokenizer(model), template),
+        "chat template": template_fingerprint(load_tokenizer(model), template),
     }
     if settings.backend == VLLM:
         return identity, _engine(config, dtype, device)
@@ -131,6 +135,7 @@ def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
         config=config.regenerate,
         template=config.data.text_format,
         room=room_of(config, target.spec),
+        decode=autoregressive_decode_batch,
     )
 
 
@@ -148,10 +153,10 @@ def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
 @contextmanager
 def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
     model, settings = config.model, config.regenerate
-    place = pretrained.directory(model)
-    tokenizer = pretrained.load_tokenizer(model)
+    place = directory(model)
+    tokenizer = load_tokenizer(model)
     require_template(tokenizer)
-    spec = spec_on_disk(model, pretrained.load_config(model), tokenizer, fingerprint="")
+    spec = spec_on_disk(model, load_model_config(model), tokenizer, fingerprint="")
     room = room_of(config, spec)
     console.print("starting vLLM")
     with Engine(

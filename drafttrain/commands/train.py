@@ -8,30 +8,26 @@ from functools import partial
 from pathlib import Path
 
 from drafttrain import __version__
-from drafttrain.adapting import keep_start, starting_point
-from drafttrain.assemble import (
+from drafttrain.commands.setup.init_from import keep_start, starting_point
+from drafttrain.commands.setup.plan import foresee
+from drafttrain.commands.setup.target_and_drafter import (
     source_of_features,
 )
-from drafttrain.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
-from drafttrain.config import (
-    TrainConfig,
-)
+from drafttrain.commands.setup.training import first_weights, gather, validation_of
+from drafttrain.config.resume import check_resumed
+from drafttrain.config.sections import TrainConfig
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.disk import write_whole
-from drafttrain.engine import build_engine
-from drafttrain.hardware import (
-    DTYPES,
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.hardware import (
+    TORCH_DTYPES,
     choose_compiler,
     choose_device,
     choose_train_dtype,
 )
-from drafttrain.lock import require_free
-from drafttrain.material import first_weights, gather, validation_of
-from drafttrain.planning import foresee
-from drafttrain.ranks import join_ranks
-from drafttrain.resume import check_resumed
-from drafttrain.run import (
+from drafttrain.runtime.lock import require_free
+from drafttrain.runtime.ranks import join_ranks
+from drafttrain.runtime.run_folder import (
     CHECKPOINTS,
     CONFIG,
     PROVENANCE,
@@ -41,10 +37,12 @@ from drafttrain.run import (
     provenance,
     write_config,
 )
-from drafttrain.stopping import StopRequest
-from drafttrain.terminal import console
-from drafttrain.tracker import open_tracker
-from drafttrain.train import train as run_training
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.tracker import open_tracker
+from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
+from drafttrain.training.engine.build import build_engine
+from drafttrain.training.loop import train as run_training
 
 
 def train(config: TrainConfig) -> None:
@@ -105,7 +103,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         eps=1e-8,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
-        weights_dtype=DTYPES[config.hardware.weights_dtype],
+        weights_dtype=TORCH_DTYPES[config.hardware.weights_dtype],
     )
     batches = Batches(
         material.samples,

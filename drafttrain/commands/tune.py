@@ -3,19 +3,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from drafttrain.assemble import (
+from drafttrain.commands.setup.evaluation import Setup, set_up
+from drafttrain.commands.setup.target_and_drafter import (
     record_evaluation,
 )
-from drafttrain.config import (
-    TuneConfig,
-)
+from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation.record import keep, require_same, settings_of
 from drafttrain.evaluation.tune import TUNED, as_rows, choose, tune_drafter, write_tuned
-from drafttrain.lock import hold, require_free
-from drafttrain.measuring import Setup, set_up
 from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
-from drafttrain.run import call
-from drafttrain.terminal import console
+from drafttrain.runtime.lock import hold, require_free
+from drafttrain.runtime.run_folder import call
+from drafttrain.runtime.terminal import console
 
 
 def tune(config: TuneConfig) -> None:

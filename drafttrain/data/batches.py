@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from drafttrain.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
-from drafttrain.untrusted import MAX_COUNT, shown
+from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
+from drafttrain.runtime.untrusted_input import MAX_COUNT, shown
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import Conversation, Conversations, DataConfig, PlainText
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
@@ -22,8 +23,7 @@ from drafttrain.data.template import (
     locate,
     render,
 )
-from drafttrain.terminal import progress
-from drafttrain.types import Sample, TargetSpec
+from drafttrain.runtime.terminal import progress
 
 CHUNK = 512  # conversations tokenised at a time
 SHOW_FROM = 4096  # conversations from which a progress bar is worth it

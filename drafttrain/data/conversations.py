@@ -18,8 +18,8 @@ from drafttrain.data.records import (
 )
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template
-from drafttrain.lock import of_answers, require_free
-from drafttrain.untrusted import shown
+from drafttrain.runtime.lock import of_answers, require_free
+from drafttrain.runtime.untrusted_input import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
 MAX_KWARGS = 10_000  # characters

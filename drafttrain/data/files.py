@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.data.records import Unusable, parse
-from drafttrain.untrusted import MAX_LINE_BYTES, lines_of
+from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")

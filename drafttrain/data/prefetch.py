@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from drafttrain.core.types import Batch, TargetFeatures
 from drafttrain.data.batches import Batches, StepGroup
-from drafttrain.types import Batch, TargetFeatures
 
 PATIENCE_S = 0.2  # how long the thread waits for room before it looks whether it should end
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.untrusted import MAX_VOCABULARY, UntrustedError, parse_json, shown
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, UntrustedError, parse_json, shown
 
 ROLES = {
     "system": "system",

@@ -17,7 +17,7 @@ from typing import Any
 
 from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.renderer import MEMORY, SECONDS
-from drafttrain.untrusted import shown
+from drafttrain.runtime.untrusted_input import shown
 
 USER, ANSWER = (
     "Kx7user7xK",

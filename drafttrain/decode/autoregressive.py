@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from drafttrain.chance import Chance, Purpose, draw_of
+from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Decoded
 from drafttrain.decode.rows import Rows, Stops, charge, check_room, padded
-from drafttrain.sampling import probabilities
-from drafttrain.target.target import Target
-from drafttrain.types import Decoded, Sampling
+from drafttrain.target.model import Target
 
 
 def clock_of(target: Target) -> Callable[[], float]:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from drafttrain.chance import Chance, Purpose, draw_of
+from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Nodes, Proposal
 from drafttrain.drafters.base import Drafter, DraftState
-from drafttrain.sampling import probabilities
-from drafttrain.types import Nodes, Proposal, Sampling
 
 
 def draft_chain(

@@ -7,15 +7,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from drafttrain.chance import Chance
+from drafttrain.core.chance import Chance
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Decoded, Proposal, Verdict
 from drafttrain.decode.autoregressive import clock_of, emit
 from drafttrain.decode.draft import draft_chain
 from drafttrain.decode.rows import Row, Rows, Stops, charge, check_room, padded
 from drafttrain.decode.verify import LOSSLESS, Rule, verify_chain, verify_greedy
 from drafttrain.drafters.base import Drafter
-from drafttrain.sampling import probabilities
-from drafttrain.target.target import Target
-from drafttrain.types import Decoded, Proposal, Sampling, Verdict
+from drafttrain.target.model import Target
 
 
 @dataclass(frozen=True)

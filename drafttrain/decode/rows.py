@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from drafttrain.target.target import Target
-from drafttrain.types import Decoded, DecodeStats
+from drafttrain.core.types import Decoded, DecodeStats
+from drafttrain.target.model import Target
 
 
 class Stops:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from drafttrain.chance import Chance, Purpose, draw_of
-from drafttrain.types import Proposal, Verdict
+from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.types import Proposal, Verdict
 
 
 class Rule(ABC):

@@ -25,10 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.chance import Chance, SeededChance
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
-from drafttrain.vocab import DraftVocab
+from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain import losses
-from drafttrain.cache import KeyValues
-from drafttrain.chunked import OutputHead, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core import losses
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.cache import KeyValues
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
     About,
     Capabilities,
@@ -22,11 +26,13 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.drafters.shape import LayerConfig, LayerShape, embed, own_embedding, serving_keys
-from drafttrain.layers import MLP, RMSNorm, Rotation, document_mask
-from drafttrain.losses import TokenLossConfig
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.drafters.shared.layer import (
+    LayerConfig,
+    LayerShape,
+    embed,
+    own_embedding,
+    serving_keys,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

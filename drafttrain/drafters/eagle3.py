@@ -9,7 +9,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.chunked_losses import (
+    OutputHead,
+    Sums,
+    TargetLaw,
+    chunked_losses,
+    loss_terms,
+)
+from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask, within_calls
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
     About,
     Capabilities,
@@ -21,14 +33,8 @@ from drafttrain.drafters.base import (
     positions_to_predict,
 )
 from drafttrain.drafters.eagle import EagleState
-from drafttrain.drafters.eagle3_layer import Eagle3Layer
-from drafttrain.drafters.shape import LayerConfig, embed, own_embedding, serving_keys
-from drafttrain.flash import unrolled_attention
-from drafttrain.layers import RMSNorm, Rotation, document_mask, within_calls
-from drafttrain.losses import TokenLossConfig
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
-from drafttrain.vocab import DraftVocab
+from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
+from drafttrain.drafters.shared.layer import LayerConfig, embed, own_embedding, serving_keys
 
 
 @dataclass(frozen=True, kw_only=True)

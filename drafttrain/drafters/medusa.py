@@ -9,7 +9,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.chunked import OutputHead, Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.chunked_losses import (
+    OutputHead,
+    Sums,
+    TargetLaw,
+    chunked_losses,
+    loss_terms,
+)
+from drafttrain.core.ops.layers import within_calls
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
     About,
     Capabilities,
@@ -22,11 +33,6 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.layers import within_calls
-from drafttrain.losses import TokenLossConfig
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
-from drafttrain.vocab import DraftVocab
 
 
 @dataclass(frozen=True, kw_only=True)

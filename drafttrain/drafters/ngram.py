@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
     Capabilities,
     Drafter,
@@ -16,8 +18,6 @@ from drafttrain.drafters.base import (
     Expansion,
     TrainingChance,
 )
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 
 
 @dataclass(frozen=True, kw_only=True)

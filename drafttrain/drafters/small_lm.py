@@ -11,8 +11,12 @@ import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain import pretrained
-from drafttrain.chunked import Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.chunked_losses import Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.growing import additive
+from drafttrain.core.ops.layers import document_mask, within_calls
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
     About,
     DrafterConfig,
@@ -20,19 +24,15 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
-from drafttrain.drafters.causal import CausalDrafter
-from drafttrain.drafters.lora import add_lora, merge_lora
-from drafttrain.drafters.on_policy import in_own_words
-from drafttrain.drafters.sources import draft_source, load_draft_model
-from drafttrain.drafters.vocabularies import check_same
-from drafttrain.growing import additive
-from drafttrain.layers import document_mask, within_calls
-from drafttrain.losses import TokenLossConfig
-from drafttrain.pretrained.files import check_settings
-from drafttrain.pretrained.limits import check_sizes
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.untrusted import parse_json, shown
+from drafttrain.drafters.shared.causal import CausalDrafter
+from drafttrain.drafters.shared.lora import add_lora, merge_lora
+from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
+from drafttrain.drafters.shared.on_policy import in_own_words
+from drafttrain.drafters.shared.vocabularies import check_same
+from drafttrain.runtime.untrusted_input import parse_json, shown
+from drafttrain.target.pretrained.files import check_settings
+from drafttrain.target.pretrained.limits import check_sizes
+from drafttrain.target.pretrained.models import attention_of
 
 MOST_SETTINGS = 1 << 20
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
@@ -326,7 +326,7 @@ def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def _from_settings(settings: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.for_model(**settings)
     return transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation=pretrained.attention_of(config)
+        config, dtype=torch.float32, attn_implementation=attention_of(config)
     )
 
 

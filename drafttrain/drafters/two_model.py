@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, TrainingChance
-from drafttrain.drafters.causal import CausalDrafter, CausalState
-from drafttrain.drafters.sources import draft_source, load_draft_model
-from drafttrain.drafters.vocabularies import check_same, intersection
-from drafttrain.pretrained import SCHEMES
-from drafttrain.readout import Readout
-from drafttrain.types import Batch, Losses, TargetFeatures, TargetSpec
+from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
+from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
+from drafttrain.drafters.shared.vocabularies import check_same, intersection
+from drafttrain.target.pretrained.quantize import SCHEMES
 
 VOCABULARIES = ("same", "intersection")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -9,7 +9,10 @@ from jaxtyping import Float
 from scipy import stats
 from torch import Tensor
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Decoded
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.decode.loop import (
     Cycle,
@@ -20,11 +23,9 @@ from drafttrain.decode.loop import (
 from drafttrain.decode.verify import Rule, drawn_law, one_step_law
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.report import Check
-from drafttrain.sampling import probabilities
-from drafttrain.target.target import Target
-from drafttrain.terminal import progress
-from drafttrain.types import GREEDY, Decoded, Sampling
+from drafttrain.report.certificate import Check
+from drafttrain.runtime.terminal import progress
+from drafttrain.target.model import Target
 
 COMPARED_IDS = 256
 SAME_LOGITS = 1e-3  # of the largest logit; float32 leaves 1e-6, a wrong position 1e-1

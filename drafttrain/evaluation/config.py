@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.suites import PromptSource
-from drafttrain.decode.loop import is_lossless
-from drafttrain.decode.verify import LOSSLESS, Lenience, Rule, Typical
-from drafttrain.report import VerdictSettings
-from drafttrain.types import Sampling
-from drafttrain.untrusted import folder_name
+from drafttrain.runtime.untrusted_input import folder_name
+
+if TYPE_CHECKING:
+    from drafttrain.decode.verify import Rule
+from drafttrain.report.config import VerdictSettings
 
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
@@ -140,8 +142,10 @@ class EvalConfig:
         )
 
     @property
-    def acceptance_rule(self) -> Rule:
+    def acceptance_rule(self) -> "Rule":
         """The rule by which drafts are accepted."""
+        from drafttrain.decode.verify import LOSSLESS, Lenience, Typical  # with them comes torch
+
         if self.rule == "typical":
             return Typical(self.typical_epsilon, self.typical_delta)
         return Lenience(self.lenience) if self.rule == "lenience" else LOSSLESS
@@ -149,10 +153,7 @@ class EvalConfig:
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the target's law anywhere in what is measured."""
-        return any(
-            not is_lossless(self.acceptance_rule, Sampling(temperature, self.top_k, self.top_p))
-            for temperature, _ in self.points
-        )
+        return self.rule != "lossless" and any(temperature for temperature, _ in self.points)
 
     @property
     def every_depth(self) -> list[int]:
@@ -202,3 +203,68 @@ def _require(key: str, holds: bool, what: str, got: object) -> None:
     if not holds:
         shown = list(got) if isinstance(got, Sequence) and not isinstance(got, str) else got
         raise ValueError(f"eval.{key} must be {what}, got {shown}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Which depths and batches are weighed, and how carefully."""
+
+    name: str
+    overwrite: bool
+    depths: list[int]
+    batch_sizes: list[int]
+    contexts: list[int]
+    rounds: int
+    measure: bool
+
+    def __post_init__(self) -> None:
+        for key in ("depths", "batch_sizes", "contexts"):
+            values = getattr(self, key)
+            if not values or min(values) < 1 or len(set(values)) < len(values):
+                raise ValueError(
+                    f"tune.{key} must be distinct numbers of at least 1, got {list(values)}"
+                )
+        if self.rounds < 1:
+            raise ValueError(f"tune.rounds must be at least 1, got {self.rounds}")
+
+    def fitting(self, deepest: int | None) -> list[int]:
+        """Return the depths, ascending, that a drafter can draft (None: any)."""
+        depths = sorted(depth for depth in self.depths if deepest is None or depth <= deepest)
+        if not depths:
+            raise ValueError(
+                f"tune.depths must have a depth of at most {deepest}, the drafter's own limit, got "
+                f"{list(self.depths)}"
+            )
+        return depths
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Which runs are compared, with what, and where the comparison goes."""
+
+    runs: list[str]
+    evaluation: str
+    baseline: str | None
+    all_pairs: bool
+    resamples: int
+    seed: int
+    name: str
+    dir: str
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError(
+                "runs must name at least one evaluated run, got none: "
+                "python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
+            )
+        places = [Path(run).resolve() for run in self.runs]
+        twice = [
+            run for run, place in zip(self.runs, places, strict=True) if places.count(place) > 1
+        ]
+        if twice:
+            raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
+        folder_name(self.evaluation, "compare.evaluation")
+        if self.resamples < 100:
+            raise ValueError(f"compare.resamples must be at least 100, got {self.resamples}")
+        if self.seed < 0:
+            raise ValueError(f"compare.seed must be at least 0, got {self.seed}")

@@ -7,14 +7,15 @@ from statistics import median
 import numpy as np
 import torch
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Proposal
 from drafttrain.decode.autoregressive import clock_of
 from drafttrain.decode.draft import draft_chain
 from drafttrain.decode.verify import verify_greedy
 from drafttrain.drafters.base import Drafter, DraftState
-from drafttrain.target.target import Target
-from drafttrain.terminal import progress
-from drafttrain.types import GREEDY, Proposal
+from drafttrain.runtime.terminal import progress
+from drafttrain.target.model import Target
 
 # Passes of one kind in a row, as a loop takes them; the first ones, which find the machine's caches
 # filled by another kind, do not count. One at a time, a plain step seemed a quarter slower.

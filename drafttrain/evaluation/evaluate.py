@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from drafttrain.data.prompts import Prompt
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
-from drafttrain.decode.footprint import extra_memory
 from drafttrain.decode.loop import is_lossless, rule_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
 from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.footprint import extra_memory
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
@@ -24,23 +26,14 @@ from drafttrain.evaluation.measure import (
     methods_of,
     spread,
 )
-from drafttrain.report import (
-    Check,
-    LosslessCheck,
-    Report,
-    Table,
-    TimingInfo,
-    build_report,
-    certificate,
-    certificate_rows,
-    sweep_point,
-    sweep_table,
-    with_adaptation,
-)
+from drafttrain.report.adaptation import with_adaptation
+from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_report
+from drafttrain.report.certificate import Check, certificate, certificate_rows
 from drafttrain.report.statistics import Resampling
-from drafttrain.target.target import Target
-from drafttrain.terminal import console
-from drafttrain.types import PromptResult, Sampling
+from drafttrain.report.sweep import sweep_point, sweep_table
+from drafttrain.report.tables import Table
+from drafttrain.runtime.terminal import console
+from drafttrain.target.model import Target
 
 
 @dataclass(frozen=True)

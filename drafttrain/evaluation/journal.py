@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.disk import append_text, cut_torn_line, write_whole
-from drafttrain.types import PromptResult
-from drafttrain.untrusted import UntrustedError, lines_of, typed
+from drafttrain.core.types import PromptResult
+from drafttrain.runtime.disk import append_text, cut_torn_line, write_whole
+from drafttrain.runtime.untrusted_input import UntrustedError, lines_of, typed
 
 Key = tuple[int, int]  # block, batch of prompts
 

@@ -4,9 +4,11 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Decoded, PromptResult, TargetSpec
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.prompts import Prompt
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template
@@ -16,9 +18,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.journal import Journal, Key
 from drafttrain.report.statistics import disturbed_turns
-from drafttrain.target.target import Target
-from drafttrain.terminal import console, progress
-from drafttrain.types import Decoded, PromptResult, Sampling, TargetSpec
+from drafttrain.runtime.terminal import console, progress
+from drafttrain.target.model import Target
 
 PLAIN = "autoregressive"
 TRIES_AGAIN = 2  # how often what was disturbed is measured again

@@ -6,8 +6,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from drafttrain.disk import write_whole
-from drafttrain.untrusted import UntrustedError, read_object, shown
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
 
 SETTINGS = "settings.json"
 # Of these sections these keys matter alone; of all others, whatever does not name or ask.

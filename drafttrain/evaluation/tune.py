@@ -8,53 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.prompts import Prompt
+from drafttrain.core.types import Counters, PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
-from drafttrain.disk import write_whole
-from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.config import EvalConfig, TuneConfig
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
-from drafttrain.types import Counters, PromptResult
-from drafttrain.untrusted import Count, UntrustedError, read_typed
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
 
 TUNED = "tuned.json"
 
 Choice = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneConfig:
-    """Which depths and batches are weighed, and how carefully."""
-
-    name: str
-    overwrite: bool
-    depths: list[int]
-    batch_sizes: list[int]
-    contexts: list[int]
-    rounds: int
-    measure: bool
-
-    def __post_init__(self) -> None:
-        for key in ("depths", "batch_sizes", "contexts"):
-            values = getattr(self, key)
-            if not values or min(values) < 1 or len(set(values)) < len(values):
-                raise ValueError(
-                    f"tune.{key} must be distinct numbers of at least 1, got {list(values)}"
-                )
-        if self.rounds < 1:
-            raise ValueError(f"tune.rounds must be at least 1, got {self.rounds}")
-
-    def fitting(self, deepest: int | None) -> list[int]:
-        """Return the depths, ascending, that a drafter can draft (None: any)."""
-        depths = sorted(depth for depth in self.depths if deepest is None or depth <= deepest)
-        if not depths:
-            raise ValueError(
-                f"tune.depths must have a depth of at most {deepest}, the drafter's own limit, got "
-                f"{list(self.depths)}"
-            )
-        return depths
 
 
 @dataclass(frozen=True)

@@ -8,38 +8,10 @@ from pathlib import Path
 
 import torch
 
+from drafttrain.plan.config import AcceleratorConfig
+
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AcceleratorConfig:
-    """One accelerator: its size, its peaks and its price; null is found on this machine."""
-
-    name: str
-    matches: list[str]
-    memory_gib: float | None
-    bf16_tflops: float | None
-    fp32_tflops: float | None
-    bandwidth_gb_s: float | None
-    interconnect_gb_s: float
-    watts: float
-    price_per_hour: float
-    efficiency: float
-    serving_efficiency: float
-    bandwidth_efficiency: float
-    overhead_gib: float
-    pass_us: float
-    collective_us: float
-
-    def __post_init__(self) -> None:
-        for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"accelerator.{key} must be above 0, or null, got {value}")
-        for key in ("efficiency", "serving_efficiency", "bandwidth_efficiency"):
-            if not 0 < getattr(self, key) <= 1:
-                raise ValueError(f"accelerator.{key} must be in (0, 1], got {getattr(self, key)}")
 
 
 @dataclass(frozen=True)

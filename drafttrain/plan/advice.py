@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from drafttrain.plan import PlanConfig
-from drafttrain.plan.build import Job, Plan, cost, memory_of
+from drafttrain.plan.config import PlanConfig
+from drafttrain.plan.job import Job, Plan, cost, memory_of
 from drafttrain.plan.memory import Memory
 from drafttrain.plan.serving import affordable, fitting
 from drafttrain.plan.units import count, disk, gib

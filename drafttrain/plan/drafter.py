@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.eagle import EagleConfig
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
-from drafttrain.drafters.shape import LayerShape
+from drafttrain.drafters.shared.layer import LayerShape
 from drafttrain.drafters.small_lm import SmallLMConfig
 from drafttrain.plan.shapes import NORMED, Shape, read_shape
-from drafttrain.types import TargetSpec
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafttrain.plan.build import Cost, Plan
+from drafttrain.plan.job import Cost, Plan
 from drafttrain.plan.memory import NAMES
 from drafttrain.plan.pages import GIBIBYTE, components, headline, notes, tables
 from drafttrain.report.markdown import escaped, table

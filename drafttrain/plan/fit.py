@@ -3,7 +3,7 @@
 import torch
 
 from drafttrain.plan.accelerator import host_memory
-from drafttrain.plan.build import Job, memory_of, place
+from drafttrain.plan.job import Job, memory_of, place
 from drafttrain.plan.memory import Sharding
 from drafttrain.plan.units import gib
 

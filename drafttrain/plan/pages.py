@@ -8,7 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from drafttrain.plan.build import Cost, Job, Plan
+from drafttrain.plan.job import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three

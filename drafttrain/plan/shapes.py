@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from drafttrain.pretrained import EMBEDDED, ModelConfig, RandomModelConfig, hub
-from drafttrain.pretrained.inflate import MULTIPLE, parse_size
-from drafttrain.pretrained.limits import check_sizes
+from drafttrain.core.types import TargetSpec
+from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.describe import describe
-from drafttrain.types import TargetSpec
-from drafttrain.untrusted import read_object, shown
+from drafttrain.target.pretrained import hub
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.inflate import MULTIPLE
+from drafttrain.target.pretrained.limits import check_sizes
+from drafttrain.target.pretrained.models import EMBEDDED
+from drafttrain.target.pretrained.size import parse_size
 
 # Decoders of Llama's form, whose parameters follow from their sizes: biases on queries, keys and
 # values, and norms on queries and keys, are all that tells them apart. Others are asked themselves.

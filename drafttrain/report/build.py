@@ -6,6 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Counters, PromptResult
+from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
 from drafttrain.report.rows import method_row, plain_row
 from drafttrain.report.statistics import (
@@ -20,7 +23,6 @@ from drafttrain.report.statistics import (
 from drafttrain.report.tables import Table
 from drafttrain.report.verdict import (
     ExtraMemory,
-    VerdictSettings,
     disagreement,
     disturbance,
     handicap,
@@ -29,7 +31,6 @@ from drafttrain.report.verdict import (
     verdicts_of,
 )
 from drafttrain.report.wording import TOO_FEW, between, number, rule_statement
-from drafttrain.types import Counters, PromptResult, Sampling
 
 SCHEMA_VERSION = 2
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from drafttrain.core.types import Counters
 from drafttrain.report.statistics import PromptTotals, Resampling, Values, interval, ratio
-from drafttrain.types import Counters
 
 NOT_COMPARED = {"value": None, "ci95": None}
 

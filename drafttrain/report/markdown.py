@@ -20,7 +20,7 @@ from drafttrain.report.wording import (
     shortened,
     speed,
 )
-from drafttrain.untrusted import shown
+from drafttrain.runtime.untrusted_input import shown
 
 LONGEST_TEXT = 100_000  # characters; what is longer is no text of a report
 

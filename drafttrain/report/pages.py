@@ -5,7 +5,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from drafttrain.report.markdown import LONGEST_TEXT
-from drafttrain.untrusted import shown
+from drafttrain.runtime.untrusted_input import shown
 
 
 def page(template: str, **values: Any) -> str:

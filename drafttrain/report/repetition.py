@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from drafttrain.types import Counters
+from drafttrain.core.types import Counters
 
 REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from drafttrain.core.types import Counters
 from drafttrain.report.lengths import differences, outside_row
 from drafttrain.report.statistics import (
     PromptTotals,
@@ -13,7 +14,6 @@ from drafttrain.report.statistics import (
     speed,
     speedup,
 )
-from drafttrain.types import Counters
 
 Row = dict[str, Any]
 

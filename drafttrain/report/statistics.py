@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
-from drafttrain.types import Counters, PromptResult
 
 PLAIN = "autoregressive"
 NGRAM = "ngram"

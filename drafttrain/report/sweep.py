@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drafttrain.core.types import PromptResult
 from drafttrain.report.rows import method_row
 from drafttrain.report.statistics import NGRAM, PLAIN, Resampling, collect
 from drafttrain.report.tables import Table
 from drafttrain.report.wording import estimate, number, speed
-from drafttrain.types import PromptResult
 
 Point = dict[str, Any]
 

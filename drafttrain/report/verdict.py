@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from drafttrain.report import wording
+from drafttrain.report.config import VerdictSettings
 from drafttrain.report.statistics import DISTURBED
 from drafttrain.report.wording import TOO_FEW, between, number, percent
 
@@ -22,29 +23,6 @@ DISAGREEING = 1.5  # times as fast in one block as in another
 FEW_DISTURBED = 0.05  # of the prompts: a share that decides nothing
 
 Verdict = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class VerdictSettings:
-    """When a speedup is worth having, and what the machine costs per hour (None: not said)."""
-
-    marginal_speedup: float
-    price_per_hour: float | None
-    currency: str  # a label of the price
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.marginal_speedup <= 10:
-            raise ValueError(
-                f"eval.marginal_speedup must be in [1, 10] (1: any sure gain is worth having), got "
-                f"{self.marginal_speedup}"
-            )
-        if self.price_per_hour is not None and not 0 < self.price_per_hour < float("inf"):
-            raise ValueError(
-                f"eval.price_per_hour must be above 0, or null to leave money out, got "
-                f"{self.price_per_hour}"
-            )
-        if not self.currency.strip():
-            raise ValueError("eval.currency must name what eval.price_per_hour is in, got nothing")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from drafttrain.disk import write_whole, writing
 from drafttrain.report.markdown import depth_told, markdown, methods_of
 from drafttrain.report.verdict import bill, grouped
 from drafttrain.report.wording import estimate, number, positions, speed
+from drafttrain.runtime.disk import write_whole, writing
 
 REPORT_FILES = ("report.json", "report.md", "report.html")
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafttrain.pretrained import ModelConfig, limits_of
-from drafttrain.pretrained.limits import final_norm_of, rope_theta_of
-from drafttrain.readout import Readout
-from drafttrain.types import TargetSpec
-from drafttrain.untrusted import shown
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import TargetSpec
+from drafttrain.runtime.untrusted_input import shown
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.limits import final_norm_of, limits_of, rope_theta_of
 
 
 def describe(

@@ -7,14 +7,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from drafttrain import pretrained
-from drafttrain.pretrained import ModelConfig, RandomModelConfig
-from drafttrain.pretrained.shards import weight_bytes
-from drafttrain.ranks import Ranks
+from drafttrain.runtime.ranks import Ranks
 from drafttrain.target.describe import gigabytes
+from drafttrain.target.device_map import load_spread
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.models import load_model_config
+from drafttrain.target.pretrained.shards import weight_bytes
 from drafttrain.target.sharded import load_sharded
-from drafttrain.target.spread import load_spread
-from drafttrain.target.target import Target, load_target
 
 # Of the memory that is free, what a target may take: the rest is for features, logits, the drafter.
 TARGET_SHARE = 0.7
@@ -61,7 +61,7 @@ def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
 
 
 def _shardable(config: ModelConfig) -> bool:
-    settings = pretrained.load_config(config)
+    settings = load_model_config(config)
     return config.quantization is None and getattr(settings, "quantization_config", None) is None
 
 

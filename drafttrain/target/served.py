@@ -11,13 +11,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from drafttrain import pretrained
-from drafttrain.pretrained import ModelConfig
-from drafttrain.pretrained.limits import final_norm_of
-from drafttrain.readout import Readout
-from drafttrain.serving import Engine, VllmConfig
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 from drafttrain.target.describe import describe, read_out
-from drafttrain.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.ends import directory, load_ends
+from drafttrain.target.pretrained.limits import final_norm_of
+from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
+from drafttrain.target.vllm.config import VllmConfig
+from drafttrain.target.vllm.engine import Engine
 
 PROBE = 8  # prefixes by which the ends are compared with the engine
 EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
@@ -136,11 +138,11 @@ def open_served(
     longest: tokens of the longest document. folder: where the engine's log goes. ValueError if the
     engine does not start, or runs another model than lies on the disk.
     """
-    place = pretrained.directory(config)
-    model_config = pretrained.load_config(config)
-    tokenizer = pretrained.load_tokenizer(config)
-    model = pretrained.load_ends(config, model_config, dtype, device)
-    mark = pretrained.fingerprint(config, dtype, device)
+    place = directory(config)
+    model_config = load_model_config(config)
+    tokenizer = load_tokenizer(config)
+    model = load_ends(config, model_config, dtype, device)
+    mark = fingerprint(config, dtype, device)
     spec = spec_on_disk(config, model_config, tokenizer, mark)
     for layer in captures:
         if not 0 <= layer <= spec.num_layers:
@@ -183,7 +185,7 @@ def spec_on_disk(
 ) -> TargetSpec:
     """Return what `load_target` says of a target, without its weights."""
     generation = None
-    place = pretrained.directory(config)
+    place = directory(config)
     if (place / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
     return describe(config, model_config, generation, tokenizer, fingerprint)

@@ -4,7 +4,6 @@ Each rank keeps its part of every layer; a layer is gathered when it runs, on al
 forgotten behind it. So every rank must run the target equally often: see `ShardedTarget.in_step`.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,17 +12,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain import pretrained
-from drafttrain.engine.deepspeed import import_deepspeed
-from drafttrain.growing import RaggedCache
-from drafttrain.pretrained import ModelConfig, RandomModelConfig
-from drafttrain.pretrained.inflate import count_parameters
-from drafttrain.pretrained.limits import final_norm_of
-from drafttrain.pretrained.shards import Place, places, put, read, skeleton
-from drafttrain.ranks import Ranks
+from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
+from drafttrain.runtime.deepspeed import import_deepspeed, quiet
+from drafttrain.runtime.ranks import Ranks
 from drafttrain.target.describe import describe, gigabytes
-from drafttrain.target.target import Target
-from drafttrain.types import Batch, TargetFeatures, TargetSpec
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.inflate import count_parameters
+from drafttrain.target.pretrained.limits import final_norm_of, limits_of
+from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
+from drafttrain.target.pretrained.shards import Place, places, put, read, skeleton
 
 
 def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "ShardedTarget":
@@ -31,14 +30,14 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
 
     ValueError for what cannot be partitioned, and for weights that do not fit the configuration.
     """
-    model_config = pretrained.load_config(config)
-    pretrained.limits_of(config, model_config)
+    model_config = load_model_config(config)
+    limits_of(config, model_config)
     refuse_unless_shardable(config, model_config, ranks)
-    tokenizer = pretrained.load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
     model = skeleton(config, model_config, dtype)
     num_parameters = count_parameters(model)
     engine = partition(config, model, ranks)
-    mark = pretrained.fingerprint(config, dtype, str(ranks.device))
+    mark = fingerprint(config, dtype, str(ranks.device))
     spec = describe(config, model_config, model.generation_config, tokenizer, mark)
     target = ShardedTarget(model, tokenizer, spec, engine, ranks)
     target.num_parameters = num_parameters
@@ -149,13 +148,6 @@ def dtype_of(model: Any, place: Place, like: Tensor) -> torch.dtype:
     if like.is_floating_point() and any(part in place.names[0].split(".") for part in exempt):
         return torch.float32
     return like.dtype
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep back what DeepSpeed warns of: it calls torch by names that are going out of use."""
-    with warnings.catch_warnings(action="ignore"):
-        yield
 
 
 class ShardedTarget(Target):

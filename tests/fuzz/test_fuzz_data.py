@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from support import FUZZ, Fence, damaged, edited, fence, nasty_json
 from test_conversations import jsonl
 
-from drafttrain.data.asked import Asked, read_asked
 from drafttrain.data.conversations import read_jsonl
-from drafttrain.data.prompts import prompts_sha256, read_prompts
+from drafttrain.data.evaluation_prompts import prompts_sha256, read_prompts
+from drafttrain.data.prompts_to_answer import Asked, read_asked
 from drafttrain.data.records import Message
-from drafttrain.regenerate.answers import line_of, load
-from drafttrain.regenerate.dialogue import Dialogue, Failure, Row
-from drafttrain.regenerate.endpoint import Completion, Models, take
-from drafttrain.untrusted import typed
+from drafttrain.runtime.untrusted_input import typed
+from drafttrain.target.answers.answers_file import line_of, load
+from drafttrain.target.answers.dialogue import Dialogue, Failure, Row
+from drafttrain.target.answers.endpoint import Completion, Models, take
 
 __all__ = ["fence"]
 

@@ -13,7 +13,7 @@ from support import FUZZ, Fence, damaged, edited, fence, safetensors
 from test_admit import admitted
 from tests_support import model_config
 
-from drafttrain.target.target import Target, load_target
+from drafttrain.target.model import Target, load_target
 
 __all__ = ["fence"]
 

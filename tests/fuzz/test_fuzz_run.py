@@ -15,14 +15,14 @@ from test_checkpoint import make_engine, saved
 from test_compare import results, write_run
 from tests_support import model_config
 
-from drafttrain.assemble import recorded_spec
-from drafttrain.checkpoint import Checkpoints, _digest
-from drafttrain.compare import read_run
-from drafttrain.engine import Engine
+from drafttrain.commands.setup.target_and_drafter import recorded_spec
+from drafttrain.core.types import DecodeStats, PromptResult
+from drafttrain.evaluation.compare_runs import read_run
 from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.tune import TUNED, tuned_depth
-from drafttrain.target.target import load_target
-from drafttrain.types import DecodeStats, PromptResult
+from drafttrain.target.model import load_target
+from drafttrain.training.checkpoint import Checkpoints, _digest
+from drafttrain.training.engine.engine import Engine
 
 __all__ = ["fence"]
 

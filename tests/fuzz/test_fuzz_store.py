@@ -15,13 +15,13 @@ from test_capture import ALONE, EVERYTHING, RECORD, settings
 from test_train import random_samples
 from tests_support import model_config
 
-from drafttrain.capture.capture import capture
-from drafttrain.capture.prepare import prepare
 from drafttrain.data.batches import collate
-from drafttrain.stopping import StopRequest
-from drafttrain.target.shards import digest
-from drafttrain.target.store import StoredTarget
-from drafttrain.target.target import Target, load_target
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.store.capture import capture
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.target.store.folder import prepare
+from drafttrain.target.store.shards import digest
 
 __all__ = ["fence"]
 

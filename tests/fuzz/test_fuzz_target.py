@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support import FUZZ, Fence, damaged, edited, fence, safetensors
 from tests_support import model_config
 
-from drafttrain.pretrained import files, load_config
-from drafttrain.pretrained.fit import require_fit
-from drafttrain.pretrained.models import find
+from drafttrain.target.pretrained import files
+from drafttrain.target.pretrained.fit import require_fit
+from drafttrain.target.pretrained.models import find, load_model_config
 
 __all__ = ["fence"]
 
@@ -32,7 +32,7 @@ def check(folder: Path) -> None:
     config = model_config(folder)
     find(config, weights=True)
     weights = files.weight_files(folder)
-    require_fit(config.origin, weights, load_config(config), code=False)
+    require_fit(config.origin, weights, load_model_config(config), code=False)
     files.fingerprint(folder)
 
 

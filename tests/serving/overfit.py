@@ -8,16 +8,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import PAD_DOCUMENT, Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.drafters.eagle import EagleConfig
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
 from drafttrain.drafters.small_lm import SmallLMConfig
-from drafttrain.pretrained import ModelConfig
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import GREEDY, PAD_DOCUMENT, Batch, weighted_sum
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.config import ModelConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 FAMILIES = {

@@ -18,15 +18,16 @@ import yaml
 from conftest import character_tokenizer
 from overfit import CONF, Text, decisive_texts, overfit, target_at
 
-from drafttrain.chance import SeededChance
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Counters
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.export import ExportConfig
-from drafttrain.export.card import CardData
-from drafttrain.export.vllm import export_vllm
-from drafttrain.pretrained.models import EMBEDDED
-from drafttrain.target.target import Target
-from drafttrain.types import GREEDY, Counters
+from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.report.card import CardData
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.models import EMBEDDED
 
 pytestmark = pytest.mark.serving
 

@@ -18,8 +18,8 @@ from conftest import character_tokenizer
 from overfit import decisive_texts, overfit, target_at
 from test_vllm import DEPTH, ask_vllm, card_of, decode, export_config, request
 
-from drafttrain.export.vllm import export_vllm
-from drafttrain.types import Counters
+from drafttrain.core.types import Counters
+from drafttrain.formats.write.vllm import export_vllm
 
 pytestmark = pytest.mark.serving
 

@@ -24,22 +24,23 @@ import yaml
 from tests_support import BY_TEMPLATE, model_config
 
 from drafttrain import __main__ as cli
-from drafttrain.data.asked import Asked, read_asked
+from drafttrain.core.types import Batch, Sample
 from drafttrain.data.batches import collate, pack
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.conversations import JsonlConfig
+from drafttrain.data.prompts_to_answer import Asked, read_asked
 from drafttrain.data.records import Message
-from drafttrain.pretrained import EMBEDDED
-from drafttrain.regenerate import RegenerateConfig, regenerate
-from drafttrain.regenerate.answers import Answers
-from drafttrain.regenerate.endpoint import by_endpoint
-from drafttrain.regenerate.local import by_transformers, by_vllm
-from drafttrain.serving import Engine, VllmConfig
-from drafttrain.serving.engine import ENVIRONMENT
-from drafttrain.stopping import StopRequest
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.config import RegenerateConfig
+from drafttrain.target.answers.endpoint import by_endpoint
+from drafttrain.target.answers.local import by_transformers, by_vllm
+from drafttrain.target.answers.regenerate import regenerate
+from drafttrain.target.model import Target, load_target
+from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.target.served import ServedTarget, open_served
-from drafttrain.target.target import Target, load_target
-from drafttrain.types import Batch, Sample
+from drafttrain.target.vllm.config import VllmConfig
+from drafttrain.target.vllm.engine import ENVIRONMENT, Engine
 
 pytestmark = pytest.mark.serving
 

@@ -15,17 +15,18 @@ from overfit import decisive_texts, overfit, target_at
 from test_vllm import card_of, export_config, prompts_of
 from torch import Tensor
 
-from drafttrain.chance import SeededChance
-from drafttrain.config import load_choice
+from drafttrain.config.compose import load_choice
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import PromptResult, TargetFeatures
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram, NgramConfig, NgramState
-from drafttrain.export.vllm import export_vllm
-from drafttrain.pretrained.models import EMBEDDED
-from drafttrain.target.target import Target
-from drafttrain.types import GREEDY, PromptResult, TargetFeatures
-from drafttrain.witness import Asked, check_witness, witness_section
+from drafttrain.evaluation.witness.section import Asked, check_witness, witness_section
+from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.models import EMBEDDED
 
 pytestmark = pytest.mark.serving
 

@@ -1,1 +1,0 @@
-"""The capture worker: conversations x target -> a store of features."""

@@ -1,0 +1,211 @@
+"""From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.commands.setup.init_from import changed_target, drafter_before
+from drafttrain.commands.setup.target_and_drafter import (
+    check_fingerprint,
+    drafter_to_evaluate,
+    inflate_as,
+    load_alone,
+    load_target_to_decode,
+    name_of,
+)
+from drafttrain.config.compose import load_choice
+from drafttrain.config.sections import EvaluateConfig, TuneConfig
+from drafttrain.data.evaluation_prompts import (
+    BUILTIN_PROMPTS,
+    Prompt,
+    load_prompts,
+    overlap_line,
+    overlap_record,
+    prompts_sha256,
+)
+from drafttrain.data.template import Template
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
+from drafttrain.evaluation.tune import tuned_depth
+from drafttrain.formats.write.config import ExportConfig
+from drafttrain.report.adaptation import BEFORE
+from drafttrain.report.build import TimingInfo
+from drafttrain.runtime.hardware import choose_device, choose_draft_dtype
+from drafttrain.runtime.run_folder import call
+from drafttrain.runtime.terminal import console
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.size import parameters
+
+SMALL_TARGET = 100_000_000  # parameters below which products are the lesser part of a pass
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a measurement is made of, checked, before anything is decoded."""
+
+    folder: Path  # of the run
+    settings: EvalConfig
+    parts: Parts
+    prompts: list[Prompt]
+    template: Template
+    checkpoint: Path | None  # of the run that trained the drafter
+    origin: str  # names the drafter's weights
+    conditions: dict[str, Any]  # what a measurement depends on besides `settings`
+    timing: TimingInfo
+    about_prompts: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def subject(self) -> dict[str, str]:
+        """Weights and prompts by names of their own: those of a file change under its name."""
+        weights = self.origin if self.checkpoint is None else self.checkpoint.name
+        return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
+
+
+def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Setup:
+    """Load what is to be measured, saying what that is. ValueError for whatever does not fit.
+
+    needs_exact: the target is wanted in float32 too, where it is timed in another dtype.
+    """
+    folder, model = Path(config.run.dir), config.model
+    # `tune` chooses the depth: it cannot ask for the one that it has yet to choose.
+    settings = config.eval if isinstance(config, TuneConfig) else tuned(config.eval, folder)
+    device = torch.device(choose_device(config.hardware))
+    source = settings.source
+    prompts, skipped = load_prompts(source)
+    if source.path is not None and skipped.counts:
+        raise ValueError(
+            f"eval.prompts={source.path} must be usable in every line, got "
+            f"{skipped.sentence()}; correct or remove them"
+        )
+    # The record is of the embedded target's training text; of another's, nothing is known.
+    file = BUILTIN_PROMPTS if source.embedded else source.path
+    ours = model.embedded and not model.path
+    overlap = overlap_record(file) if file is not None and ours else None
+    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
+    drafter = given.drafter
+    for line in given.lines:
+        console.print(line)
+    check_depths(drafter, settings)  # before the target, which takes its time
+    target, choice = load_target_to_decode(model, config.hardware, device)
+    if given.checkpoint is not None:  # which the run may have dropped since it was read
+        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
+    drafter.attach(target.tokenizer)
+    drafter.to(device).eval()
+    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
+    references = reference_drafters(settings, drafter, target, draft_dtype)
+    if settings.before and given.checkpoint is not None and isinstance(config, EvaluateConfig):
+        started = drafter_before(folder, config.drafter, drafter.spec)
+        if started is not None:
+            references[BEFORE] = started.to(device, draft_dtype)
+    everyone = [drafter, *references.values()]
+    widened = inflate_as(model, target, everyone)
+    how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
+    console.print(how)
+    template = config.data.text_format
+    prompts = skip_long(prompts, skipped, target, template, settings, everyone)
+    changed = changed_target(given.origin, given.fingerprint, target.spec)
+    lines = [line for line in (widened, changed) if line]
+    size = target.num_parameters
+    if size < SMALL_TARGET:
+        lines.append(
+            f"a pass of a target of {parameters(size)} is mostly dispatch: its speedups "
+            "say little of a large one's; model.inflate=200M times the cost of a larger one"
+        )
+    for line in [*skipped.lines(), overlap_line(overlap), *lines]:
+        console.print(line)
+    for each in everyone:
+        check_settings(prompts, target, each, template, settings)
+    exact = target
+    if needs_exact and settings.lossless_prompts and choice.dtype != torch.float32:
+        exact = load_alone(model, config.hardware, torch.float32, device)
+    return Setup(
+        folder=folder,
+        settings=settings,
+        parts=Parts(
+            target=target,
+            exact=exact,
+            drafter=drafter,
+            drafter_name=config.drafter.name,
+            draft_dtype=draft_dtype,
+            references=references,
+        ),
+        prompts=prompts,
+        template=template,
+        checkpoint=given.checkpoint,
+        origin=given.origin,
+        conditions={
+            "checkpoint": given.origin,
+            # Of a drafter without a checkpoint its settings say which one it is.
+            "drafter": asdict(config.drafter),
+            "model": asdict(model),
+            "target_fingerprint": target.spec.fingerprint,
+            "dtype": name_of(choice.dtype),
+            "draft_dtype": name_of(draft_dtype),
+            "threads": choice.threads,
+            "device": str(device),
+            "seed": config.run.seed,
+            "prompts": prompts_sha256(prompts),
+            "template": asdict(template),
+        },
+        timing=TimingInfo(
+            dtype=name_of(choice.dtype),
+            threads=choice.threads,
+            blocks=settings.blocks,
+            device=str(device),
+            draft_dtype=name_of(draft_dtype),
+        ),
+        about_prompts={
+            "source": source.describe(),
+            "sha256": prompts_sha256(prompts),
+            "task_by": source.task_by,
+            "num_prompts": len(prompts),
+            "skipped": skipped.to_dict(),
+            "overlap": overlap,
+        },
+        notes=[how, "losslessness is checked on first turns", *lines, *given.lines],
+    )
+
+
+def tuned(settings: EvalConfig, folder: Path) -> EvalConfig:
+    """Return the settings at the depth that `tune` chose, if that is asked for."""
+    if not settings.tuned:
+        return settings
+    return replace(settings, depth=_tuned_depth("eval", folder, settings.batch_size))
+
+
+def tuned_export(settings: ExportConfig, folder: Path) -> ExportConfig:
+    """Return the settings of an export at the depth that `tune` chose, if that is asked for."""
+    if not settings.tuned:
+        return settings
+    return replace(settings, num_speculative_tokens=_tuned_depth("export", folder, 1))
+
+
+def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
+    depth = tuned_depth(folder, batch_size)
+    if depth is None:
+        raise ValueError(
+            f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
+            f"write it with {call('tune', f'run.dir={folder}')}"
+        )
+    return depth
+
+
+def reference_drafters(
+    settings: EvalConfig, drafter: Drafter, target: Target, dtype: torch.dtype
+) -> dict[str, Drafter]:
+    """Return what stands beside the drafter: prompt lookup, and a smaller model if one is named."""
+    references: dict[str, Drafter] = {}
+    if drafter.config.name != "ngram":
+        references["ngram"] = load_choice("drafter", "ngram").build(target.spec)
+    if settings.two_model is not None and drafter.config.name != "two_model":
+        chosen = replace(load_choice("drafter", "two_model"), path=settings.two_model)
+        small = chosen.build(target.spec)
+        small.attach(target.tokenizer)
+        references["two_model"] = small.to(target.device, dtype).eval()
+    return references

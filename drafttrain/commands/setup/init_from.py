@@ -1,0 +1,168 @@
+"""Training that starts from a drafter that is there, and the record of what it started from."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jaxtyping import Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.commands.setup.target_and_drafter import expected_spec
+from drafttrain.config.compose import load_choice, recorded
+from drafttrain.config.overrides import UsageError
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.formats.read.admit import AdmittedConfig, admit
+from drafttrain.runtime.disk import replacing, write_whole, writing
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG
+from drafttrain.target.pretrained.models import load_tokenizer
+from drafttrain.training.checkpoint import Checkpoints
+
+FOLDER = "initial"  # in the run folder: what training started from
+WEIGHTS, RECORD = "drafter.safetensors", "record.json"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A drafter to train further, in float32 on the CPU."""
+
+    drafter: Drafter
+    origin: str  # where it lay, and which weights
+    fingerprint: str | None  # of the target that it was trained on, where that is recorded
+    lines: tuple[str, ...]  # what to say of it
+
+
+def starting_point(config: TrainConfig) -> Start | None:
+    """Return the drafter that run.init_from names, None where training starts anew.
+
+    It is checked against the target's configuration and tokenizer, before any weight of the target
+    is read. ValueError for whatever does not fit.
+    """
+    if config.run.init_from is None:
+        return None
+    folder = Path(config.run.init_from).expanduser()
+    spec = expected_spec(config.model)
+    if (folder / CONFIG).is_file():
+        return _of_run(folder, config.drafter, spec)
+    return _of_serving(folder, config, spec)
+
+
+def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
+    checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
+        raise ValueError(
+            f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
+            "first, or leave out run.init_from"
+        )
+    checkpoint, state, weights = chosen
+    trained = recorded(folder, TrainConfig, "run.init_from").drafter
+    if type(trained) is not type(config):
+        raise ValueError(
+            f"run.init_from={folder} holds a drafter of the family {trained.name}, got "
+            f"drafter={config.name}; give drafter={trained.name}"
+        )
+    drafter = config.build(spec)
+    try:
+        drafter.load_weights(weights)
+    except ValueError as error:
+        raise ValueError(
+            f"run.init_from={folder} must fit drafter={config.name} and a target shaped as "
+            f"{spec.name}: {error}"
+        ) from error
+    line = f"start: {checkpoint}, trained on {state.tokens:,} tokens"
+    return Start(drafter, str(checkpoint), state.fingerprint, (line,))
+
+
+def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
+    given, name = config.drafter, config.drafter.name
+    own: Callable[[str], DrafterConfig] = lambda family: load_choice("drafter", family)  # noqa: E731
+    if not isinstance(given, AdmittedConfig):  # a family was named, with its training settings
+
+        def own(family: str) -> DrafterConfig:
+            if family != name:
+                raise ValueError(
+                    f"run.init_from={folder} holds a drafter of the family {family}, got "
+                    f"drafter={name}; leave out drafter= or give drafter={family}"
+                )
+            return given
+
+    source = AdmittedConfig(
+        name=name,
+        path=str(folder),
+        layers=given.layers if isinstance(given, AdmittedConfig) else None,
+        allow_pickle=given.allow_pickle if isinstance(given, AdmittedConfig) else False,
+    )
+    try:
+        found = admit(source, spec, load_tokenizer(config.model), own)
+    except ValueError as error:  # the directory was given under this name
+        raise ValueError(str(error).replace("drafter.path", "run.init_from")) from error
+    if not found.drafter.config.trainable:
+        raise UsageError(
+            f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
+            f"drafter=small_lm drafter.path={folder}"
+        )
+    # Built anew for the target as it is: `admit` took what the directory declares of its own.
+    drafter = replace(found.drafter.config, name=found.family).build(spec)
+    drafter.load_weights(found.drafter.state_dict())
+    return Start(drafter, found.origin, found.target_fingerprint, tuple(found.lines()))
+
+
+def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> str | None:
+    """Say that a drafter was trained on other weights than the target's, None if it was not.
+
+    A directory that names no fingerprint gives nothing to compare.
+    """
+    if fingerprint is None or fingerprint == spec.fingerprint:
+        return None
+    return (
+        f"the target has changed: {origin} was trained on one with fingerprint {fingerprint[:16]}, "
+        f"{spec.name} has {spec.fingerprint[:16]}; its acceptance was of the other one"
+    )
+
+
+def what_is_started_from(start: Start, spec: TargetSpec) -> list[str]:
+    """Return what to tell the user once the target's weights are known."""
+    changed = changed_target(start.origin, start.fingerprint, spec)
+    return [*start.lines, *([changed] if changed else [])]
+
+
+def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
+    """Say what share of the trained tokens a drafter's reduced vocabulary holds, if it has one."""
+    if drafter.vocab is None:
+        return ""
+    share = float(token_counts[drafter.vocab.target_ids.cpu()].sum() / token_counts.sum())
+    return f" (its vocabulary stays, and holds {share:.1%} of the tokens to train on)"
+
+
+def keep_start(run: Path, start: Start | None) -> None:
+    """Leave in the run folder what training starts from, once: whole, or not there.
+
+    Before an engine has the drafter, which may shard or round its weights. What is left of an
+    attempt without a checkpoint is replaced; a run that has one began with what is kept.
+    """
+    folder, checkpoints = run / FOLDER, run / CHECKPOINTS
+    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+        return
+    (folder / RECORD).unlink(missing_ok=True)
+    if start is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: value.contiguous() for name, value in start.drafter.state_dict().items()}
+    with writing(folder / WEIGHTS), replacing(folder / WEIGHTS) as beside:
+        save_file(tensors, beside)
+    record = {"origin": start.origin, "target_fingerprint": start.fingerprint}
+    write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+
+
+def drafter_before(run: Path, config: DrafterConfig, spec: TargetSpec) -> Drafter | None:
+    """Return what a run's training started from, None where it started anew."""
+    folder = run / FOLDER
+    if not (folder / RECORD).is_file():
+        return None
+    drafter = config.build(spec)
+    drafter.load_weights(load_file(folder / WEIGHTS))
+    return drafter.eval()

@@ -1,0 +1,220 @@
+"""From a configuration to a plan: which accelerator, how many ranks, which share of the peak."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import yaml
+
+from drafttrain.config.compose import load_choice, recorded
+from drafttrain.config.groups import choices, conf_dir
+from drafttrain.config.overrides import UsageError
+from drafttrain.config.sections import PlanConfig, TrainConfig
+from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
+from drafttrain.plan.accelerator import Accelerator, find_accelerator
+from drafttrain.plan.build import build_plan
+from drafttrain.plan.config import AcceleratorConfig
+from drafttrain.plan.config import PlanConfig as PlanSettings
+from drafttrain.plan.fit import refuse_unless_fitting
+from drafttrain.plan.job import Job, Plan, cost, describe_job, place
+from drafttrain.plan.memory import Sharding
+from drafttrain.plan.pages import short_form
+from drafttrain.plan.shapes import UnknownShapeError
+from drafttrain.runtime.config import HardwareConfig
+from drafttrain.runtime.hardware import choose_train_dtype
+from drafttrain.runtime.run_folder import PROVENANCE
+from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
+from drafttrain.runtime.untrusted_input import read_typed, shown
+from drafttrain.target.store.config import StoredFeaturesConfig
+from drafttrain.training.engine.config import DeepSpeedConfig
+
+SETTLING = 2  # lines of metrics that are left out at the start of a run: compiling, filling caches
+FASTEST = 1e12  # tokens per second: above it there is no machine, but a file of others
+GUESS = "a guess, until plan.measured names a run"
+MEASURE_S, GLANCE_S = 0.15, 0.02  # of products, and as long of memory, on a CPU
+
+
+def plan_of(config: PlanConfig) -> tuple[Plan, str]:
+    """Return the whole plan, and where its efficiency is from.
+
+    ValueError where the target's architecture is not known, or plan.measured is no run of this
+    kind of accelerator.
+    """
+    settings, source = config.plan, GUESS
+    chip = accelerator_of(config.hardware, MEASURE_S)
+    if settings.measured is not None:
+        chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
+        source = f"measured in {settings.measured}"
+    job = job_of(config, settings, chip)
+    shardings = [_sharding(load_choice("deepspeed", name)) for name in choices("deepspeed")]
+    own = _sharding(config.deepspeed)
+    if own not in shardings:
+        shardings.append(own)
+    order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
+    return build_plan(job, settings, own, config.hardware.target_placement, order), source
+
+
+def foresee(config: TrainConfig) -> list[str]:
+    """Return the plan's short form for `train`, and refuse what cannot fit on this machine.
+
+    An architecture of which nothing is known is said, and not refused.
+    """
+    settings, hardware = default_settings(), config.hardware
+    chip = accelerator_of(hardware, GLANCE_S, here=True)
+    try:
+        job = job_of(config, settings, chip)
+    except UnknownShapeError as error:
+        return [f"plan: none, {error}"]
+    own, placement = _sharding(config.deepspeed), hardware.target_placement
+    features = config.features
+    stored = isinstance(features, StoredFeaturesConfig)
+    if isinstance(features, StoredFeaturesConfig) and not features.validate:
+        placement = "stored"  # no target is loaded
+    if hardware.check_fit:
+        refuse_unless_fitting(job, own, placement)
+    return short_form(job, cost(job, place(job, own, placement), stored))
+
+
+def default_settings() -> PlanSettings:
+    """Return the section `plan` as conf/plan.yaml has it."""
+    return PlanSettings(**yaml.safe_load((conf_dir() / "plan.yaml").read_text())["plan"])
+
+
+def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accelerator) -> Job:
+    """Return what is planned. ValueError for a drafter that has nothing to train."""
+    if not config.drafter.trainable:
+        raise ValueError(
+            f"drafter={config.drafter.name} has nothing to train, and so nothing to plan; "
+            "choose another drafter"
+        )
+    hardware = config.hardware
+    ranks, here = ranks_of(hardware, chip)
+    return describe_job(
+        config.model,
+        config.drafter,
+        hardware,
+        settings,
+        chip,
+        dtype=_dtype(hardware, chip.is_cpu),
+        ranks=ranks,
+        ranks_here=here,
+        max_length=config.data.max_length,
+        conversations=_conversations(config.data),
+        max_steps=config.trainer.max_steps,
+        tokens_per_step=config.trainer.tokens_per_step,
+    )
+
+
+def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
+    """Return the ranks of the run, and how many of them are on this machine.
+
+    As launched; else hardware.ranks of them, or with auto one per GPU found, all here.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "0"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or launched
+    if hardware.ranks != "auto":  # of each machine
+        each = int(hardware.ranks)
+        return each * max(1, launched // max(1, here)), each
+    if launched:
+        return launched, here
+    found = 1 if chip.is_cpu else max(1, torch.cuda.device_count())
+    return found, found
+
+
+def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:
+    """Return what hardware.accelerator names, or what this machine has for hardware.device.
+
+    here: the run is about to start on this machine, so the memory is what is found, whatever is
+    named. ValueError where neither says what to plan for.
+    """
+    name, device = hardware.accelerator, hardware.device
+    gpu = device != "cpu" and torch.cuda.is_available()
+    if name is not None and name not in choices("accelerator"):
+        raise UsageError(
+            f"hardware.accelerator must be one of {', '.join(sorted(choices('accelerator')))}, "
+            f"or null to detect it, got {name}"
+        )
+    if here and not gpu:
+        name = "cpu"
+    if name is None and device.startswith("cuda") and not gpu:
+        raise ValueError(
+            f"hardware.accelerator must name what to plan for, as there is no GPU here for "
+            f"hardware.device={device}, got null; as in hardware.accelerator=h100"
+        )
+    dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
+    found = find_accelerator(name, device, dtype, _entry, _entries, measure_s)
+    if here and gpu:
+        place = torch.device("cuda" if device == "auto" else device)
+        found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
+    return found
+
+
+@dataclass(frozen=True)
+class _Machine:
+    cpu: str
+    gpus: list[str]
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    hardware: _Machine
+
+
+def measured_efficiency(folder: Path, chip: Accelerator) -> float:
+    """Return the share of the peak that a run reached: its tokens/s over the roofline's.
+
+    The median of its lines of metrics, the first ones left out. ValueError where the folder has
+    none, or its run was on another kind of machine.
+    """
+    config = recorded(folder, TrainConfig, "plan.measured")
+    file = folder / METRICS_FILE
+    rows = read_metrics(file) if file.is_file() else []
+    told = [row.get("perf/tokens_per_s") for row in rows]
+    speeds = [x for x in told if isinstance(x, int | float) and 0 < x < FASTEST]
+    if not speeds:
+        raise ValueError(
+            f"plan.measured must be a run with tokens/s in its {METRICS_FILE}, got {folder}"
+        )
+    if not (folder / PROVENANCE).is_file():
+        raise ValueError(f"plan.measured must be a run with a {PROVENANCE}, got {folder}")
+    machine = read_typed(_Provenance, folder / PROVENANCE).hardware
+    if bool(machine.gpus) == chip.is_cpu:
+        raise ValueError(
+            f"plan.measured must be a run on the accelerator that is planned, {chip.name}, got "
+            f"{folder}, which ran on {shown(', '.join(machine.gpus) or machine.cpu)}"
+        )
+    job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
+    found = place(job, _sharding(config.deepspeed), config.hardware.target_placement)
+    stored = isinstance(config.features, StoredFeaturesConfig)
+    ideal = cost(job, found, stored).speed.tokens_per_s
+    return float(median(speeds[SETTLING:] or speeds)) / ideal
+
+
+def _conversations(data: DataConfig) -> int | None:
+    """Return how many conversations there are at most, None where only reading them would say."""
+    if isinstance(data, SelfgenConfig):
+        return data.num_conversations
+    return data.limit if isinstance(data, JsonlConfig | HubConfig) else None
+
+
+def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:
+    if hardware.train_dtype == "auto" and not is_cpu:
+        return "bfloat16"
+    chosen = choose_train_dtype(hardware, torch.device("cpu"))
+    return str(chosen).removeprefix("torch.")
+
+
+def _sharding(section: DeepSpeedConfig) -> Sharding:
+    return Sharding.of(section.name, section.enabled, section.config)
+
+
+def _entry(name: str) -> AcceleratorConfig:
+    found = load_choice("accelerator", name)
+    assert isinstance(found, AcceleratorConfig)
+    return found
+
+
+def _entries() -> dict[str, AcceleratorConfig]:
+    return {name: _entry(name) for name in choices("accelerator")}

@@ -1,0 +1,411 @@
+"""From sections of a configuration to the objects that commands put to work."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.commands.setup.store_contents import refuse_without_store
+from drafttrain.core.types import FeatureSource, Sample, TargetSpec
+from drafttrain.data.chat import encode, within_positions
+from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
+from drafttrain.data.skips import SkipReport
+from drafttrain.data.template import Template, template_fingerprint
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.shared.inflation import inflate_drafter
+from drafttrain.formats.read.admit import AdmittedConfig, admit
+from drafttrain.runtime.config import HardwareConfig
+from drafttrain.runtime.hardware import DecodeChoice, choose_decoding
+from drafttrain.runtime.lock import alone, holder_of
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
+from drafttrain.target.answers.selfgen import selfgen
+from drafttrain.target.describe import describe
+from drafttrain.target.model import Target
+from drafttrain.target.placement import choose_placement, load_placed
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
+from drafttrain.target.pretrained.size import parameters
+from drafttrain.target.served import ServedTarget, open_served
+from drafttrain.target.store.config import FeaturesConfig, StoredFeaturesConfig
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.target.store.manifest import wrong_spec
+from drafttrain.target.vllm.config import VllmConfig
+from drafttrain.target.vllm.process import require_vllm
+from drafttrain.training.checkpoint import Checkpoints
+
+
+def read_samples(
+    config: DataConfig, model: ModelConfig, ranks: Ranks
+) -> tuple[list[Sample], SkipReport] | None:
+    """Return conversations as tokens, the same on every rank, and what was skipped.
+
+    Before the target is loaded, so that bad records are answered at once; None where it is to
+    write them itself. ValueError where nothing can be used.
+    """
+    config.check_text()
+    if isinstance(config, SelfgenConfig):
+        return None
+    tokenizer = load_tokenizer(model)  # first: a data set may take long to download
+    conversations, unread = read(config)
+    samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
+    spec = expected_spec(model)
+    samples, beyond = within_positions(samples, spec)
+    size, largest = spec.vocab_size, max(int(s.tokens.max()) for s in samples)
+    if largest >= size:
+        raise ValueError(
+            f"data={config.name} must hold tokens of {model.label}, which has {size:,}, got token "
+            f"{largest:,}; give conversations without recorded tokens, or name their target"
+        )
+    return samples, unread + unfit + beyond
+
+
+def load_samples(
+    config: DataConfig, target: Target | ServedTarget, ranks: Ranks
+) -> tuple[list[Sample], SkipReport]:
+    """Return conversations that the target writes itself, the same on every rank."""
+    assert isinstance(config, SelfgenConfig), "`read_samples` reads all others"
+    assert isinstance(target, Target), "`refuse_selfgen` comes first"
+    return selfgen(target, config, ranks.is_main, ranks)
+
+
+def refuse_selfgen(config: DataConfig) -> None:
+    """Raise where the target is to write the conversations, but only vLLM holds it."""
+    if isinstance(config, SelfgenConfig):
+        raise ValueError(
+            "data must be conversations that are there where only vLLM holds the target, got "
+            f"data={config.name}; let the engine answer prompts first, python -m drafttrain "
+            "regenerate regenerate.backend=vllm, then data=jsonl"
+        )
+
+
+def open_features(
+    features: FeaturesConfig,
+    model: ModelConfig,
+    drafter: DrafterConfig,
+    fresh: bool,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    placement: str,
+    text_format: Template,
+) -> tuple[StoredTarget | None, Target | None]:
+    """Return the store of features, if they are stored, and the target, if it is to be loaded.
+
+    Online features come from the target; with features.validate=false only the store is there.
+    ValueError where a store is of another target, or cannot train the drafter: before the target
+    is loaded, which takes its time. fresh: whether the drafter has no weights yet. placement:
+    where the target is to live, or "auto". text_format: how this run writes prompts.
+    """
+    if not isinstance(features, StoredFeaturesConfig):
+        return None, load_on_ranks(model, dtype, ranks, placement)
+    assert features.dir is not None
+    store = StoredTarget(Path(features.dir), dtype, ranks.device, features.checksums)
+    if store.spec.name != model.label and model.path is None:  # whose folder may have moved
+        raise ValueError(
+            f"model must be {store.spec.name}, of which features.dir={features.dir} is, got "
+            f"{model.label}; give that, or capture features of this one"
+        )
+    shape = shape_of(drafter, store.spec)
+    refuse_without_store(shape)
+    store.require(drafter.name, shape.captures, shape.reach)
+    if not features.validate:
+        if fresh and shape.begins_from_target:
+            raise ValueError(
+                f"features.validate must be true for drafter={drafter.name} with drafter.path or "
+                "drafter.layers, got false: its first weights need the target, which is not loaded"
+            )
+        return store, None
+    target = load_on_ranks(model, dtype, ranks, placement)
+    template = template_fingerprint(target.tokenizer, text_format)
+    store.check_target(target.spec.fingerprint, template, model.origin)
+    return store, target
+
+
+def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
+    """Return the target of a command of several processes, placed as asked or where it fits."""
+    return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
+
+
+def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
+    """Return a drafter to ask what it reads, as far as possible without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return config.build(spec)
+    except RuntimeError:  # a language model tries itself out when it is built, and needs numbers
+        return config.build(spec)
+
+
+@contextmanager
+def source_of_features(
+    source: FeatureSource,
+    hardware: HardwareConfig,
+    model: ModelConfig,
+    vllm: VllmConfig,
+    *,
+    captures: tuple[int, ...],
+    samples: Iterable[Sample],
+    ranks: Ranks,
+    folder: Path,
+) -> Iterator[FeatureSource]:
+    """Give what features are read from: the target, or an engine that holds it in its own process.
+
+    source: the target, or a store, which is all that is read. Each rank has an engine of its own;
+    the target is here all the same, to validate in the real decode loop. samples: all that will be
+    read. folder: the run's, for the engine's log.
+    """
+    if hardware.target_placement != "vllm" or not isinstance(source, Target):
+        yield source
+        return
+    longest = max(len(sample.tokens) for sample in samples)
+    with served_to(ranks, model, vllm, source.dtype, captures, longest, folder) as served:
+        if ranks.is_main:
+            console.print(f"features: by vLLM {served.engine.version}")
+        yield served
+
+
+def check_engine(hardware: HardwareConfig, vllm: VllmConfig, ranks: Ranks) -> None:
+    """Raise ValueError, before anything is loaded, where an engine is asked for that cannot start.
+
+    It needs an interpreter that has vLLM, and is one on each rank.
+    """
+    if hardware.target_placement != "vllm":
+        return
+    if ranks.world_size > 1 and vllm.tensor_parallel > 1:
+        raise ValueError(
+            f"vllm.tensor_parallel must be 1 with several ranks, each of which has an engine of "
+            f"its own, got {vllm.tensor_parallel} with {ranks.world_size} ranks"
+        )
+    require_vllm(vllm.python, "hardware.target_placement=vllm")
+
+
+def served_to(
+    ranks: Ranks,
+    model: ModelConfig,
+    vllm: VllmConfig,
+    dtype: torch.dtype,
+    captures: tuple[int, ...],
+    longest: int,
+    folder: Path,
+) -> ServedTarget:
+    """Start this rank's engine, with the target in it; its log goes to `folder`."""
+    return open_served(
+        model,
+        vllm,
+        dtype,
+        str(ranks.device),
+        captures=captures,
+        longest=longest,
+        folder=folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}"),
+    )
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    target: TargetSpec
+
+
+def recorded_spec(run: Path) -> TargetSpec:
+    """Return what a run recorded of its target, so that an export need not load a 70B model."""
+    file = run / PROVENANCE
+    try:
+        spec = read_typed(_Provenance, file).target
+        wrong = next(wrong_spec(spec), None)
+        if wrong is not None:
+            raise UntrustedError(wrong)
+        return spec
+    except (OSError, UntrustedError) as error:
+        raise ValueError(
+            f"{file} must record the run's target, but cannot be used ({shown(error, 400)}); "
+            "`train` writes it: restore the file, or resume the run with run.resume=true"
+        ) from error
+
+
+def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Drafter, Path | None]:
+    """Return a run's drafter with the weights of its best checkpoint, in float32 on the CPU.
+
+    A drafter without weights comes as it is. ValueError where the run has no checkpoint, or was
+    trained on another target.
+    """
+    drafter = config.build(spec)
+    if not drafter.capabilities.trainable:
+        return drafter, None
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
+    chosen = checkpoints.load_chosen()
+    if chosen is None:
+        raise ValueError(
+            f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
+            "(trainer.save_every)"
+        )
+    folder, state, weights = chosen
+    check_fingerprint(folder, state.fingerprint, spec)
+    drafter.load_weights(weights)
+    return drafter, folder
+
+
+def expected_spec(model: ModelConfig) -> TargetSpec:
+    """Return what a target's configuration and tokenizer say of it, before its weights are read."""
+    settings = load_model_config(model)
+    return describe(model, settings, None, load_tokenizer(model), fingerprint="")
+
+
+@dataclass(frozen=True)
+class GivenDrafter:
+    """A drafter to measure, in float32 on the CPU."""
+
+    drafter: Drafter
+    checkpoint: Path | None  # of a run
+    origin: str  # names its very weights: results of others are not mixed with its own
+    lines: tuple[str, ...]  # what to say of it
+    fingerprint: str | None = None  # of the target it was trained on, where its files say so
+
+
+def drafter_to_evaluate(
+    run: Path,
+    config: DrafterConfig,
+    model: ModelConfig,
+    choice: Callable[[str], DrafterConfig],
+) -> GivenDrafter:
+    """Return the drafter that an evaluation is to measure.
+
+    One that others trained is checked against the target before the target's weights are read.
+    choice: gives an entry of conf/drafter by name. ValueError for whatever does not fit.
+    """
+    if isinstance(config, AdmittedConfig):
+        tokenizer = load_tokenizer(model)
+        admitted = admit(config, expected_spec(model), tokenizer, choice)
+        return GivenDrafter(
+            admitted.drafter,
+            None,
+            admitted.origin,
+            tuple(admitted.lines()),
+            admitted.target_fingerprint,
+        )
+    if not config.trainable:
+        return GivenDrafter(config.build(expected_spec(model)), None, config.name, ())
+    if not (run / CONFIG).is_file():
+        raise ValueError(
+            f"run.dir must be the folder of a run for drafter={config.name}, whose weights a run "
+            f"holds, got {run}; a drafter that others trained is given by drafter.path=DIR"
+        )
+    if (holder := holder_of(run)) is not None:
+        console.print(f"{run} is still written by {holder}: its best checkpoint of now is taken")
+    drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
+    return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
+
+
+def record_evaluation(config: Any) -> None:
+    """Write the config.yaml of an evaluation without a run, so that run.dir=FOLDER repeats it.
+
+    config: everything `evaluate` is told. The config.yaml of a training run stays as it is.
+    """
+    folder = Path(config.run.dir)
+    if (folder / CONFIG).is_file() and "trainer" in load_config(folder):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder / CONFIG):  # evaluations of other names write it too
+        write_config(config, folder / CONFIG)
+
+
+def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> None:
+    """Refuse a checkpoint that was trained on other weights than the target's."""
+    if trained_on != spec.fingerprint:
+        raise ValueError(
+            f"{checkpoint} was trained on a target with fingerprint {trained_on[:16]}, but "
+            f"{spec.name} has {spec.fingerprint[:16]}; a drafter serves the very weights it was "
+            "trained on: point model.path at those, or adapt it to these by train run.init_from="
+            f"{checkpoint.parent.parent}; evaluating that shows acceptance before and after"
+        )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as settings spell it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def load_target_to_decode(
+    model: ModelConfig, hardware: HardwareConfig, device: torch.device
+) -> tuple[Target, DecodeChoice]:
+    """Return the target in the dtype to decode in, and how that was chosen."""
+    targets: dict[torch.dtype, Target] = {}
+
+    def target_in(dtype: torch.dtype) -> Target:
+        if dtype not in targets:
+            targets[dtype] = load_alone(model, hardware, dtype, device)
+        return targets[dtype]
+
+    def pass_of(dtype: torch.dtype) -> Callable[[int], None]:
+        target = target_in(dtype)
+        cache = target.begin()
+        context = torch.zeros(1, 16, dtype=torch.long, device=device)
+
+        @torch.inference_mode()
+        def run(num_tokens: int) -> None:
+            target.step(cache, context[:, :num_tokens])
+            target.rollback(cache, [context.shape[1]])
+
+        with torch.inference_mode():
+            target.step(cache, context)
+        return run
+
+    choice = choose_decoding(hardware, device, pass_of)
+    return target_in(choice.dtype), choice
+
+
+def load_alone(
+    model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
+) -> Target:
+    """Return the target of a command that is a single process, where there is room for it.
+
+    A run of several ranks records zero3, which one process cannot do: then as with "auto".
+    """
+    alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
+    placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
+    if placement.kind != "device":
+        console.print(str(placement))
+    return load_placed(model, dtype, alone, placement)
+
+
+def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) -> str | None:
+    """Widen drafters in place as `model.inflate` widened the target; return what reports must say.
+
+    None where nothing is inflated.
+    """
+    if model.inflate is None:
+        return None
+    # The specification is of the weights that there are; the model's configuration, of what runs.
+    width = target.model.config.get_text_config(decoder=True).intermediate_size
+    ratio = width / target.spec.intermediate_size
+    size = target.num_parameters
+    drafted = "; ".join(inflate_drafter(drafter, ratio) for drafter in drafters)
+    return (
+        f"cost without weights: {model.name} inflated to {model.inflate} ({parameters(size)}): "
+        f"feed-forward layers {ratio:.1f} times as wide behind zero columns, the same function up "
+        f"to rounding; {drafted}"
+    )
+
+
+def describe_target(target: Target, started: float) -> str:
+    """Return a line about a loaded target; `started` is when loading began (time.monotonic)."""
+    spec = target.spec
+    where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
+    return (
+        f"target: {spec.name}, {spec.architecture}, {parameters(target.num_parameters)} "
+        f"in {name_of(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
+    )
+
+
+def describe_drafter(drafter: Drafter) -> str:
+    """Return a line about an untrained drafter."""
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    line = f"drafter: {drafter.config.name}, {parameters(size)}"
+    if drafter.captures:
+        line += f", reads layers {', '.join(map(str, drafter.captures))}"
+    if drafter.vocab is not None:
+        line += f", can say {drafter.vocab.size:,} of {drafter.spec.vocab_size:,} tokens"
+    return line

@@ -1,0 +1,142 @@
+"""What training is made of: features, conversations, the drafter as it begins, its judge."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drafttrain.commands.setup.init_from import Start, coverage, what_is_started_from
+from drafttrain.commands.setup.target_and_drafter import (
+    check_engine,
+    describe_drafter,
+    describe_target,
+    load_samples,
+    open_features,
+    read_samples,
+)
+from drafttrain.config.sections import TrainConfig
+from drafttrain.core.types import FeatureSource, Sample
+from drafttrain.data.batches import token_counts
+from drafttrain.data.chat import REPEATED, check_holdout, num_repeated, split_holdout
+from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.skips import SkipReport
+from drafttrain.drafters.base import Drafter
+from drafttrain.runtime.hardware import choose_draft_dtype
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.model import Target
+from drafttrain.target.store.config import StoredFeaturesConfig
+from drafttrain.target.store.features import StoredTarget
+from drafttrain.training.engine.engine import Engine
+from drafttrain.training.teacher_forced import TeacherForced
+from drafttrain.training.validation import Validation
+
+Say = Callable[[str], None]  # to the user and to the run's log, by rank 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """A source of features, and the conversations that are trained on and held out."""
+
+    store: StoredTarget | None
+    target: Target | None  # None where a store is all there is
+    samples: list[Sample]
+    held_out: list[Sample]
+    skipped: SkipReport
+
+    @property
+    def source(self) -> FeatureSource:
+        """Where features come from; training does not know which it is."""
+        source = self.store or self.target
+        assert source is not None
+        return source
+
+
+def gather(
+    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks, say: Say
+) -> Material:
+    """Load the target, or open the store of its features, and read the conversations.
+
+    fresh: whether the drafter begins without weights. ValueError for whatever does not fit.
+    """
+    online = not isinstance(config.features, StoredFeaturesConfig)
+    if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
+        check_holdout(config.data.num_conversations, config.data.holdout)
+    if online:  # else no engine is started
+        check_engine(config.hardware, config.vllm, ranks)
+    ready = read_samples(config.data, config.model, ranks) if online else None
+    started = time.monotonic()
+    store, target = open_features(
+        config.features,
+        config.model,
+        config.drafter,
+        fresh,
+        dtype,
+        ranks,
+        config.hardware.target_placement,
+        config.data.text_format,
+    )
+    if target is not None:
+        say(describe_target(target, started))
+    if store is not None:
+        say(f"{store.manifest.summary()}; no other data is read")
+        samples, skipped = store.samples, SkipReport(len(store.samples))
+    else:
+        assert target is not None
+        samples, skipped = ready or load_samples(config.data, target, ranks)
+    skipped.note(REPEATED, num_repeated(samples))
+    for line in skipped.lines():
+        say(line)
+    kept, held_out = split_holdout(samples, config.data.holdout, config.data.seed)
+    return Material(store, target, kept, held_out, skipped)
+
+
+def first_weights(
+    config: TrainConfig, start: Start | None, material: Material, say: Say
+) -> Drafter:
+    """Return the drafter as training begins with it: as it was elsewhere, or fresh."""
+    spec = material.source.spec
+    counts = token_counts(material.samples, spec.vocab_size)
+    if start is not None:
+        for line in what_is_started_from(start, spec):
+            say(line)
+        say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
+        return start.drafter
+    torch.manual_seed(config.run.seed)  # here: how a target is loaded must not move the weights
+    drafter = config.drafter.build(spec)
+    if material.target is not None:
+        drafter.initialise(material.target.own_model, material.target.tokenizer)
+    drafter.prepare(counts, material.source.readout)
+    say(describe_drafter(drafter))
+    return drafter
+
+
+def validation_of(
+    config: TrainConfig,
+    material: Material,
+    engine: Engine,
+    stop: StopRequest,
+    dtype: torch.dtype,
+) -> Validation | TeacherForced:
+    """Return what judges the drafter: the real decode loop, or without a target the stored text."""
+    trainer = config.trainer
+    if material.target is None:
+        assert material.store is not None
+        return TeacherForced(
+            material.store,
+            engine,
+            material.held_out,
+            num_conversations=trainer.validation_prompts,
+            micro_batch=config.hardware.micro_batch,
+        )
+    return Validation(
+        material.target,
+        engine,
+        material.held_out,
+        num_prompts=trainer.validation_prompts,
+        depth=config.eval.depth,
+        max_new_tokens=trainer.validation_tokens,
+        draft_dtype=choose_draft_dtype(config.hardware, engine.device, dtype),
+        stop=stop,
+    )

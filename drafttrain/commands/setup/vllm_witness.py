@@ -1,0 +1,121 @@
+"""A real vLLM beside our own loop: what it is given, and what the report says of it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from drafttrain.commands.setup.evaluation import Setup
+from drafttrain.config.compose import load_choice
+from drafttrain.config.sections import EvaluateConfig
+from drafttrain.core.types import PromptResult
+from drafttrain.decode.loop import is_lossless
+from drafttrain.drafters.two_model import TwoModelConfig
+from drafttrain.evaluation.witness.section import Served, asked_of, check_witness, witness_section
+from drafttrain.formats.read.admit import AdmittedConfig
+from drafttrain.formats.read.folder import open_folder
+from drafttrain.formats.read.recognise import recognise
+from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.report.build import Report
+from drafttrain.report.card import CardData, served_as
+from drafttrain.report.witness import with_witness
+from drafttrain.target.pretrained.models import find
+
+# What the witness calls the kinds of drafters that others trained, where it has another name.
+SERVED_AS = {"fasterdecoding": "medusa", "causal_lm": "two_model"}
+
+
+def served_by_vllm(config: EvaluateConfig, setup: Setup) -> Served:
+    """Export the drafter for vLLM and return what it serves; ValueError where it cannot.
+
+    Before anything is decoded. A drafter that others trained is served from its own directory.
+    """
+    settings, parts, drafter = setup.settings, setup.parts, config.drafter
+    place = setup.folder / "evaluations" / settings.name / "vllm" / "drafter"
+    given = None
+    family = drafter.name
+    if isinstance(drafter, AdmittedConfig):
+        given = Path(drafter.path).expanduser()
+        kind = recognise(open_folder(given, drafter.allow_pickle)).kind
+        family = SERVED_AS.get(kind, kind)
+    elif isinstance(drafter, TwoModelConfig):
+        given = Path(str(drafter.path)).expanduser()
+    served = check_witness(
+        drafter=parts.drafter,
+        drafter_name=family,
+        target_dir=find(config.model, weights=True),
+        serving_dir=given or place,
+        sampling=settings.sampling,
+        draft_sampling=settings.draft_sampling,
+        lossless=is_lossless(settings.acceptance_rule, settings.sampling),
+        stop_strings=settings.stop_strings,
+        vllm_python=settings.vllm_python,
+    )
+    if config.model.inflate is not None:
+        raise ValueError(
+            f"model.inflate must be null with eval.engine=vllm, got {config.model.inflate}: vLLM "
+            "loads the weights that are on the disk"
+        )
+    if settings.batch_size != 1:
+        raise ValueError(
+            f"eval.batch_size must be 1 with eval.engine=vllm, got {settings.batch_size}: counters "
+            "are compared prompt by prompt; other sizes are swept by eval.batch_sizes"
+        )
+    if served.serving_dir == place:
+        wanted = replace(
+            load_choice("export", "vllm"),
+            dtype="float32",
+            overwrite=True,
+            num_speculative_tokens=settings.depth,
+        )
+        card = CardData(
+            title=f"{family} for {config.model.name}",
+            family=family,
+            about=parts.drafter.about,
+            target=config.model.name,
+            base_model=None,
+            license="other",
+            training={"drafter": asdict(drafter)},
+            provenance={},
+            reports={},
+        )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer = parts.target.tokenizer
+        export_vllm(parts.drafter, served_as(config.model), place, wanted, card, lambda: tokenizer)
+    return served
+
+
+def witnessed(
+    report: Report,
+    results: Sequence[PromptResult],
+    config: EvaluateConfig,
+    setup: Setup,
+    served: Served,
+    folder: Path,
+) -> Report:
+    """Return the report with what vLLM decoded, counted and took for the same prompts."""
+    settings, parts = setup.settings, setup.parts
+    ours = {
+        point["batch_size"]: point["summary"]
+        for point in report["sweep"]
+        if (point["depth"], point["temperature"]) == (settings.depth, settings.temperature)
+    }
+    section = witness_section(
+        parts.target,
+        parts.exact,
+        parts.drafter,
+        served,
+        asked_of(setup.prompts, results, parts.target, setup.template),
+        results,
+        drafter_name=parts.drafter_name,
+        draft_dtype=parts.draft_dtype,
+        depth=settings.depth,
+        sampling=settings.sampling,
+        max_new_tokens=settings.max_new_tokens,
+        threads=setup.timing.threads,
+        folder=folder,
+        resamples=settings.resamples,
+        seed=config.run.seed,
+        batch_sizes=settings.vllm_batch_sizes,
+        ours_by_batch=ours,
+    )
+    return with_witness(report, section)

@@ -1,0 +1,293 @@
+"""What a command is told: Hydra composes yaml, frozen dataclasses check it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from drafttrain.config.groups import (
+    choices,
+    command_groups,
+    complete,
+    conf_dir,
+    content_of,
+    offer_saved,
+    own_dir,
+    read_choice,
+)
+from drafttrain.config.overrides import (
+    ADMITTED,
+    SAVED,
+    UsageError,
+    hidden,
+    parse,
+    quoted,
+    revealed,
+    start_of,
+    with_drafter,
+    with_start,
+    with_target,
+)
+from drafttrain.config.resume import run_to_resume, values_of_run, with_saved
+from drafttrain.config.sections import (
+    COMMANDS,
+    CaptureConfig,
+    CompareConfig,
+    Config,
+    EvaluateConfig,
+    ExportConfig,
+    PlanConfig,
+    RegenerateConfig,
+    TrainConfig,
+    TuneConfig,
+)
+from drafttrain.config.values import build, check_target, sketch, values_of
+from drafttrain.runtime.run_folder import CONFIG, call, load_config
+from drafttrain.runtime.untrusted_input import did_you_mean, shown
+
+__all__ = [
+    "COMMANDS",
+    "CaptureConfig",
+    "CompareConfig",
+    "EvaluateConfig",
+    "ExportConfig",
+    "PlanConfig",
+    "RegenerateConfig",
+    "TrainConfig",
+    "TuneConfig",
+    "UsageError",
+    "choices",
+    "command_groups",
+    "compose",
+    "conf_dir",
+    "load_choice",
+    "printed",
+    "recorded",
+    "typed",
+]
+
+# Keys that a command takes without their section.
+SHORT = {"compare": {"runs": "compare.runs"}}
+# What training that starts from a run takes from it, where nothing else is chosen.
+STARTED_FROM = ("model", "trainer", "drafter")
+# What other programs call a key of ours.
+ELSEWHERE = {
+    "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
+    "learning_rate": ["trainer.lr"],
+    "epochs": ["trainer.max_steps"],
+    "steps": ["trainer.max_steps"],
+}
+ALONE = "evaluate_without_run"  # heads an evaluation of a drafter that no run has trained
+
+
+def compose(command: str, overrides: Sequence[str]) -> DictConfig:
+    """Return the resolved configuration of a command; nothing heavy is imported.
+
+    For every command but `train`, the choice `saved` of a group is what run.dir/config.yaml holds.
+    `evaluate` needs no run where the drafter is given, as a choice or by drafter.path.
+    What was typed and the user's own yaml may take values from elsewhere, as in
+    run.name=${drafter.name} and ${oc.env:USER}; what a run's config.yaml holds stays as it is.
+    The texts of what is returned are `hidden`. Raises UsageError in one line for an unknown
+    section, choice or key and for a missing value.
+    """
+    parsed = parse(command, [_in_full(command, text) for text in overrides])
+    sections = [field.name for field in fields(COMMANDS[command])]
+    head = command
+    if command == "evaluate":
+        parsed = with_drafter(parsed)
+        head = _head(parsed)
+    groups = command_groups(head)
+    resumed = start = None
+    if command == "train":
+        resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
+        start = start_of(parsed) if resumed is None else None
+    if resumed is not None:
+        restored = [group for group in groups if group in resumed]
+        offer_saved(resumed, restored, sections)
+        parsed = with_saved(parsed, restored)
+        groups |= {group: SAVED for group in restored}
+    if start is not None:
+        offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
+        if offered:
+            saved_run = load_config(start, "run.init_from")
+            if "trainer" not in saved_run:
+                raise UsageError(
+                    f"run.init_from must be the folder of a run that was trained, got {start}, "
+                    "that of an evaluation; give the directory of the drafter it measured"
+                )
+            offer_saved(saved_run, [*offered], sections)
+        parsed = with_start(parsed, start, offered)
+        groups |= {group: SAVED for group in offered}
+    if groups.get("model") != SAVED:  # a run's target keeps the name that it was trained under
+        parsed = with_target(command, parsed)
+    if command != "train" and SAVED in groups.values():
+        saved_run = _saved_run(command, parsed)
+        offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
+    chosen, values = [], []
+    for override in parsed:
+        section = _section_of(override, command, sections, groups)
+        if section != override.key_or_group:
+            values.append(override)
+            continue
+        if section not in groups:
+            raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
+        saved = [SAVED] if groups[section] == SAVED else []
+        _check_choice(override, [*sorted(choices(section)), *saved])
+        if command == "train" and not (start or resumed) and override.value() == ADMITTED:
+            raise UsageError(
+                "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
+                "drafter.path=DIR, or train it further, python -m drafttrain train "
+                "run.init_from=DIR"
+            )
+        chosen.append(str(override.input_line))
+    own = own_dir()
+    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
+    try:
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            config = hydra.compose(head, overrides=[*search, *chosen])
+        for key, value in values_of_run(resumed).items() if resumed else ():
+            OmegaConf.update(config, key, hidden(value))
+        for override in values:
+            key, added = override.key_or_group, override.type != OverrideType.CHANGE
+            _check_key(key, added, config)
+            # A dict replaces the one before it, as a list does; DeepSpeed's own keys are joined.
+            merge = key.split(".")[0] == "deepspeed"
+            OmegaConf.update(config, key, override.value(), merge=merge, force_add=added)
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
+        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UsageError(shown(error, 400)) from error
+    return OmegaConf.create(hidden(plain))
+
+
+def typed(config: DictConfig, schema: type[Config]) -> Config:
+    """Return the frozen dataclasses of a composed configuration; this imports their modules.
+
+    Raises ValueError in one line that names section.key, what must hold and what was got: before
+    any of these modules is imported, where the type is wrong.
+    """
+    plain = revealed(OmegaConf.to_container(config))
+    return _typed({field.name: plain[field.name] for field in fields(schema)}, schema)
+
+
+def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
+    for section, values in plain.items():
+        target = values.get("_target_")
+        check_target(section, target)
+        light = sketch(section, target)
+        if light is not None:
+            values_of(section, values, light)
+    # Drafters come last: their modules alone import torch, which takes seconds.
+    built = {name: build(name, plain[name]) for name in sorted(plain, key="drafter".__eq__)}
+    return schema(**built)
+
+
+def printed(config: DictConfig) -> str:
+    """Return a composed configuration as yaml."""
+    plain = revealed(OmegaConf.to_container(config))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def load_choice(section: str, name: str) -> Any:
+    """Return one entry of a group as its dataclass, such as the drafter every report refers to."""
+    files = choices(section)
+    if name not in files:
+        raise UsageError(f"{section}={name} is not a choice; choices: {', '.join(sorted(files))}")
+    return build(section, content_of(section, name))
+
+
+def recorded(folder: Path, schema: type[Config], key: str) -> Config:
+    """Return what a run was told, with the keys that its choices have gained since.
+
+    key: the setting that names the folder, for messages.
+    """
+    saved = load_config(folder, key)
+    return _typed({field.name: complete(field.name, saved) for field in fields(schema)}, schema)
+
+
+def _in_full(command: str, text: str) -> str:
+    key, equals, value = text.partition("=")
+    return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
+
+
+def _section_of(
+    override: Override, command: str, sections: list[str], groups: dict[str, str]
+) -> str:
+    key = override.key_or_group
+    section = key.split(".")[0]
+    if section in sections:
+        return section
+    places = ELSEWHERE.get(key, [])
+    if key not in ELSEWHERE:
+        places = [f"{name}.{key}" for name in sections if key in _keys(command, name, groups)]
+    places = [place for place in places if place.split(".")[0] in sections]
+    hint = did_you_mean(section, sections)
+    if places:
+        value = str(override.input_line).partition("=")[2]
+        hint = f"; did you mean {' or '.join(f'{place}={value}' for place in places[:3])}?"
+    raise UsageError(f"no section is called {shown(section)}{hint} sections: {', '.join(sections)}")
+
+
+def _keys(command: str, section: str, groups: dict[str, str]) -> dict[str, Any]:
+    """Return the keys of a section, as its default or another choice has them."""
+    if section not in groups:
+        return dict(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
+    known, default = choices(section), groups[section]
+    return content_of(section, default if default in known else next(iter(known), None))
+
+
+def _check_choice(override: Override, options: list[str]) -> None:
+    section, value = override.key_or_group, override.value()
+    if value not in options:
+        raise UsageError(
+            f"{section}={value} is not a choice{did_you_mean(str(value), options)} "
+            f"choices: {', '.join(options)}"
+        )
+
+
+def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
+    path = dotted.split(".")
+    if added and path[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
+        return
+    node: Any = config
+    for depth, key in enumerate(path):
+        keys = [str(k) for k in node] if isinstance(node, DictConfig) else []
+        if key not in keys:
+            name = config[path[0]].get("name") if depth == 1 and choices(path[0]) else None
+            section = f"{path[0]}={name}" if name else ".".join(path[:depth])
+            own = f"; another dict replaces it: {section}='{{{key}: ...}}'"
+            if path[0] == "deepspeed":
+                own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..."
+            raise UsageError(
+                f"{section} has no key {key}{did_you_mean(key, keys)} "
+                f"keys: {', '.join(k for k in keys if k != '_target_') or 'none'}"
+                f"{own if isinstance(node, DictConfig) and depth > 1 else ''}"
+            )
+        node = None if OmegaConf.is_missing(node, key) else node[key]
+
+
+def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]]:
+    named = [override.value() for override in parsed if override.key_or_group == "run.dir"]
+    if not named or named[-1] is None:
+        found = sorted(Path("outputs").glob("*/config.yaml"), key=lambda p: p.stat().st_mtime)
+        example = found[-1].parent if found else "outputs/demo"
+        raise UsageError(f"run.dir must be given: {call(command, f'run.dir={example}')}")
+    return load_config(Path(str(named[-1])))
+
+
+def _head(parsed: list[Override]) -> str:
+    """Return the yaml that heads an evaluation: of a run, or of a drafter that is given."""
+    given = {override.key_or_group: override.value() for override in parsed}
+    folder = given.get("run.dir")
+    is_run = folder is not None and os.path.isfile(Path(str(folder)) / CONFIG)
+    return ALONE if "drafter" in given and not is_run else "evaluate"

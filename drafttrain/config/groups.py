@@ -1,0 +1,142 @@
+"""conf/: where it is, what each group offers, and what a saved run adds to that."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+
+from drafttrain.config.overrides import SAVED, UsageError, hidden
+from drafttrain.runtime.untrusted_input import shown
+
+# What lets code of others run here is not taken from the config.yaml of a run.
+WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
+
+
+def conf_dir() -> Path:
+    """Return the folder of yaml: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise AssertionError(f"no conf/ in {package} or beside it: the installation is incomplete")
+
+
+def command_groups(command: str) -> dict[str, str]:
+    """Return the groups that a command composes, with the default choice of each."""
+    primary = _parsed((conf_dir() / f"{command}.yaml").read_text())
+    return {
+        group: choice
+        for entry in primary["defaults"]
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+    }
+
+
+@contextmanager
+def own_choices(config_dir: Path | None) -> Iterator[None]:
+    """While this is open, the choices of the user's own folder, laid out like conf/, join ours.
+
+    Its yaml is trusted as the command line is: it may name classes, which are imported.
+    """
+    before = _own[:]
+    _own[:] = [config_dir] if config_dir else []
+    try:
+        yield
+    finally:
+        _own[:] = before
+
+
+_own: list[Path] = []  # of this process: one command line, one --config-dir
+
+
+def own_dir() -> Path | None:
+    """Return the folder that --config-dir names."""
+    return _own[0] if _own else None
+
+
+def choices(group: str) -> dict[str, Path]:
+    """Return the yaml files of a group by name; ours before the user's own of the same name."""
+    folders = [conf_dir(), *_own]
+    files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
+    return {file.stem: file for file in reversed(files)}
+
+
+def targets(group: str) -> set[str]:
+    """Return the classes that the choices of a group name."""
+    named = [content_of(group, name).get("_target_") for name in choices(group)]
+    return {str(target) for target in named if target is not None}
+
+
+def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: list[str]) -> None:
+    """Let `saved` be a choice of these groups: what the config.yaml of a run holds."""
+    for group in groups:
+        # An evaluation without a run has no `trainer`, which no other command reads.
+        if group not in saved and group in sections:
+            raise UsageError(f"the config.yaml of run.dir has no section {group}")
+        ConfigStore.instance().store(group=group, name=SAVED, node=hidden(complete(group, saved)))
+
+
+def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return a saved section with the keys that its choice has gained since the run was made.
+
+    They are those of the choice it is named after; of another of its class where it goes by a name
+    of its own; of the default where the run knew no such section.
+    """
+    section = saved.get(group, {})
+    if group == "run":  # a section without choices
+        now = read_choice(conf_dir() / "train.yaml")["run"]
+    else:
+        now = content_of(group, _counterpart(group, section))
+    # The folder may be anybody's: leave to run its code is for its user to give, at each command.
+    kept = {key: value for key, value in section.items() if key not in WITHHELD}
+    withheld = {key: value for key, value in WITHHELD.items() if key in section}
+    found = {**withheld, **now, **kept}
+    found.pop("defaults", None)  # Hydra would obey it
+    return found
+
+
+def _counterpart(group: str, section: dict[str, Any]) -> str | None:
+    """Return the choice of conf/ that a saved section is most like."""
+    names, default = choices(group), command_groups("train").get(group)
+    own = str(section.get("name"))
+    if own in names or not section:
+        return own if own in names else default
+    # By its last part: a yaml may name the class where a package offers it, a run where it stands.
+    last = lambda path: None if path is None else str(path).rpartition(".")[2]  # noqa: E731
+    kinds = {name: last(content_of(group, name).get("_target_")) for name in names}
+    alike = [name for name in names if kinds[name] == last(section.get("_target_"))]
+    # A choice that names no class is of the section's own.
+    alike = alike or [name for name in names if kinds[name] is None]
+    return default if default in alike else next(iter(alike), None)
+
+
+def content_of(group: str, name: str | None) -> dict[str, Any]:
+    """Return the keys of a choice, with those of the choices it builds on."""
+    files = choices(group)
+    if name not in files:
+        return {}
+    own = read_choice(files[name])
+    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != name]
+    return {key: value for base in bases for key, value in content_of(group, base).items()} | own
+
+
+def read_choice(file: Path) -> dict[str, Any]:
+    """Return what a yaml of conf/, or of the user's own folder, sets."""
+    try:
+        content = deepcopy(_parsed(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{file} must be yaml, got: {shown(error)}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} must set keys, got {shown(content)}")
+    return content
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """Parse yaml, whose reader is slow; what it returns must not be changed."""
+    return yaml.safe_load(text)

@@ -1,0 +1,247 @@
+"""What `--help` says, read from conf/: the yaml's own comments are the documentation."""
+
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+from drafttrain.config.groups import choices, command_groups, conf_dir
+from drafttrain.config.overrides import SAVED
+from drafttrain.config.sections import COMMANDS
+
+# The keys that most people change, most wanted first; `--help SECTION` shows every one.
+MOST_USED = {
+    "train": (
+        "run.name",
+        "run.resume",
+        "model.path",
+        "data.holdout",
+        "trainer.max_steps",
+        "trainer.tokens_per_step",
+        "trainer.lr",
+        "hardware.device",
+        "hardware.ranks",
+        "hardware.micro_batch",
+    ),
+    "evaluate": (
+        "run.dir",
+        "eval.prompts",
+        "eval.prompts_per_task",
+        "eval.depth",
+        "eval.temperature",
+        "eval.max_new_tokens",
+        "hardware.device",
+    ),
+    "compare": (
+        "compare.runs",
+        "compare.evaluation",
+        "compare.baseline",
+        "compare.all_pairs",
+        "compare.dir",
+    ),
+    "tune": ("run.dir", "tune.depths", "tune.batch_sizes", "tune.measure", "eval.prompts_per_task"),
+    "regenerate": (
+        "data.path",
+        "regenerate.out",
+        "regenerate.backend",
+        "regenerate.base_url",
+        "regenerate.temperature",
+        "regenerate.max_new_tokens",
+        "regenerate.turns",
+    ),
+    "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
+    "capture": (
+        "store.dir",
+        "store.drafters",
+        "store.layers",
+        "store.dtype",
+        "store.shard_mb",
+        "store.assistant_only",
+        "store.verify",
+        "hardware.micro_batch",
+    ),
+    "plan": (
+        "plan.dir",
+        "plan.measured",
+        "plan.acceptance_length",
+        "plan.price_per_hour",
+        "plan.batch_sizes",
+        "hardware.micro_batch",
+        "hardware.accelerator",
+        "trainer.max_steps",
+    ),
+}
+EXAMPLES = {
+    "train": (
+        "train run.name=demo",
+        "train model=llama8b drafter=eagle model.path=/models/Llama-3.1-8B-Instruct",
+        "train data=jsonl data.path=conversations.jsonl trainer.max_steps=2000",
+        "train deepspeed=zero2 tracker=wandb",
+        "train features=stored features.dir=outputs/store drafter=medusa",
+    ),
+    "evaluate": (
+        "evaluate run.dir=outputs/demo",
+        "evaluate run.dir=outputs/demo eval.depth=6 eval.temperature=0.7",
+        "evaluate run.dir=outputs/demo hardware=cpu eval.prompts=prompts.jsonl",
+    ),
+    "compare": (
+        "compare 'runs=[outputs/a,outputs/b]'",
+        "compare 'runs=[outputs/a,outputs/b,outputs/c]' compare.baseline=ngram tracker=wandb",
+    ),
+    "tune": (
+        "tune run.dir=outputs/demo",
+        "tune run.dir=outputs/demo 'tune.batch_sizes=[1,16]' tune.measure=false",
+    ),
+    "regenerate": (
+        "regenerate data.path=prompts.jsonl regenerate.out=answers.jsonl",
+        "regenerate data.path=chats.jsonl regenerate.backend=vllm regenerate.temperature=0.7",
+        "regenerate data.path=chats.jsonl regenerate.backend=openai "
+        "regenerate.base_url=http://localhost:8000/v1",
+    ),
+    "export": (
+        "export run.dir=outputs/demo export=vllm export.dir=outputs/demo/vllm",
+        "export run.dir=outputs/demo export.push=ada/tiny-eagle3 export.dry_run=true",
+    ),
+    "capture": (
+        "capture store.dir=outputs/store 'store.drafters=[eagle3,medusa]'",
+        "capture store.dir=outputs/store store.dtype=float8 data=jsonl data.path=talk.jsonl",
+        "capture store.dir=outputs/store store.verify=true",
+    ),
+    "plan": (
+        "plan model=llama70b drafter=eagle3 hardware=h100x8",
+        "plan model=llama8b hardware=h100x1 deepspeed=zero2 plan.price_per_hour=2.2",
+    ),
+}
+CALL = "python -m drafttrain"
+WIDTH = 100
+COLUMN = 30  # where the explanations begin
+
+
+def overview() -> str:
+    """Return what `python -m drafttrain --help` prints."""
+    commands = "\n".join(f"  {name:<12}{headline(primary(name))}" for name in COMMANDS)
+    return f"""\
+drafttrain: train, measure and serve the drafters of speculative decoding.
+
+usage: {CALL} COMMAND [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]
+
+{commands}
+
+First steps, on any machine, without a GPU or a network:
+  {CALL} train run.name=demo
+  {CALL} evaluate run.dir=outputs/demo
+  {CALL} export run.dir=outputs/demo export.dir=outputs/demo/vllm
+
+With a target of your own, from the Hub or from a local directory:
+  {CALL} train model=llama8b drafter=eagle3
+  {CALL} train model=llama8b drafter=eagle3 model.path=/models/Llama-3.1-8B-Instruct
+
+options:
+  COMMAND --help            its sections, their choices, the keys most used
+  COMMAND --help SECTION    every key of a section
+  COMMAND --config          print the composed configuration instead of running
+  --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
+  --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
+  --version
+
+`train` starts a process for every GPU of this machine (hardware.ranks). On several machines
+torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of the run folder.
+
+status: 0 done; 2 what was typed, or what it names, cannot be meant; 1 the machine failed, another
+process has what is needed, or nobody foresaw it; 143 a scheduler's signal; 130 Ctrl-C.
+A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
+
+
+def command_help(command: str) -> str:
+    """Return what `COMMAND --help` prints."""
+    groups = command_groups(command)
+    lines = [headline(primary(command)), ""]
+    lines += [f"usage: {CALL} {command} [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]", ""]
+    lines += ["sections and their choices (* default):"]
+    for section in (field.name for field in fields(COMMANDS[command])):
+        files = sorted(choices(section).items())
+        default = groups.get(section)
+        if default == SAVED and files:
+            others = ", ".join(name for name, _ in files)
+            lines += _row(f"{section}=saved *", f"as run.dir was trained; or {others}")
+        for name, file in files if default != SAVED else []:
+            lines += _row(f"{section}={name}{' *' * (name == default)}", headline(file))
+    lines += ["", f"keys most used (all keys of a section: {CALL} {command} --help SECTION):"]
+    for key in MOST_USED[command]:
+        comment, value = _find(command, key)
+        lines += _row(f"{key}={value}", comment)
+    lines += ["", "examples:", *(f"  {CALL} {example}" for example in EXAMPLES[command])]
+    return "\n".join(lines)
+
+
+def section_help(command: str, section: str, choice: str) -> str:
+    """Return every key of a section as the choice sets it, with its comment."""
+    files = choices(section)
+    file = files.get(choice) or next(iter(files.values()), primary(command))
+    prefix = "" if file == primary(command) else f"{section}."
+    lines = [
+        headline(file),
+        "",
+        f"keys of {section}={file.stem}:" if prefix else f"keys of {section}:",
+    ]
+    for key, (comment, value) in documented(file).items():
+        lines += _row(f"{prefix}{key}={value}", comment)
+    return "\n".join(lines)
+
+
+def primary(command: str) -> Path:
+    """Return the yaml that heads a command."""
+    return conf_dir() / f"{command}.yaml"
+
+
+def headline(file: Path) -> str:
+    """Return the comment that opens a yaml file: what the choice is for."""
+    lines = []
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines)
+
+
+def documented(file: Path) -> dict[str, tuple[str, str]]:
+    """Return (the comment above, the value as written) of every key, by its dotted name.
+
+    Below the first level only what has a comment counts: DeepSpeed's own keys have none.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    comment: list[str] = []
+    parent = ""
+    for line in file.read_text().splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            comment.append(text.lstrip("# "))
+            continue
+        key, colon, value = text.partition(":")
+        nested = line.startswith(" ")
+        if colon and not text.startswith("- ") and key not in ("_target_", "defaults"):
+            if not nested:
+                parent = key
+            if comment or (value and not nested):
+                name = f"{parent}.{key}" if nested else key
+                found[name] = (" ".join(comment), value.strip())
+        comment = []
+    return found
+
+
+def _find(command: str, key: str) -> tuple[str, str]:
+    here = documented(primary(command))
+    if key in here:
+        return here[key]
+    section, _, name = key.partition(".")
+    default = command_groups(command)[section]
+    files = choices(section)
+    file = files.get(default) or files["auto" if section == "hardware" else next(iter(files))]
+    return documented(file)[name]
+
+
+def _row(name: str, text: str) -> list[str]:
+    lines = textwrap.wrap(text, width=WIDTH - COLUMN) or [""]
+    if len(name) + 4 > COLUMN:
+        return [f"  {name}", *(" " * COLUMN + line for line in lines)]
+    first = f"  {name}".ljust(COLUMN) + lines[0]
+    return [first, *(" " * COLUMN + line for line in lines[1:])]

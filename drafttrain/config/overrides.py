@@ -1,0 +1,141 @@
+"""What was typed behind a command: section=choice and section.key=value, read or refused."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from drafttrain.runtime.untrusted_input import shown
+
+ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
+SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
+
+# How `${`, which asks OmegaConf for another value, is spelled in text that must stay as it is: no
+# text of a configuration holds a NUL, as no argument and no path can.
+ASKS, PLAIN = "${", "\0{"
+
+
+class UsageError(ValueError):
+    """What was typed cannot be meant: a command, a section, a choice, a key or a value."""
+
+
+def parse(command: str, overrides: Sequence[str]) -> list[Override]:
+    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or text.startswith("~"):
+            key = shlex.quote(f"runs=[{text},...]" if command == "compare" else f"run.dir={text}")
+            run = f"; did you mean {key}?" if os.path.isdir(text) else ""
+            raise UsageError(
+                "arguments must be section.key=value or section=choice, "
+                f"got {shown(repr(text))}{run}"
+            )
+        if not value.strip():
+            raise UsageError(
+                f"{key} must not be empty, got {value!r} (a shell's variable that is not set?); "
+                "leave it out, or give null for none"
+            )
+        try:
+            override = parser.parse_override(text)
+        except (HydraException, RecursionError):
+            try:
+                override = parser.parse_override(f"{key}={quoted(value)}")
+            except HydraException:
+                raise UsageError(f"{key!r} cannot be a key, in {text!r}") from None
+        if override.is_sweep_override():
+            raise UsageError(
+                f"one run has one value, got {text!r}; a list is written [a,b], text with a comma "
+                f"in two kinds of quotes: {key}='\"a,b\"'"
+            )
+        parsed.append(override)
+    return parsed
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def with_drafter(parsed: list[Override]) -> list[Override]:
+    """Let drafter.path=DIR stand for drafter=admitted, named after DIR.
+
+    What another drafter than a run's own measures goes into an evaluation of its own name, or it
+    would take the place of the run's.
+    """
+    given = {override.key_or_group: override for override in parsed}
+    added = []
+    if "drafter.path" in given and "drafter" not in given:
+        added.append(f"drafter={ADMITTED}")
+        name = Path(str(given["drafter.path"].value())).expanduser().resolve().name
+        if name and "drafter.name" not in given:
+            added.append(f"drafter.name={quoted(hidden(name))}")
+    if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
+        added.append("eval.name=${drafter.name}")
+    return [*parse("evaluate", added), *parsed]
+
+
+def with_target(command: str, parsed: list[Override]) -> list[Override]:
+    """Let the target of model.path=DIR be called after DIR, unless it is given a name."""
+    given = {override.key_or_group: override.value() for override in parsed}
+    path = given.get("model.path")
+    if not isinstance(path, str) or "model.name" in given:
+        return parsed
+    folder = Path(path).expanduser().absolute()
+    if folder.parent.name == "snapshots":  # the Hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        folder = Path(folder.parent.parent.name.rpartition("--")[2])
+    name = re.sub(r"[^\w.+-]+", "-", folder.name).strip("-.")[:80]  # of a run's folder, a part
+    return [*parse(command, [f"model.name={quoted(name)}"] if name else []), *parsed]
+
+
+def start_of(parsed: list[Override]) -> Path | None:
+    """Return the folder that `train` is to start from, if it is given one."""
+    given = [o.value() for o in parsed if o.key_or_group == "run.init_from"]
+    if not given or given[-1] is None:
+        return None
+    folder = Path(str(given[-1])).expanduser()
+    if not os.path.isdir(folder):
+        problem = "which is a file" if os.path.exists(folder) else "which does not exist"
+        raise UsageError(
+            "run.init_from must be the folder of a run, or a directory with config.json and "
+            f"weights that a serving engine loads, got {shown(folder, 400)}, {problem}"
+        )
+    return folder
+
+
+def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) -> list[Override]:
+    """Let what stands in `folder` be what is trained, unless another choice is given.
+
+    sections: those that the folder of a run offers as `saved`; empty for a serving directory.
+    """
+    given = {override.key_or_group for override in parsed}
+    added = [f"{section}={SAVED}" for section in sections if section not in given]
+    if "drafter" not in given and "drafter=saved" not in added:
+        added += [f"drafter={ADMITTED}", f"drafter.path={quoted(hidden(str(folder)))}"]
+    if "run.name" not in given:
+        added.append(f"run.name={quoted(hidden(folder.resolve().name + '-adapted'))}")
+    return [*parse("train", added), *parsed]
+
+
+def hidden(plain: Any) -> Any:
+    """Return plain data whose texts ask for no other value."""
+    return _over_texts(plain, lambda text: text.replace(ASKS, PLAIN))
+
+
+def revealed(plain: Any) -> Any:
+    """Return what `hidden` was given."""
+    return _over_texts(plain, lambda text: text.replace(PLAIN, ASKS))
+
+
+def _over_texts(plain: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(plain, str):
+        return change(plain)
+    if isinstance(plain, dict):
+        return {key: _over_texts(value, change) for key, value in plain.items()}
+    return [_over_texts(value, change) for value in plain] if isinstance(plain, list) else plain

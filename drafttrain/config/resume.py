@@ -1,0 +1,146 @@
+"""A run that is resumed: what it was told is restored, what it is told otherwise is said."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from drafttrain.config.groups import WITHHELD, complete
+from drafttrain.config.overrides import SAVED, parse
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, load_config
+
+Saved = dict[str, dict[str, Any]]
+Difference = tuple[str, Any, Any]  # a key, what was saved, what is told now
+
+# What the folder of a run may follow from, where it is not given.
+NAMING = ("run.name", "run.init_from", "drafter", "drafter.name", "model", "model.name")
+# What of the section `run` belongs to the run, and not to one command.
+OF_THE_RUN = ("name", "init_from", "seed")
+# Sections and keys that the losses, and so the drafter, depend on ...
+DECISIVE = {
+    *("run.seed", "run.init_from", "model", "data", "drafter", "trainer"),
+    *("hardware.dtype", "hardware.train_dtype", "hardware.weights_dtype"),
+}
+# ... but for these. The target's weights are compared by their fingerprint, wherever they lie.
+HARMLESS = {
+    *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
+    *("data.name", "data.cache_dir", "drafter.name", "trainer.name"),
+    *("trainer.max_steps", "trainer.log_every", "trainer.validate_every", "trainer.save_every"),
+    *("trainer.validation_prompts", "trainer.validation_tokens", "trainer.keep_checkpoints"),
+}
+MOST = 3  # differences that an error names
+
+
+def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) -> Saved | None:
+    """Return what the run that `train` is to resume was told, None where none is to be or is there.
+
+    dir_of: gives the run.dir that overrides compose to.
+    """
+    given = {override.key_or_group: override for override in parsed}
+    if "run.resume" not in given or given["run.resume"].value() is not True:
+        return None
+    naming = ("run.dir", "run.name") if "run.dir" in given else NAMING
+    folder = dir_of([str(given[key].input_line) for key in naming if key in given])
+    if not (Path(folder) / CONFIG).is_file():
+        return None
+    saved = load_config(Path(folder))
+    # An evaluation without a run leaves a configuration too.
+    return {**saved, "run": {**saved.get("run", {}), "dir": folder}} if "trainer" in saved else None
+
+
+def with_saved(parsed: list[Override], groups: Iterable[str]) -> list[Override]:
+    """Let the groups be as they were saved, unless another choice is given."""
+    given = {override.key_or_group for override in parsed}
+    return [
+        *parse("train", [f"{group}={SAVED}" for group in groups if group not in given]),
+        *parsed,
+    ]
+
+
+def values_of_run(saved: Saved) -> dict[str, Any]:
+    """Return what the section `run` of a resumed run begins with, by key."""
+    run = complete("run", saved)
+    return {f"run.{key}": run[key] for key in (*OF_THE_RUN, "dir")}
+
+
+def check_resumed(config: Any) -> list[str]:
+    """Return what to say of a run that goes on otherwise than it was told at first.
+
+    config: what `train` is told; its run.dir may hold no run. ValueError where what differs changes
+    the losses and run.allow_changes does not name it.
+    """
+    folder = Path(config.run.dir)
+    checkpoints = folder / CHECKPOINTS
+    if not (config.run.resume and checkpoints.is_dir() and any(checkpoints.iterdir())):
+        return []
+    found = differences(config, load_config(folder))
+    decisive = [one for one in found if is_decisive(one[0])]
+    allowed = [one for one in decisive if _named(one[0], config.run.allow_changes)]
+    refused = [one for one in decisive if one not in allowed]
+    if refused:
+        key, before, now = refused[0]
+        names = ",".join(dict.fromkeys([*config.run.allow_changes, *(one[0] for one in refused)]))
+        others = [one[0] for one in refused[1:]]
+        more = f"; so do {', '.join(others[:MOST])}" if others else ""
+        more += f" and {len(others) - MOST} more" if len(others) > MOST else ""
+        raise ValueError(
+            f"{key} must be {_text(before)} to resume, as in {folder / CONFIG}, got {_text(now)}, "
+            f"which changes the losses{more}; run.allow_changes=[{names}] resumes all the same, "
+            "run.name=ANOTHER_NAME starts another run"
+        )
+    lines = []
+    if free := [one for one in found if one not in decisive]:
+        line = f"resumed with {_listed(free)}, which changes no loss of a step"
+        if config.trainer.schedule != "constant" and any(
+            key == "trainer.max_steps" for key, _, _ in free
+        ):
+            line += f"; the {config.trainer.schedule} schedule of trainer.lr ends with the last"
+        lines.append(line)
+    if allowed:
+        lines.append(f"resumed with {_listed(allowed)}, as run.allow_changes allows")
+    return lines
+
+
+def differences(config: Any, saved: Saved) -> list[Difference]:
+    """Return what a configuration tells otherwise than a saved one.
+
+    A section of another class, such as another family of drafters, differs as a whole.
+    """
+    found: list[Difference] = []
+    for field in fields(config):
+        section = getattr(config, field.name)
+        if field.name not in saved:
+            continue
+        before = complete(field.name, saved)
+        kind = str(before.get("_target_", "")).rpartition(".")[2]
+        if kind and kind != type(section).__name__:
+            found.append((field.name, before.get("name", kind), section.name))
+            continue
+        keys = OF_THE_RUN if field.name == "run" else asdict(section)
+        found += [
+            (f"{field.name}.{key}", before.get(key), value)
+            for key, value in asdict(section).items()
+            if key in keys and key not in WITHHELD and before.get(key) != value
+        ]
+    return found
+
+
+def is_decisive(key: str) -> bool:
+    """Whether the losses depend on a key, or on a whole section."""
+    return _named(key, DECISIVE) and key not in HARMLESS
+
+
+def _named(key: str, names: Iterable[str]) -> bool:
+    return bool({key, key.split(".")[0]} & set(names))
+
+
+def _listed(differences: list[Difference]) -> str:
+    return ", ".join(f"{key} {_text(before)} -> {_text(now)}" for key, before, now in differences)
+
+
+def _text(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )

@@ -1,0 +1,168 @@
+"""The sections of each command, and the class of each section."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from drafttrain.runtime.run_folder import RunConfig
+
+if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
+    from drafttrain.data.conversations import DataConfig
+    from drafttrain.drafters.base import DrafterConfig
+    from drafttrain.evaluation.config import CompareConfig as ComparisonConfig
+    from drafttrain.evaluation.config import EvalConfig
+    from drafttrain.evaluation.config import TuneConfig as TuneSettings
+    from drafttrain.formats.write.config import ExportConfig as FormatConfig
+    from drafttrain.plan.config import PlanConfig as PlanSettings
+    from drafttrain.runtime.config import HardwareConfig
+    from drafttrain.runtime.tracker import TrackerConfig
+    from drafttrain.target.answers.config import RegenerateConfig as RegenerateSettings
+    from drafttrain.target.pretrained.config import ModelConfig
+    from drafttrain.target.store.config import FeaturesConfig, StoreConfig
+    from drafttrain.target.vllm.config import VllmConfig
+    from drafttrain.training.config import TrainerConfig
+    from drafttrain.training.engine.config import DeepSpeedConfig
+
+# The class of each section. A yaml may name a subclass of it with `_target_`, and nothing else.
+SECTIONS = {
+    "run": "drafttrain.runtime.run_folder.RunConfig",
+    "model": "drafttrain.target.pretrained.config.ModelConfig",
+    "data": "drafttrain.data.conversations.DataConfig",
+    "features": "drafttrain.target.store.config.FeaturesConfig",
+    "store": "drafttrain.target.store.config.StoreConfig",
+    "drafter": "drafttrain.drafters.base.DrafterConfig",
+    "trainer": "drafttrain.training.config.TrainerConfig",
+    "hardware": "drafttrain.runtime.config.HardwareConfig",
+    "deepspeed": "drafttrain.training.engine.config.DeepSpeedConfig",
+    "tracker": "drafttrain.runtime.tracker.TrackerConfig",
+    "eval": "drafttrain.evaluation.config.EvalConfig",
+    "export": "drafttrain.formats.write.config.ExportConfig",
+    "tune": "drafttrain.evaluation.config.TuneConfig",
+    "compare": "drafttrain.evaluation.config.CompareConfig",
+    "regenerate": "drafttrain.target.answers.config.RegenerateConfig",
+    "vllm": "drafttrain.target.vllm.config.VllmConfig",
+    "plan": "drafttrain.plan.config.PlanConfig",
+    "accelerator": "drafttrain.plan.config.AcceleratorConfig",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything `train` is told."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    features: "FeaturesConfig"
+    drafter: "DrafterConfig"
+    trainer: "TrainerConfig"
+    hardware: "HardwareConfig"
+    deepspeed: "DeepSpeedConfig"
+    tracker: "TrackerConfig"
+    eval: "EvalConfig"
+    vllm: "VllmConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Everything `evaluate` is told: the saved run, with `eval` of its own."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    tracker: "TrackerConfig"
+    eval: "EvalConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneConfig:
+    """Everything `tune` is told: the saved run, with `eval` and `tune` of its own."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    tracker: "TrackerConfig"
+    eval: "EvalConfig"
+    tune: "TuneSettings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Everything `export` is told: the saved run, and the format to write."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    export: "FormatConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Everything `compare` is told; the runs say the rest."""
+
+    compare: "ComparisonConfig"
+    tracker: "TrackerConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """Everything `capture` is told: whose features, of which text, for which drafters."""
+
+    store: "StoreConfig"
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    vllm: "VllmConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """Everything `regenerate` is told."""
+
+    regenerate: "RegenerateSettings"
+    model: "ModelConfig"
+    data: "DataConfig"
+    hardware: "HardwareConfig"
+    vllm: "VllmConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Everything `plan` is told: what `train` would be, and what to count with."""
+
+    plan: "PlanSettings"
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    trainer: "TrainerConfig"
+    hardware: "HardwareConfig"
+    deepspeed: "DeepSpeedConfig"
+
+
+COMMANDS: dict[str, type] = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "tune": TuneConfig,
+    "compare": CompareConfig,
+    "export": ExportConfig,
+    "capture": CaptureConfig,
+    "regenerate": RegenerateConfig,
+    "plan": PlanConfig,
+}
+Config = TypeVar(
+    "Config",
+    TrainConfig,
+    EvaluateConfig,
+    TuneConfig,
+    CompareConfig,
+    ExportConfig,
+    CaptureConfig,
+    RegenerateConfig,
+    PlanConfig,
+)

@@ -1,0 +1,1 @@
+"""What every station speaks of: types, chance, sampling, losses."""

@@ -1,0 +1,315 @@
+"""Losses on tokens, a chunk of positions at a time: no whole batch ever has logits.
+
+Logits over a vocabulary are the largest tensors of a training step by far. A chunk's are made, give
+their loss and at once its gradient, and are gone: what stays is the gradient of the states and of
+the head's weight (Liger's fused linear cross-entropy, Hsu et al., 2024, arXiv:2410.10989). The
+target's law of a chunk is made once and met by every depth or head that predicts its tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import LossTerm
+from drafttrain.core.vocab import DraftVocab
+
+# Logits of a chunk: few enough for a CPU's cache, enough to occupy a GPU.
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+FEWEST_POSITIONS = 128  # fewer, and reading the head's weight takes longer than multiplying by it
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """How states become logits: cap * tanh(scale * (states @ weight.T + bias) / cap)."""
+
+    weight: Float[Tensor, "vocab width"]
+    bias: Float[Tensor, " vocab"] | None = None
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, readout: Readout) -> "OutputHead":
+        """Return the target's own head."""
+        return cls(readout.head, readout.head_bias, readout.logit_scale, readout.soft_cap)
+
+
+@dataclass(frozen=True)
+class TargetLaw:
+    """What the target says of each position to predict: its law, and its first choice."""
+
+    readout: Readout
+    final_hidden: Float[Tensor, "row hidden"]
+    places: Int[Tensor, " position"]  # the row of the state that the target predicts from
+    vocab: DraftVocab | None  # the law is renormalised over it; positions outside are left out
+
+
+Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class _Law(NamedTuple):
+    probs: Tensor | None
+    choices: Tensor  # in the drafter's vocabulary; -1: outside it
+    kept: Tensor | None  # the positions of the chunk that these are of; None: all
+
+
+def chunked_losses(
+    config: TokenLossConfig,
+    weights: Sequence[float],
+    heads: Sequence[OutputHead],
+    states: Sequence[Float[Tensor, "row width"]],
+    places: Int[Tensor, "depth position"],
+    labels: Int[Tensor, " position"],
+    law: TargetLaw | None,
+    against_text: bool = False,
+) -> Sums:
+    """Return the losses of every depth (or parallel head), with gradients to states and heads.
+
+    By depth: sums of losses, positions, correct positions, positions outside the vocabulary.
+
+    heads: one for each depth, or one for all. states: by depth. places: the row of states[depth]
+    from which a position is predicted at that depth, -1 where it is not. labels: the text's tokens
+    in the drafter's vocabulary. law: may be None for losses on the text alone. against_text: count
+    as correct what agrees with the text, not with the target.
+
+    The sums must be differentiated together, weighed by `weights` times any number (`weighted_sum`
+    does), once; otherwise the chunks are computed a second time. Not twice differentiable.
+    """
+    device = places.device.type
+    dtype = None
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    task = _Task(config, tuple(heads), dtype, places, labels, law, against_text)
+    parameters = [head.weight for head in heads] + [head.bias for head in heads]
+    tensors = (*states, *parameters)
+    if torch.is_grad_enabled():
+        sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
+    else:  # inside a Function gradients are off always: it could not tell
+        done = _Pass(task, weights, tensors, [False] * len(tensors))
+        sums, correct, uncovered = done.loss, done.correct, done.uncovered
+    return sums, (places >= 0).sum(1), correct, uncovered
+
+
+def loss_terms(weights: Sequence[float], sums: Sums) -> list[LossTerm]:
+    """Return what `chunked_losses` gave as terms, depth by depth."""
+    columns = [column.unbind() for column in sums]
+    return [LossTerm(weight, *row) for weight, *row in zip(weights, *columns, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is compared with what: all that is no tensor to differentiate."""
+
+    config: TokenLossConfig
+    heads: tuple[OutputHead, ...]
+    dtype: torch.dtype | None  # of products, where autocast chose it
+    places: Tensor
+    labels: Tensor
+    law: TargetLaw | None
+    against_text: bool
+
+    def cast(self, tensor: Tensor | None) -> Any:
+        """Return a tensor in the dtype of products."""
+        return tensor if tensor is None or self.dtype is None else tensor.to(self.dtype)
+
+
+class _Pass:
+    """One pass over all chunks: sums by depth, and the gradient of their sum weighed by factors.
+
+    tensors: states by depth, the heads' weights, their biases; `wanted` says of which of them the
+    gradient is asked for, and `gradients` holds it.
+    """
+
+    def __init__(
+        self,
+        task: _Task,
+        factors: Sequence[float],
+        tensors: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> None:
+        self.task, self.factors, self.backward = task, factors, any(wanted)
+        depths, device = len(task.places), task.places.device
+        self.states: list[Any] = list(tensors[:depths])
+        parameters = tensors[depths:]
+        self.weights = [task.cast(weight) for weight in parameters[: len(task.heads)]]
+        self.biases = [task.cast(bias) for bias in parameters[len(task.heads) :]]
+        self.wide = torch.promote_types(self.weights[0].dtype, torch.float32)
+        # A state gets its gradient once, whole; a parameter from every chunk: in float32 at least.
+        self.gradients = [
+            torch.zeros_like(tensor, dtype=tensor.dtype if i < depths else _wide(tensor))
+            if want and tensor is not None
+            else None
+            for i, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
+        ]
+        self.of_states = self.gradients[:depths]
+        self.of_weights = self.gradients[depths : depths + len(task.heads)]
+        self.of_biases = self.gradients[depths + len(task.heads) :]
+        self.loss = torch.zeros(depths, dtype=self.wide, device=device)
+        self.correct = torch.zeros(depths, dtype=torch.long, device=device)
+        self.uncovered = torch.zeros(depths, dtype=torch.long, device=device)
+        self.target = None
+        if task.law is not None:
+            theirs = OutputHead.of(task.law.readout)
+            self.target = replace(
+                theirs, weight=task.cast(theirs.weight), bias=task.cast(theirs.bias)
+            )
+        self.budget = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
+        with torch.autocast(device.type, enabled=False):
+            self._run()
+
+    def _run(self) -> None:
+        task = self.task
+        heads = [*task.heads, *([] if self.target is None else [self.target])]
+        size = max(FEWEST_POSITIONS, self.budget // max(len(head.weight) for head in heads))
+        for start in range(0, task.places.shape[1], size):
+            piece = slice(start, start + size)
+            places, labels, law = task.places[:, piece], task.labels[piece], self._law(piece)
+            if law is not None and law.kept is not None:
+                known = (places >= 0).sum(1)
+                places, labels = places[:, law.kept], labels[law.kept]
+                self.uncovered += known - (places >= 0).sum(1)
+            choices = labels if law is None or task.against_text else law.choices
+            probs = None if law is None else law.probs
+            for index, head in enumerate(task.heads):
+                depths = range(len(places)) if len(task.heads) == 1 else range(index, index + 1)
+                together = max(1, self.budget // max(1, len(labels) * len(head.weight)))
+                for group in (depths[i : i + together] for i in range(0, len(depths), together)):
+                    self._compare(index, group, places, labels, choices, probs)
+
+    def _law(self, piece: slice) -> _Law | None:
+        """Return what the target says of a chunk of positions, constants."""
+        law = self.task.law
+        if law is None or self.target is None:
+            return None
+        hidden = law.final_hidden[law.places[piece]]
+        logits, _ = _logits(self.target, self.target.weight, self.target.bias, hidden)
+        logits = logits.to(self.wide)
+        best = logits.max(-1)
+        if law.vocab is None:
+            probs = logits.softmax(-1) if self.task.config.needs_target_probs else None
+            return _Law(probs, best.indices, None)
+        choices = law.vocab.draft_ids[best.indices]
+        if self.task.config.of_rejection:
+            return _Law(logits.softmax(-1)[:, law.vocab.target_ids], choices, None)
+        # A NaN must reach the loss, where it is caught, and not pass for a token left out.
+        kept = ((choices >= 0) | best.values.isnan()).nonzero()[:, 0]
+        probs = None
+        if self.task.config.needs_target_probs:
+            probs = logits[kept[:, None], law.vocab.target_ids].softmax(-1)
+        return _Law(probs, choices[kept].clamp(min=0), kept)
+
+    def _compare(
+        self,
+        index: int,
+        depths: range,
+        places: Tensor,
+        labels: Tensor,
+        choices: Tensor,
+        probs: Tensor | None,
+    ) -> None:
+        """Add a chunk's losses at several depths of one head, and their gradients."""
+        config, head = self.task.config, self.task.heads[index]
+        rows = places[depths.start : depths.stop]
+        known, rows = rows >= 0, rows.clamp(min=0)
+        picked = [self.states[d].index_select(0, r) for d, r in zip(depths, rows, strict=True)]
+        hidden = torch.cat(picked).mul_(known.flatten()[:, None]).to(self.weights[index].dtype)
+        logits, curve = _logits(head, self.weights[index], self.biases[index], hidden)
+        logits = logits.to(self.wide)
+        factors = []
+        for depth, here, part in zip(depths, known, logits.chunk(len(depths)), strict=True):
+            hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
+            self.correct[depth] += (hits & here & (choices >= 0)).sum()
+            if self.backward:
+                losses, times = config.token_loss_and_gradient(part, probs, labels)
+                factors.append(here[:, None].to(self.wide) * times * self.factors[depth])
+            else:
+                losses = config.token_loss(part, probs, labels)
+            self.loss[depth] += torch.where(here, losses, 0).sum()
+        if self.backward:
+            factor = torch.cat(factors) * head.scale
+            slopes = logits if curve is None else logits.mul_(curve)
+            self._back(index, depths, rows, hidden, slopes, factor)
+
+    def _back(
+        self,
+        index: int,
+        depths: range,
+        rows: Tensor,
+        hidden: Tensor,
+        slopes: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """Add the gradients that follow from those of the logits, each row times its factor."""
+        bias = self.of_biases[index]
+        if bias is not None:
+            bias.add_((slopes * factor).sum(0))
+        slopes = slopes.to(hidden.dtype)
+        if any(self.of_states[depth] is not None for depth in depths):
+            back = (slopes @ self.weights[index]).mul_(factor)
+            for depth, r, part in zip(depths, rows, back.chunk(len(depths)), strict=True):
+                into = self.of_states[depth]
+                if into is not None:
+                    into.index_add_(0, r, part.to(into.dtype))
+        total = self.of_weights[index]
+        if total is not None:
+            hidden = (hidden * factor).to(hidden.dtype)
+            if total.dtype == hidden.dtype:
+                total.addmm_(slopes.T, hidden)
+            else:
+                total.add_(slopes.T @ hidden)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, task: _Task, factors: tuple[float, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.task, ctx.factors, ctx.wanted = task, factors, ctx.needs_input_grad[2:]
+        done = _Pass(task, factors, tensors, ctx.wanted)
+        ctx.gradients = done.gradients
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(done.correct, done.uncovered)
+        return done.loss, done.correct, done.uncovered
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        scale = _common(grad.tolist(), ctx.factors)
+        if gradients is None or scale is None:
+            gradients = _Pass(ctx.task, grad.tolist(), ctx.saved_tensors, ctx.wanted).gradients
+            scale = 1.0
+        scaled = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
+        pairs = zip(scaled, ctx.saved_tensors, strict=True)
+        return None, None, *(g if g is None else g.to(tensor.dtype) for g, tensor in pairs)
+
+
+def _logits(
+    head: OutputHead, weight: Tensor, bias: Tensor | None, hidden: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits, and the slope of their soft cap in float32 at least, if they have one."""
+    logits = functional.linear(hidden.to(weight.dtype), weight, bias)
+    if head.scale != 1.0:
+        logits = logits.mul_(head.scale)
+    if head.soft_cap is None:
+        return logits, None
+    bent = torch.tanh(logits / head.soft_cap)
+    return head.soft_cap * bent, 1 - bent.to(_wide(bent)).square()
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:
+    """Return the number that makes `grads` of `factors`; None if there is none."""
+    ratios = [grad / factor for grad, factor in zip(grads, factors, strict=True)]
+    if all(abs(ratio - ratios[0]) <= 1e-6 * abs(ratios[0]) for ratio in ratios):
+        return ratios[0]
+    return None

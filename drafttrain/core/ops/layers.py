@@ -1,0 +1,302 @@
+"""The few layers that drafters are made of, named as Llama checkpoints name them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.core.ops.cache import KeyValues
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich, 2019), computed in float32 inside."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, values: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape width"]:
+        """Return values scaled to unit root mean square, times the weight."""
+        training = torch.is_grad_enabled() and self.weight.requires_grad
+        if training and values.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _Normed.apply(values, self.weight, self.eps)
+        return rms_norm(values, self.weight, self.eps)
+
+
+def rms_norm(
+    values: Float[Tensor, "*shape width"], weight: Float[Tensor, " width"], eps: float
+) -> Float[Tensor, "*shape width"]:
+    """Return the norm in the dtype of `values`, by torch's kernel, which is wide inside.
+
+    Autocast would run it in float32 on CUDA and not on a CPU: what follows would get another dtype,
+    and the float32 copy of the input be kept for the backward pass.
+    """
+    with torch.autocast(values.device.type, enabled=False):
+        return functional.rms_norm(values, weight.shape, weight.to(values.dtype), eps)
+
+
+class _Normed(torch.autograd.Function):
+    """The norm in five passes forward and backward: torch has one kernel on a GPU, none on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=wide)
+        scales = norms.square_().div_(values.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(values, weight, scales)
+        return (values * scales).mul_(weight).to(values.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        values, weight, scales = ctx.saved_tensors
+        unit = values * scales
+        times = grad * unit
+        d_weight = times.flatten(0, -2).sum(0).to(weight.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, None
+        along = (times @ weight.to(times.dtype)).div_(-values.shape[-1])
+        d_values = (grad * weight).to(unit.dtype).addcmul_(unit, along[..., None]).mul_(scales)
+        return d_values.to(values.dtype), d_weight, None
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of rotary embeddings at given positions."""
+
+    cos: Float[Tensor, "*batch seq head_dim"]
+    sin: Float[Tensor, "*batch seq head_dim"]
+
+
+def rotation(
+    positions: Int[Tensor, "*batch seq"], head_dim: int, theta: float, dtype: torch.dtype
+) -> Rotation:
+    """Return the rotation of each position (RoFormer; Llama's half-split layout), in `dtype`."""
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None].float() * theta ** (-half / head_dim)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return Rotation(torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1))
+
+
+def rotate(
+    heads: Float[Tensor, "batch head seq head_dim"], turn: Rotation
+) -> Float[Tensor, "batch head seq head_dim"]:
+    """Apply a rotation to queries or keys."""
+    cos, sin = turn.cos.unsqueeze(-3), turn.sin.unsqueeze(-3)
+    if heads.requires_grad and torch.is_grad_enabled():
+        return _Rotated.apply(heads, cos, sin)
+    return _rotated(heads, cos, sin)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + half): its angle stands twice in the tables."""
+    half = heads.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    first, second = heads.split(half, dim=-1)
+    if torch.compiler.is_compiling():  # which fuses them, and gets `out=` of a view wrong (2.13)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned = torch.empty_like(heads)
+    one, other = turned.split(half, dim=-1)
+    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=other).addcmul_(first, sin)
+    return turned
+
+
+class _Rotated(torch.autograd.Function):
+    """A rotation, and back by the opposite one: a third of the passes of its plain form."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(heads, cos, sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def document_mask(
+    document: Int[Tensor, "batch seq"],
+) -> Bool[Tensor, "batch 1 seq seq"] | None:
+    """Return which keys each query may see, or None where plain causality already says it.
+
+    Padding stands right of the document, so a causal mask alone keeps it out of a row's only
+    document; a row that holds several needs the block-diagonal mask.
+    """
+    real = document >= 0
+    if bool(((document == document[:, :1]) | ~real).all()):
+        return None
+    same = document[:, None, :, None] == document[:, None, None, :]
+    causal = torch.ones(document.shape[1], document.shape[1], device=document.device).tril().bool()
+    # A query of padding must see something, or its softmax is NaN: it sees padding.
+    return same & causal
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; q, k and v may read a wider input."""
+
+    def __init__(
+        self,
+        width: int,
+        input_width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool = False,  # of q, k and v
+        output_bias: bool = False,
+        norm_eps: float | None = None,  # Qwen3 norms each query and key before it turns them
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=output_bias)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+
+    def project(
+        self, values: Float[Tensor, "batch seq input"], turn: Rotation
+    ) -> tuple[
+        Float[Tensor, "batch head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+    ]:
+        """Return rotated queries and keys, and values, by head."""
+        flat = (self.q_proj(values), self.k_proj(values), self.v_proj(values))
+        return self._by_head(flat, turn)
+
+    def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, own = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in flat
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        return rotate(queries, turn), rotate(keys, turn), own
+
+    def joined(
+        self, values: Float[Tensor, "batch seq width"]
+    ) -> tuple[Float[Tensor, "batch seq heads"], Float[Tensor, "heads rest"]]:
+        """Return the projections of what stands first in the input, and the matrix for the rest.
+
+        Queries, keys and values in one, side by side; the bias is in what is returned first.
+        """
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+
+        def project(values: Tensor) -> tuple[Tensor, Tensor]:
+            bias = None if self.q_proj.bias is None else torch.cat([part.bias for part in parts])
+            weight, width = torch.cat([part.weight for part in parts]), values.shape[-1]
+            return functional.linear(values, weight[:, :width], bias), weight[:, width:]
+
+        return within_calls(parts, values, project)
+
+    def merge(
+        self, mixed: Float[Tensor, "batch head seq head_dim"]
+    ) -> Float[Tensor, "batch seq width"]:
+        """Join the heads and project back to the layer's width."""
+        batch, _, seq, _ = mixed.shape
+        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
+
+    def forward(
+        self,
+        values: Float[Tensor, "batch seq input"],
+        turn: Rotation,
+        mask: Bool[Tensor, "batch 1 seq seq"] | None,
+    ) -> Float[Tensor, "batch seq width"]:
+        """Attend causally within the sequence, as training does."""
+        queries, keys, own = self.project(values, turn)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return self.merge(mixed)
+
+    def cached(
+        self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: KeyValues
+    ) -> Float[Tensor, "batch new width"]:
+        """Append to the cache and attend to everything in it, causally."""
+        mask, first = cache.visible(values.shape[1]), max(cache.lengths) == 0
+        queries, keys, own = self.project(values, turn)
+        all_keys, all_values = cache.append(keys, own)
+        mixed = functional.scaled_dot_product_attention(
+            queries,
+            all_keys,
+            all_values,
+            attn_mask=mask,
+            is_causal=mask is None and first and values.shape[1] > 1,
+            enable_gqa=True,
+        )
+        return self.merge(mixed)
+
+    def by_head(
+        self, projected: Float[Tensor, "batch seq heads"], turn: Rotation
+    ) -> tuple[
+        Float[Tensor, "batch head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+        Float[Tensor, "batch kv_head seq head_dim"],
+    ]:
+        """Return rotated queries and keys, and values, from a projection as `joined` gives it."""
+        widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
+        queries, keys, own = self._by_head(flat, turn)
+        return queries, keys, own.clone()  # a view would keep what the others were turned from
+
+
+def within_calls(
+    modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], tuple[Tensor, ...]]
+) -> Any:
+    """Return what `use` makes of `inputs`, while every one of `modules` is being called.
+
+    For weights that are used otherwise than their module would: where parameters are sharded over
+    ranks, a module's are whole only within its call, whose hooks see to it. Inputs and results are
+    tensors or collections of them, which the hooks follow to the backward pass.
+    """
+    if not modules:
+        return use(inputs)
+    first, *others = modules
+    before = first.__dict__.get("forward")
+    first.forward = lambda inner: within_calls(others, inner, use)
+    try:
+        return first(inputs)
+    finally:
+        if before is None:
+            del first.forward
+        else:
+            first.forward = before
+
+
+class MLP(nn.Module):
+    """Gated feed-forward layer (SwiGLU)."""
+
+    def __init__(self, width: int, inner_width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner_width, bias=False)
+        self.up_proj = nn.Linear(width, inner_width, bias=False)
+        self.down_proj = nn.Linear(inner_width, width, bias=False)
+
+    def forward(self, values: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape width"]:
+        """Return down(silu(gate) * up)."""
+        gate, up = self.gate_proj(values), self.up_proj(values)
+        if gate.requires_grad and torch.is_grad_enabled():
+            return self.down_proj(_Gated.apply(gate, up))
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up that keeps no silu(gate): it is as large as both, and cheap."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return d_gate, functional.silu(gate).mul_(grad)

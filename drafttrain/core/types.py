@@ -1,0 +1,268 @@
+"""The arrows between the stations: plain dataclasses, no behaviour beyond what their fields imply.
+
+Shapes are words: batch rows, seq positions, hidden the target's width, vocab the target's
+vocabulary, draft_vocab the drafter's, node one drafted token of a proposal, depth drafted tokens
+along one path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from drafttrain.core.readout import Readout
+
+PAD_DOCUMENT = -1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation as tokens; `index` is its place in the data set and its name everywhere."""
+
+    tokens: Int[Tensor, " seq"]
+    loss_mask: Bool[Tensor, " seq"]  # tokens the assistant wrote, end of turn included
+    index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of conversations, padded right; a packed row holds several documents.
+
+    `document` is the index of the conversation that a token belongs to (PAD_DOCUMENT for padding);
+    attention never crosses documents. `positions` count from 0 within a document. `loss_mask` is
+    true for tokens that the assistant wrote: the tokens whose *prediction* is trained.
+    """
+
+    tokens: Int[Tensor, "batch seq"]
+    loss_mask: Bool[Tensor, "batch seq"]
+    positions: Int[Tensor, "batch seq"]
+    document: Int[Tensor, "batch seq"]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch with every tensor on `device`."""
+        return Batch(
+            self.tokens.to(device),
+            self.loss_mask.to(device),
+            self.positions.to(device),
+            self.document.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a drafter may know of its target before any weight is loaded."""
+
+    name: str
+    fingerprint: str  # of the configuration and the weights: features and drafters are bound to it
+    architecture: str  # Transformers' model_type
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    embedding_scale: float = 1.0  # what it multiplies embeddings by
+    limited_by: str = ""  # why max_positions is less than the model was made for; "" if it is not
+
+    @property
+    def context(self) -> str:
+        """The positions there are, and why no more, for messages."""
+        why = f" ({self.limited_by})" if self.limited_by else ""
+        return f"{self.max_positions} positions of model={self.name}{why}"
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """What was read from the target: the same from an online, a stored or a served target.
+
+    `captured[i]` is Transformers' `hidden_states[i]`: the *input* of layer i, before any norm
+    (i = num_layers: the last layer's output before the final norm). `final_hidden` is after the
+    final norm: what the output head reads.
+    """
+
+    captured: dict[int, Float[Tensor, "batch seq hidden"]]
+    final_hidden: Float[Tensor, "batch seq hidden"]
+    readout: Readout
+
+    def slice(self, start: int, stop: int) -> "TargetFeatures":
+        """Return the features of positions start..stop-1, without a copy."""
+        return TargetFeatures(
+            {i: hidden[:, start:stop] for i, hidden in self.captured.items()},
+            self.final_hidden[:, start:stop],
+            self.readout,
+        )
+
+    def rows(self, kept: Sequence[int]) -> "TargetFeatures":
+        """Return the features of these rows."""
+        index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
+        captured = {i: hidden[index] for i, hidden in self.captured.items()}
+        return TargetFeatures(captured, self.final_hidden[index], self.readout)
+
+    def to(self, device: torch.device) -> "TargetFeatures":
+        """Return the features on `device`; what is in pinned memory is not waited for."""
+        if self.final_hidden.device == device:
+            return self
+        captured = {i: h.to(device, non_blocking=True) for i, h in self.captured.items()}
+        final = self.final_hidden.to(device, non_blocking=True)
+        return TargetFeatures(captured, final, self.readout)
+
+
+@runtime_checkable
+class FeatureSource(Protocol):
+    """Whatever answers for the target while training: the target itself, or a store."""
+
+    spec: TargetSpec
+    readout: Readout
+
+    def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
+        """Return what the target says of a batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One term of a loss as a sum: the caller divides by the step's denominator, once.
+
+    `count` is how many positions contributed; `uncovered` how many the reduced vocabulary left out.
+    `correct` counts positions where the drafter's first choice was the target's.
+    """
+
+    weight: float
+    sum: Float[Tensor, ""]
+    count: Int[Tensor, ""]
+    correct: Int[Tensor, ""] | None = None
+    uncovered: Int[Tensor, ""] | None = None
+
+
+Losses = dict[str, LossTerm]
+
+
+def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
+    """Return the sum over terms of weight * sum: the loss before the step's denominator."""
+    return torch.stack([term.weight * term.sum for term in losses.values()]).sum()
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """One level of a proposal: drafted tokens and the node each hangs from (-1: the root)."""
+
+    tokens: Int[Tensor, "batch node"]
+    parents: Int[Tensor, "batch node"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the drafter offers for verification: a tree of nodes, in the order they were drawn.
+
+    Node j hangs from node parents[j] < j, or from the root (-1), the last committed token. A chain
+    is the tree with parents[j] = j - 1. Rows are padded to the longest; num_nodes counts the real
+    ones. `draft_probs[:, j]` is the law that token j was *really* drawn from (after temperature,
+    top-k and top-p, over target ids, in the precision of the draw); None says that every node was
+    chosen deterministically, which is a point mass.
+    """
+
+    tokens: Int[Tensor, "batch node"]
+    parents: Int[Tensor, "batch node"]
+    num_nodes: Int[Tensor, " batch"]
+    draft_probs: Float[Tensor, "batch node vocab"] | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification kept: the first num_accepted tokens of a chain, and the bonus after them.
+
+    `bonus` is the token that the target adds: the corrected token after a rejection, a fresh one
+    after full acceptance.
+    """
+
+    num_accepted: Int[Tensor, " batch"]
+    bonus: Int[Tensor, " batch"]
+
+
+@dataclass
+class Counters:
+    """Counts of speculative decoding, in vLLM's terms; the prefill is not a draft."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_position: list[int] = field(default_factory=list)
+
+    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one draft of a chain."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_position = self.num_accepted_tokens_per_position
+        per_position.extend([0] * (num_draft_tokens - len(per_position)))
+        for position in range(num_accepted_tokens):
+            per_position[position] += 1
+
+    def __add__(self, other: "Counters") -> "Counters":
+        mine, theirs = self.num_accepted_tokens_per_position, other.num_accepted_tokens_per_position
+        length = max(len(mine), len(theirs))
+        pad = lambda counts: counts + [0] * (length - len(counts))  # noqa: E731
+        return Counters(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            [a + b for a, b in zip(pad(mine), pad(theirs), strict=True)],
+        )
+
+
+@dataclass
+class DecodeStats:
+    """Counters and seconds of one decoded prompt.
+
+    `trimmed` counts what reached the output; `untrimmed` also what lay past EOS or the limit, as
+    vLLM counts. For plain decoding the counters stay zero and `verify_s` is the target's time.
+    `other_s` is the loop's own time; prefill is outside the other three. The seconds of a batch are
+    shared out to its rows.
+    """
+
+    trimmed: Counters = field(default_factory=Counters)
+    untrimmed: Counters = field(default_factory=Counters)
+    num_target_passes: int = 0  # after the prefill
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    # Of each cycle: the output position of its first token, and its trimmed drafted and accepted.
+    cycles: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the first prompt token to the last output token."""
+        return self.prefill_s + self.draft_s + self.verify_s + self.other_s
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The output of one decoding: new tokens, trimmed at EOS (kept) and at the limit."""
+
+    tokens: tuple[int, ...]
+    stats: DecodeStats
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt decoded by one method in one timing block: a row of the raw measurements."""
+
+    prompt_id: str  # the unit of the bootstrap: turns of one prompt share it
+    turn: int
+    task: str
+    method: str  # "autoregressive", "ngram", or the drafter's name
+    block: int
+    num_prompt_tokens: int
+    tokens: tuple[int, ...]
+    stats: DecodeStats

@@ -1,0 +1,242 @@
+"""Evaluation prompts, embedded or of a suite, and how much of them training text holds."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drafttrain.data.records import Unusable, checked_text
+from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
+from drafttrain.runtime.untrusted_input import Count, Sha256, read_object, read_typed
+
+BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
+OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
+
+MAX_NAME = 200  # characters of an id or a task
+
+OverlapRecord = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The user's turns of one conversation; the target answers each in its place."""
+
+    id: str
+    task: str
+    category: str
+    turns: tuple[str, ...]
+    reference: Any = None
+    licence: str | None = None
+
+
+def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
+    """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
+
+    A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
+    are any, a row of a public suite as it is published, or a conversation as training reads it, of
+    which the user's turns are asked. Unusable rows are skipped, counted, and
+    named by their place. Raises ValueError when the source is not there or nothing in it can be
+    used.
+    """
+    report = SkipReport(what="prompts")
+    prompts: list[Prompt] = []
+    seen: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    for number, (where, record) in enumerate(suite_records(source, BUILTIN_PROMPTS)):
+        report.num_read += 1
+        try:
+            if isinstance(record, Unusable):
+                raise record
+            prompt = _prompt(in_our_spelling(record, number, source.task))
+            if prompt.id in seen:
+                raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
+        except Unusable as error:
+            report.skip(error.reason, where, error.detail)
+            continue
+        seen[prompt.id] = where
+        if source.task_by == "category":
+            prompt = replace(prompt, task=prompt.category)
+        kept[prompt.task] = kept.get(prompt.task, 0) + 1
+        if source.limit is None or kept[prompt.task] <= source.limit:
+            prompts.append(prompt)
+    if not prompts:
+        advice = "correct what is named here" if report.counts else "give it some prompts"
+        key, named = (
+            ("dataset", source.dataset) if source.path is None else ("prompts", source.path)
+        )
+        raise NothingUsable(
+            f"eval.{key}={named} must hold usable prompts, got none", report, advice
+        )
+    return prompts, report
+
+
+def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
+    """Read a .jsonl file of prompts whose tasks are what its lines call tasks: see load_prompts."""
+    source = PromptSource(
+        path=str(path),
+        dataset=None,
+        subset=None,
+        split="",
+        revision=None,
+        task=None,
+        task_by="task",
+        limit=limit,
+    )
+    return load_prompts(source)
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Return the sha256 of what is decoded: ids, tasks and turns, in order."""
+    content = [[prompt.id, prompt.task, list(prompt.turns)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+
+
+def _prompt(record: Any) -> Prompt:
+    if not isinstance(record, dict):
+        raise Unusable("not an object", type(record).__name__)
+    for key in ("id", "task", "turns"):
+        if record.get(key) is None:
+            raise Unusable(f"without {key}")
+    turns = record["turns"]
+    if not isinstance(turns, list):
+        raise Unusable("turns are not a list", type(turns).__name__)
+    if not turns:
+        raise Unusable("an empty prompt", "no turns")
+    for place, turn in enumerate(turns, 1):
+        if not checked_text(turn, f"turn {place}").strip():
+            raise Unusable("an empty prompt", f"turn {place}")
+    licence = record.get("licence")
+    return Prompt(
+        id=_name(record["id"], "id"),
+        task=_name(record["task"], "task"),
+        category=_name(record.get("category") or record["task"], "category"),
+        turns=tuple(turns),
+        reference=record.get("reference"),
+        licence=None if licence is None else _name(licence, "licence"),
+    )
+
+
+def _name(value: Any, key: str) -> str:
+    """Return what reports call a prompt: a number or a short line."""
+    if type(value) not in (str, int):
+        raise Unusable(f"{key} is neither text nor a number", type(value).__name__)
+    text = checked_text(str(value), key)
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise Unusable(f"{key} is no line of at most {MAX_NAME} characters")
+    return text
+
+
+def normalised(text: str) -> str:
+    """Return the text as overlap is counted: lower case, words only, one space between."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def _word_grams(text: str) -> Iterator[tuple[str, ...]]:
+    words = normalised(text).split()
+    for start in range(len(words) - OVERLAP_WORDS + 1):
+        yield tuple(words[start : start + OVERLAP_WORDS])
+
+
+def count_overlap(
+    prompts: Sequence[Prompt], conversations: Iterable[Sequence[str]]
+) -> dict[str, Any]:
+    """Count what prompts share with training text: equal first prompts, and 8-grams of words.
+
+    `conversations` are the texts of the turns in order. Case, spacing and punctuation do not count.
+    """
+    first = {normalised(prompt.turns[0]) for prompt in prompts}
+    grams = {
+        prompt.id: {g for turn in prompt.turns for g in _word_grams(turn)} for prompt in prompts
+    }
+    wanted = set().union(*grams.values())
+    equal: set[str] = set()
+    shared: set[tuple[str, ...]] = set()
+    num_conversations = 0
+    for turns in conversations:
+        num_conversations += 1
+        opening = normalised(turns[0])
+        if opening in first:
+            equal.add(opening)
+        for turn in turns:
+            shared.update(gram for gram in _word_grams(turn) if gram in wanted)
+
+    def counts(group: Sequence[Prompt]) -> dict[str, Any]:
+        own = set().union(*(grams[prompt.id] for prompt in group))
+        return {
+            "num_prompts": len(group),
+            "num_equal_prompts": sum(normalised(prompt.turns[0]) in equal for prompt in group),
+            "num_ngrams": len(own),
+            "num_shared_ngrams": len(own & shared),
+            "shared_ngram_share": len(own & shared) / len(own) if own else None,
+        }
+
+    tasks: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        tasks.setdefault(prompt.task, []).append(prompt)
+    return {
+        "ngram_words": OVERLAP_WORDS,
+        "num_training_conversations": num_conversations,
+        **counts(prompts),
+        "tasks": {task: counts(group) for task, group in tasks.items()},
+    }
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def overlap_path(path: str | Path) -> Path:
+    """Return where the overlap record of a file of prompts stands: beside it."""
+    return Path(path).expanduser().with_suffix(".overlap.json")
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """What is told of a record, whoever wrote it."""
+
+    prompts_sha256: Sha256
+    num_prompts: Count
+    num_equal_prompts: Count
+    num_ngrams: Count
+    num_shared_ngrams: Count
+    ngram_words: Count
+    shared_ngram_share: float | None
+
+
+def overlap_record(path: str | Path) -> OverlapRecord | None:
+    """Return the recorded overlap of a file of prompts with the target's training text.
+
+    None when nobody counted it. Raises ValueError when the record is of other prompts than these.
+    """
+    place = overlap_path(path)
+    if not place.is_file():
+        return None
+    known = read_typed(_Overlap, place)
+    found = sha256_of(Path(path).expanduser())
+    if known.prompts_sha256 != found:
+        raise ValueError(
+            f"{place} must be the overlap of {path}, got one of a file with other content; remove "
+            "it, or count again with scripts/count_prompt_overlap.py"
+        )
+    record: OverlapRecord = read_object(place)
+    return record
+
+
+def overlap_line(record: OverlapRecord | None) -> str:
+    """Return what a command prints about a record."""
+    if record is None:
+        return "overlap of the prompts with the target's training text: not known"
+    share = record["shared_ngram_share"]
+    return (
+        f"overlap with the target's training text: {record['num_equal_prompts']} of "
+        f"{record['num_prompts']} prompts equal a first prompt, and "
+        f"{record['num_shared_ngrams']:,} of {record['num_ngrams']:,} "
+        f"{record['ngram_words']}-grams of words occur"
+        + (f" ({100 * share:.1f} %)" if share is not None else "")
+    )

@@ -1,0 +1,279 @@
+"""A whole causal language model of Transformers as a drafter, with its own key-value cache."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from drafttrain.core.ops.chunked_losses import OutputHead
+from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.vocab import DraftVocab
+from drafttrain.drafters.base import (
+    Capabilities,
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    Expansion,
+    last_of,
+)
+from drafttrain.target.pretrained.lean import make_lean
+from drafttrain.target.pretrained.limits import exact_positions
+
+
+@dataclass
+class CausalState(DraftState):
+    """What the model has read of each row, and what it has yet to read: observing is free."""
+
+    unread: Int[Tensor, "batch new"]  # in the drafter's own ids, padded right
+    counts: list[int]  # how many of them are real
+    cache: RaggedCache = field(default_factory=RaggedCache)
+    drafted: int = 0  # drafted tokens at the end of the cache, equally many in every row
+
+
+class CausalDrafter(Drafter):
+    """Drafts as the model continues the text; the target's features are not used.
+
+    A token is read when the next one is asked for. So of a fully accepted chain the last token is
+    not in the cache, and is read together with the bonus.
+    """
+
+    captures = ()
+    # Buffers, None while every id means the same to both: ids that are drafted, the model's columns
+    # for them, and the id by which it reads each of the target's (-1: by several).
+    target_ids: Tensor | None
+    columns: Tensor | None
+    reading: Tensor | None
+
+    model: Any
+    eager: bool
+
+    def __init__(self, config: DrafterConfig, spec: TargetSpec, model: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.spec = spec
+        self.spelled: Mapping[int, list[int]] = {}
+        for name in ("target_ids", "columns", "reading"):
+            self.register_buffer(name, None, persistent=False)
+        if model is not None:
+            self.take(model)
+
+    def take(self, model: Any) -> None:
+        """Draft with this model; where it has fewer ids than the target, only with those."""
+        make_lean(model)
+        self.model = model
+        self._decoder = (model.get_decoder(),)  # in a tuple: not a second place for its weights
+        self._head = (model.get_output_embeddings(),)
+        text = model.config.get_text_config(decoder=True)
+        scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        self._scale = scale / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
+        self._cap = getattr(text, "final_logit_softcapping", None)  # Gemma
+        self.eager = model.config._attn_implementation == "eager"
+        self._check_head()
+        if self.num_ids < self.spec.vocab_size:
+            own = torch.arange(self.num_ids)
+            self.share(own, own, {})
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        # As of a target: an architecture may scale or cap logits in a way of its own.
+        tokens = torch.arange(min(8, self.num_ids), device=self.device)[None]
+        theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
+        ours = self.head(self._decoder[0](input_ids=tokens, use_cache=False).last_hidden_state)
+        if not (ours.float() - theirs).abs().max() <= 0.02 * theirs.abs().max():
+            raise ValueError(
+                f"drafter={self.config.name} ({self.model.config.model_type}) computes logits in a "
+                "way that drafttrain does not know; it cannot draft yet"
+            )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Chains of any depth."""
+        trainable = self.config.trainable
+        return Capabilities(trainable, branches=False, max_depth=None, unroll=int(trainable))
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids the model has logits for, those without a token included."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def max_positions(self) -> int:
+        """How long a text the model reads alike in any passes."""
+        text = self.model.config.get_text_config(decoder=True)
+        return exact_positions(text, f"drafter={self.config.name} cannot draft").positions
+
+    def share(
+        self,
+        target_ids: Int[Tensor, " shared"],
+        draft_ids: Int[Tensor, " shared"],
+        spelled: Mapping[int, list[int]],
+    ) -> None:
+        """Draft these target ids only, ascending, by the ids that the model has for them.
+
+        spelled: how the model reads target ids that it has no id for; others read as id 0.
+        """
+        device, size = self.device, self.spec.vocab_size
+        self.target_ids, self.columns = target_ids.to(device), draft_ids.to(device)
+        self.vocab = DraftVocab.of(self.target_ids, size)
+        reading = torch.zeros(size, dtype=torch.long, device=device)
+        reading[self.target_ids] = self.columns
+        for token, own in spelled.items():
+            reading[token] = own[0] if len(own) == 1 else -1
+        self.spelled = {token: own for token, own in spelled.items() if len(own) > 1}
+        self.reading = reading
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "CausalDrafter":
+        # Rotary frequencies stay as wide as they are: rounded to bfloat16, positions blur.
+        wide = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        ]
+        super()._apply(fn, recurse)
+        for module, name, buffer in wide:
+            setattr(module, name, buffer.to(getattr(module, name).device))
+        # Moving the module must move the vocabulary's maps, which are no parameters.
+        if self.vocab is not None:
+            self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
+        return self
+
+    def begin(
+        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> CausalState:
+        """Keep the first token of each row for the first reading."""
+        if capacity > self.max_positions:
+            raise ValueError(
+                f"drafter={self.config.name} was made for {self.max_positions} positions, but "
+                f"prompt, output and depth need {capacity}; shorten one of them, or choose a "
+                "drafter with a longer context"
+            )
+        unread, counts = self._in_own_ids(first_tokens[:, None], [1] * len(first_tokens))
+        return CausalState(access, unread, counts)
+
+    def observe(
+        self,
+        state: CausalState,
+        tokens: Int[Tensor, "batch new"],
+        counts: Sequence[int],
+        features: TargetFeatures,
+    ) -> None:
+        """Forget drafted tokens that were not accepted; remember what the cache does not hold."""
+        kept = [min(count - 1, state.drafted) for count in counts]
+        if state.drafted:
+            lengths = zip(state.cache.lengths, kept, strict=True)
+            state.cache.rollback([length - state.drafted + keep for length, keep in lengths])
+            state.drafted = 0
+        new = self._in_own_ids(*without_first(tokens, counts, kept))
+        state.unread, state.counts = joined((state.unread, state.counts), new)
+
+    def expand(self, state: CausalState, nodes: Nodes | None) -> Expansion:
+        """Read what is unread, or the newest node of each row, and return what may follow it."""
+        if nodes is None:
+            assert min(state.counts) > 0, "observe comes before expand"
+            tokens, counts = state.unread, state.counts
+            state.unread, state.counts = tokens[:, :0], [0] * len(tokens)
+        else:
+            tokens, counts = self._in_own_ids(nodes.tokens, [1] * len(nodes.tokens))
+            state.drafted += 1
+        return Expansion(self.read(state.cache, tokens, counts))
+
+    def read(
+        self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
+    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        """Append own tokens to the cache; return the logits after each row's last real one."""
+        output = run_decoder(self._decoder[0], cache, tokens, counts, self.eager)
+        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))
+
+    def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
+        """Return the model's logits from what its decoder gives, as its own forward does."""
+        logits = self._head[0](hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def output_head(self) -> OutputHead:
+        """Return the head as it drafts: only what can be drafted, scaled and capped."""
+        weight, bias = self._head[0].weight, self._head[0].bias
+        if self.columns is not None:
+            weight, bias = weight[self.columns], None if bias is None else bias[self.columns]
+        elif self.num_ids > self.spec.vocab_size:
+            size = self.spec.vocab_size
+            weight, bias = weight[:size], None if bias is None else bias[:size]
+        return OutputHead(weight, bias, self._scale, self._cap)
+
+    def shared_logits(
+        self, logits: Float[Tensor, "*shape own"]
+    ) -> Float[Tensor, "*shape draft_vocab"]:
+        """Return the logits of what can be drafted: ids without a token of the target are cut."""
+        if self.columns is None:
+            return logits[..., : self.spec.vocab_size]
+        return logits[..., self.columns]
+
+    def _in_own_ids(
+        self, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
+    ) -> tuple[Int[Tensor, "batch own"], list[int]]:
+        """Return target ids as the model reads them; one may become several."""
+        if self.reading is None:
+            return tokens, list(counts)
+        own = self.reading[tokens]
+        if not self.spelled or bool((own >= 0).all()):
+            return own, list(counts)
+        rows = [
+            [
+                part
+                for token, single in zip(row[:count], singles[:count], strict=True)
+                for part in (self.spelled[token] if single < 0 else [single])
+            ]
+            for row, singles, count in zip(tokens.tolist(), own.tolist(), counts, strict=True)
+        ]
+        return padded_rows(rows, tokens.device)
+
+    def select(self, state: CausalState, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        state.unread = state.unread[list(rows)]
+        state.counts = [state.counts[row] for row in rows]
+        if state.cache.lengths:  # empty before anything was read
+            state.cache.select(rows)
+
+
+Ragged = tuple[Tensor, list[int]]  # rows padded right, and how many tokens of each are real
+
+
+def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Ragged:
+    """Return rows of tokens padded right, and their lengths."""
+    counts = [len(row) for row in rows]
+    longest = max(counts)
+    filled = [[*row, *[0] * (longest - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device), counts
+
+
+def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int]) -> Ragged:
+    """Return each row less its first `dropped` tokens."""
+    left = [count - drop for count, drop in zip(counts, dropped, strict=True)]
+    width = max(left)
+    if min(dropped) == max(dropped):
+        return tokens[:, dropped[0] : dropped[0] + width], left
+    starts = torch.tensor(dropped, device=tokens.device)
+    places = starts[:, None] + torch.arange(width, device=tokens.device)
+    return tokens.gather(1, places.clamp(max=tokens.shape[1] - 1)), left
+
+
+def joined(first: Ragged, second: Ragged) -> Ragged:
+    """Return rows in which the second's tokens follow the first's."""
+    tokens, counts = first
+    if min(counts) == tokens.shape[1]:  # nothing to close up; most often the first is empty
+        added = [a + b for a, b in zip(counts, second[1], strict=True)]
+        return torch.cat([tokens, second[0]], dim=1), added
+    rows = [
+        [*one[:a], *other[:b]]
+        for one, a, other, b in zip(
+            tokens.tolist(), counts, second[0].tolist(), second[1], strict=True
+        )
+    ]
+    return padded_rows(rows, tokens.device)

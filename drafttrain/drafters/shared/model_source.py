@@ -1,0 +1,58 @@
+"""Where a draft model comes from: a local directory, else the Hub, loaded as targets are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.limits import limits_of
+from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
+
+LOCAL = re.compile(r"[./~\\]|.*/.*/")  # what a path begins with, or more slashes than a repository
+KEYS = r"path|repo|revision|trust_remote_code|allow_pickle|quantization|attention|max_positions"
+
+
+def draft_source(
+    name: str,
+    path: str,
+    revision: str | None,
+    *,
+    allow_pickle: bool,
+    trust_remote_code: bool = False,
+    quantization: str | None = None,
+) -> ModelConfig:
+    """Return what names a draft model: a local directory, else a repository of the Hub."""
+    local = LOCAL.match(path) is not None or Path(path).is_dir()
+    return ModelConfig(
+        name=name,
+        path=path if local else None,
+        repo=None if local else path,
+        revision=revision,
+        embedded=False,
+        max_positions=None,
+        attention="auto",
+        quantization=quantization,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        inflate=None,
+        shape=None,
+    )
+
+
+def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Return model and tokenizer, on the CPU; dtype None is the checkpoint's own.
+
+    ValueError, in terms of drafter.path, where the model is not whole or cannot forget.
+    """
+    try:
+        settings = load_model_config(source)
+        limits_of(source, settings, "drafter")
+        tokenizer = load_tokenizer(source)
+        own = dtype or getattr(settings, "dtype", None) or torch.float32
+        return load_model(source, settings, own, "cpu"), tokenizer
+    except ValueError as error:  # it speaks of the target's section; here the keys are ours
+        text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", str(error))
+        text = text.replace("drafter.repo", "drafter.path")
+        raise ValueError(text.replace(f"model={source.name}", f"drafter={source.name}")) from error

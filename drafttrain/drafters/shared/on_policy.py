@@ -1,0 +1,122 @@
+"""A drafter's own words in place of some answers: on-policy distillation.
+
+GKD (Agarwal et al., 2023, arXiv:2306.13649) and DistillSpec (Zhou et al., 2023, arXiv:2310.08461)
+train on what the drafter itself would say, judged by the target: the states it will really be in.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import PAD_DOCUMENT, Batch
+from drafttrain.drafters.shared.causal import CausalDrafter, padded_rows
+
+CHANGE, TURN = draw_of(0, Purpose.ACCEPT), draw_of(0, Purpose.DRAFT)
+EMIT = draw_of(0, Purpose.EMIT)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of one conversation of a batch, and the room there is for another."""
+
+    row: int
+    conversation: int
+    first: int  # where the conversation begins in its row
+    start: int  # where the answer begins
+    stop: int  # where the conversation ends
+
+
+def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[Answer]:
+    """Choose about `fraction` of the conversations, and one answer of each, by its own chance."""
+    found: list[list[Answer]] = []
+    document, mask = batch.document.cpu(), batch.loss_mask.cpu()
+    for row in range(len(document)):
+        for conversation in document[row].unique_consecutive().tolist():
+            if conversation == PAD_DOCUMENT:
+                continue
+            places = (document[row] == conversation).nonzero().squeeze(1)
+            first, stop = int(places[0]), int(places[-1]) + 1
+            said = mask[row, first:stop]
+            starts = (said[1:] & ~said[:-1]).nonzero().squeeze(1) + 1
+            answers = [
+                Answer(row, conversation, first, first + start, stop) for start in starts.tolist()
+            ]
+            if answers:
+                found.append(answers)
+    if not found:
+        return []
+    names, zeros = [answers[0].conversation for answers in found], [0] * len(found)
+    wanted = chance.accept(torch.full((len(found),), fraction), names, zeros, CHANGE)
+    chosen = []
+    for answers, name, yes in zip(found, names, wanted.tolist(), strict=True):
+        if yes:
+            law = torch.full((1, len(answers)), 1 / len(answers))
+            chosen.append(answers[int(chance.choose(law, [name], [0], TURN))])
+    return chosen
+
+
+@torch.no_grad()
+def in_own_words(
+    drafter: CausalDrafter, batch: Batch, fraction: float, temperature: float, chance: Chance
+) -> Batch:
+    """Return the batch with some answers, and what followed them, sampled from the drafter.
+
+    An answer ends with the target's end of text, or where the conversation ended; what is left of
+    its place becomes padding. All of it is trained.
+    """
+    answers = answers_to_rewrite(batch, fraction, chance)
+    if not answers:
+        return batch
+    training = drafter.training
+    drafter.eval()
+    try:
+        written = continue_texts(drafter, batch, answers, temperature, chance)
+    finally:
+        drafter.train(training)
+    new = Batch(*(tensor.clone() for tensor in vars(batch).values()))
+    for answer, tokens in zip(answers, written, strict=True):
+        row, stop = answer.row, answer.start + len(tokens)
+        new.tokens[row, answer.start : stop] = torch.tensor(tokens, device=new.tokens.device)
+        new.loss_mask[row, answer.start : stop] = True
+        new.tokens[row, stop : answer.stop] = 0
+        new.loss_mask[row, stop : answer.stop] = False
+        new.positions[row, stop : answer.stop] = 0
+        new.document[row, stop : answer.stop] = PAD_DOCUMENT
+    return new
+
+
+def continue_texts(
+    drafter: CausalDrafter,
+    batch: Batch,
+    answers: list[Answer],
+    temperature: float,
+    chance: Chance,
+) -> list[list[int]]:
+    """Sample each answer together with the others; a row leaves when it has ended."""
+    ends, device = frozenset(drafter.spec.eos_token_ids), batch.tokens.device
+    written: list[list[int]] = [[] for _ in answers]
+    going = list(range(len(answers)))
+    cache = RaggedCache()
+    before = [batch.tokens[a.row, a.first : a.start].tolist() for a in answers]
+    logits = drafter.read(cache, *padded_rows(before, device))
+    while True:
+        law = probabilities(logits[:, 0], Sampling(temperature, 0, 1.0))
+        names = [answers[i].conversation for i in going]
+        starts = [answers[i].start - answers[i].first + len(written[i]) for i in going]
+        tokens = chance.choose(law, names, starts, EMIT)
+        staying = []
+        for place, (i, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
+            written[i].append(token)
+            room = answers[i].stop - answers[i].start
+            if token not in ends and len(written[i]) < room:
+                staying.append(place)
+        if not staying:
+            return written
+        if len(staying) < len(going):
+            cache.select(staying)
+            going, tokens = [going[place] for place in staying], tokens[staying]
+        logits = drafter.read(cache, tokens[:, None], [1] * len(going))

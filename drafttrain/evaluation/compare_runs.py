@@ -1,0 +1,251 @@
+"""Runs side by side: reads what their evaluations measured, and refuses what cannot be compared."""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.evaluation.config import CompareConfig
+from drafttrain.report import build
+from drafttrain.report.comparison import Comparison, build_comparison
+from drafttrain.report.pairs import measured_of
+from drafttrain.report.runs import RunReport
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, load_config
+from drafttrain.runtime.untrusted_input import (
+    MAX_JSON_BYTES,
+    Amount,
+    Count,
+    UntrustedError,
+    header_of,
+    read_bytes,
+    read_object,
+    shown,
+    typed,
+)
+from drafttrain.training.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, load_state
+
+# What two runs may differ in and still be seeds of one method: names, places, and what by contract
+# changes no result. The machine that timed them is compared by their reports.
+UNSCIENTIFIC = ("run", "tracker", "hardware")
+TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    total: Amount
+    draft: Amount
+
+
+@dataclass(frozen=True)
+class _Row:
+    task: str
+    prompt_id: str
+    method: str
+    num_accepted_tokens: Amount
+    num_drafts: Amount
+    num_draft_tokens: Amount
+    num_target_passes: Amount
+    num_output_tokens: Amount
+    seconds: _Seconds
+
+
+@dataclass(frozen=True)
+class _Lossless:
+    rule: str
+    lossless: bool
+    statement: str
+    greedy_identical: Count
+    greedy_total: Count
+
+
+@dataclass(frozen=True)
+class _Flag:
+    kind: str
+    row: str
+    text: str
+
+
+@dataclass(frozen=True)
+class _Certificate:
+    certified: bool
+    statement: str
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    target_fingerprint: str | None
+    checkpoint: str | None = None
+    hardware: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    source: str
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    temperature: float
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a comparison reads of a report, whoever wrote it."""
+
+    target: str
+    drafter: str
+    depth: Count
+    lossless: _Lossless
+    flags: list[_Flag]
+    sampling: _Sampling
+    timing: dict[str, Any]
+    prompts: _Prompts
+    provenance: _Provenance
+    measurements: list[_Row]
+    certificate: _Certificate | None = None
+    batch_size: Count = 1
+
+
+def compare_runs(config: CompareConfig, provenance: Mapping[str, Any]) -> Comparison:
+    """Return the comparison of the runs' evaluations.
+
+    Raises ValueError in one line for a run without that evaluation or with a broken one, for runs
+    that were not evaluated alike, and for an unknown baseline.
+    """
+    short = [Path(run).resolve().name for run in config.runs]
+    counts = Counter(short)
+    names = [
+        run if counts[name] > 1 else name for run, name in zip(config.runs, short, strict=True)
+    ]
+    runs = [
+        read_run(Path(run), name, config.evaluation)
+        for run, name in zip(config.runs, names, strict=True)
+    ]
+    return build_comparison(
+        runs,
+        name=config.name,
+        evaluation=config.evaluation,
+        baseline=config.baseline,
+        all_pairs=config.all_pairs,
+        resamples=config.resamples,
+        seed=config.seed,
+        provenance=provenance,
+    )
+
+
+def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
+    """Return a run's evaluation, and of its training what config.yaml and checkpoint say."""
+    file = _find_report(folder, evaluation)
+    again = _command(folder, evaluation)
+    try:
+        report = read_object(file)
+        version = report.get("schema_version")
+        if version != build.SCHEMA_VERSION:
+            raise ValueError(f"it has schema_version {shown(version)}, not {build.SCHEMA_VERSION}")
+        known = typed(_Report, read_bytes(file, MAX_JSON_BYTES), "it")
+        measured = measured_of(report)
+        if known.drafter not in measured:
+            raise ValueError(f"it has no measurements of {shown(known.drafter)}")
+    except (OSError, ValueError, KeyError) as error:
+        what = f"no {shown(error)}" if isinstance(error, KeyError) else shown(error, 400)
+        raise ValueError(
+            f"{file} must be a report that `evaluate` wrote, but cannot be used: {what}; "
+            f"make it again: {again}"
+        ) from error
+    config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
+    # By its name, for the run may have moved; a later run may have dropped it.
+    recorded = Path(known.provenance.checkpoint or "").name
+    trained = known.provenance.checkpoint not in (None, "None")  # nothing was for ngram, say
+    checkpoint = folder / CHECKPOINTS / recorded
+    parameters, tokens = _sizes(checkpoint) if NAME.fullmatch(recorded) else (None, None)
+    return RunReport(
+        name=name,
+        folder=str(folder),
+        report=report,
+        measured=measured,
+        identity=_identity(config, report) if config is not None and trained else None,
+        seed=config.get("run", {}).get("seed") if config is not None and trained else None,
+        parameters=parameters,
+        training_tokens=tokens,
+    )
+
+
+def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
+    """Return a checkpoint's parameters and trained tokens; None where a run has dropped it."""
+    try:
+        return num_parameters(checkpoint), load_state(checkpoint).tokens
+    except (OSError, CheckpointError, UntrustedError):
+        if (checkpoint / WEIGHTS_FILE).is_file():
+            raise
+        return None, None
+
+
+def _find_report(folder: Path, evaluation: str) -> Path:
+    if not os.path.isdir(folder):
+        state = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ValueError(f"runs must name folders of runs, got {shown(folder, 400)}, which {state}")
+    file = folder / "evaluations" / evaluation / "report.json"
+    if not file.is_file():
+        others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))
+        known = f" (it has {', '.join(others)}: compare.evaluation=...)" if others else ""
+        raise ValueError(
+            f"{folder} has no evaluation called {evaluation}{known}; "
+            f"make it: {_command(folder, evaluation)}"
+        )
+    return file
+
+
+def _command(folder: Path, evaluation: str) -> str:
+    named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
+    return call("evaluate", f"run.dir={folder}", *named)
+
+
+def num_parameters(checkpoint: Path) -> int:
+    """Return how many numbers a checkpoint's weights have; integers are vocabulary maps."""
+    entries = header_of(checkpoint / WEIGHTS_FILE).values()
+    return sum(math.prod(entry.shape) for entry in entries if entry.dtype in FLOATS)
+
+
+def _identity(config: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Return what training and evaluation were told, apart from the seed and the run's name."""
+    trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
+    measured = {key: report["timing"].get(key) for key in TIMED_WITH}
+    evaluated = [report["drafter"], report["depth"], report["lossless"]["rule"], measured]
+    evaluated.append(report.get("draft_sampling"))
+    return json.dumps([trained, evaluated], sort_keys=True, default=str)
+
+
+def comparison_table(
+    comparison: Comparison,
+) -> tuple[Sequence[str], list[list[str | float | None]]]:
+    """Return the columns and rows of a comparison for the tracker: a row per method and task."""
+    columns = ["method", "training", "task", "num_prompts"]
+    for name in ("acceptance_length", "speedup"):
+        for kind in (name, f"{name}_difference"):
+            columns += [kind, f"{kind}_low", f"{kind}_high"]
+    columns += ["draft_ms", "drafter_parameters", "training_tokens", "lossless"]
+    versus = {
+        pair["method"]: pair
+        for pair in comparison["differences"]
+        if pair["other"] == comparison["baseline"]
+    }
+    rows: list[list[str | float | None]] = []
+    for row in comparison["rows"]:
+        pair = versus.get(row["method"])
+        for task, part in {"all": row["summary"], **row["tasks"]}.items():
+            cells: list[str | float | None] = [row["method"], row["training"], task]
+            cells.append(float(part["num_prompts"]))
+            beside = pair and {"all": pair["summary"], **pair["tasks"]}[task]
+            for name in ("acceptance_length", "speedup"):
+                for value in (part[name], beside[name] if beside else {}):
+                    cells += [value.get("value"), *(value.get("ci95") or (None, None))]
+            sizes = (row["drafter_parameters"], row["training_tokens"])
+            cells += [part["draft_ms"], *(None if size is None else float(size) for size in sizes)]
+            cells.append(row["lossless"]["statement"])
+            rows.append(cells)
+    return columns, rows

@@ -1,0 +1,176 @@
+"""vLLM's counters beside our loop's, prompt by prompt, and its speedup beside a prediction."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drafttrain.core.types import Counters
+from drafttrain.evaluation.witness.engine import BatchWitness, Measured
+
+# Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 was met in 4000 tokens.
+TIE_GAP = 1e-3
+CALIBRATED = 3  # every third output calibrates, the others test
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One output of our loop: its name for reports, its tokens, its untrimmed counters."""
+
+    name: str
+    tokens: tuple[int, ...]
+    counters: Counters
+    num_passes: int  # of the target, after the prefill
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """An output on which vLLM and we counted or said something else.
+
+    position: of the first token that differs, None where the outputs are equal; gap: between the
+    target's two best logits there.
+    """
+
+    name: str
+    position: int | None
+    gap: float | None
+    tie: bool
+    ours: Counters
+    theirs: Counters
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Greedy outputs and counters of both loops, compared one by one."""
+
+    num_outputs: int
+    ours: Counters
+    theirs: Counters
+    disagreements: tuple[Disagreement, ...]
+
+    @property
+    def num_equal(self) -> int:
+        """Outputs with the same tokens and the same counters."""
+        return self.num_outputs - len(self.disagreements)
+
+    @property
+    def num_ties(self) -> int:
+        """Outputs that part at a near tie of the target."""
+        return sum(one.tie for one in self.disagreements)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every disagreement is explained by a near tie."""
+        return self.num_ties == len(self.disagreements)
+
+
+def compare_with_ours(
+    ours: Sequence[Ours],
+    tokens: Sequence[Sequence[int]],
+    counters: Sequence[Counters],
+    gap_at: Callable[[int, int], float],
+    tie_gap: float = TIE_GAP,
+) -> Agreement:
+    """Compare our outputs and untrimmed counters with vLLM's tokens and counters, one by one.
+
+    gap_at(output, position): how far apart the target's two best logits are after the first
+    `position` tokens of our output. Both count accepted tokens past the limit or an end token, and
+    neither takes the prefill for a draft.
+    """
+    found = []
+    for place, (mine, said, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
+        same_text = tuple(said) == mine.tokens
+        if same_text and _same(mine.counters, counted):
+            continue
+        position = gap = None
+        if not same_text:
+            position = _first_difference(mine.tokens, said)
+            if position < min(len(mine.tokens), len(said)):  # else one of them ended too early
+                gap = gap_at(place, position)
+        tie = gap is not None and gap <= tie_gap
+        found.append(Disagreement(mine.name, position, gap, tie, mine.counters, counted))
+    return Agreement(
+        num_outputs=len(ours),
+        ours=sum((one.counters for one in ours), Counters()),
+        theirs=sum(counters, Counters()),
+        disagreements=tuple(found),
+    )
+
+
+def _same(ours: Counters, theirs: Counters) -> bool:
+    total = ours + Counters(0, 0, 0, [0] * len(theirs.num_accepted_tokens_per_position))
+    return total == theirs + Counters(0, 0, 0, [0] * len(ours.num_accepted_tokens_per_position))
+
+
+def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+
+
+def predicted_speedup(
+    acceptance_length: float, t_plain: float, t_draft: float, t_verify: float
+) -> float:
+    """Return acceptance_length * t_plain / (t_draft + t_verify): times of one step, any unit."""
+    return acceptance_length * t_plain / (t_draft + t_verify)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """vLLM's speedup at batch 1 foretold, and measured on outputs that did not calibrate.
+
+    t_plain_s: a plain step; t_cycle_s: drafting and verification, which vLLM does not tell apart;
+    both without prefill, on the calibrating outputs. tokens_per_pass is our loop's on the others.
+    """
+
+    num_calibration: int
+    num_test: int
+    tokens_per_pass: float
+    t_plain_s: float
+    t_cycle_s: float
+    predicted: float
+    predicted_with_prefill: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a share of what was measured; prefill counted."""
+        return self.predicted_with_prefill / self.measured - 1
+
+
+def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
+    """Predict vLLM's batch-1 speedup from its times and our loop's acceptance; None if too few.
+
+    Every third output gives vLLM's times of a plain step, of a cycle and of the prefills. On the
+    others our loop says how many passes there will be, and vLLM how long it really took.
+    """
+    assert alone.passes is not None, "only batch 1 tells the passes of each output"
+    plain, drafted = alone.plain, alone.speculative
+    fit = [place for place in range(len(ours)) if place % CALIBRATED == 0]
+    test = [place for place in range(len(ours)) if place % CALIBRATED]
+    steps = sum(len(plain.tokens[place]) - 1 for place in fit)
+    cycles = sum(alone.passes[place] for place in fit)
+    passes = sum(ours[place].num_passes for place in test)
+    if not (steps and cycles and passes):
+        return None
+    t_plain = sum(plain.decode_seconds[place] for place in fit) / steps
+    t_cycle = sum(drafted.decode_seconds[place] for place in fit) / cycles
+    prefills = [
+        sum(engine.seconds[place] - engine.decode_seconds[place] for place in fit) / len(fit)
+        for engine in (plain, drafted)
+    ]
+    tokens = sum(len(ours[place].tokens) - 1 for place in test)
+    slow = len(test) * prefills[0] + tokens * t_plain
+    fast = len(test) * prefills[1] + passes * t_cycle
+    return Prediction(
+        num_calibration=len(fit),
+        num_test=len(test),
+        tokens_per_pass=tokens / passes,
+        t_plain_s=t_plain,
+        t_cycle_s=t_cycle,
+        predicted=predicted_speedup(tokens / passes, t_plain, 0.0, t_cycle),
+        predicted_with_prefill=slow / fast,
+        measured=_speed(drafted, test) / _speed(plain, test),
+    )
+
+
+def _speed(engine: Measured, places: Sequence[int]) -> float:
+    tokens = sum(len(engine.tokens[place]) for place in places)
+    return tokens / sum(engine.seconds[place] for place in places)

@@ -1,0 +1,222 @@
+"""vLLM beside our loop: its own interpreter runs worker.py, we read what it says line by line."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Counters
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.terminal import progress
+from drafttrain.target.vllm.process import Event, Process
+
+WORKER = Path(__file__).with_name("worker.py")
+REQUEST, LOG = "vllm_request.json", "vllm.log"
+PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one engine said at one batch size, by prompt.
+
+    seconds: those of a batch shared out equally to its prompts, the median over repeats;
+    decode_seconds: the same from a prompt's first new token to its last, meaningful at batch 1.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    decode_seconds: tuple[float, ...]
+    num_unstable: int  # prompts whose output was another in a later repeat
+
+
+@dataclass(frozen=True)
+class BatchWitness:
+    """Both engines at one batch size; counters are vLLM's own, of one repeat."""
+
+    batch_size: int
+    plain: Measured
+    speculative: Measured
+    counters: Counters
+    by_prompt: tuple[Counters, ...] | None  # at batch 1, where each prompt's can be told apart
+    passes: tuple[int, ...] | None  # at batch 1: engine steps of a prompt after its prefill
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a real vLLM said, counted and took."""
+
+    vllm: str  # its version
+    interleaved: bool  # both engines alive at once, batches of prompts in turns
+    repeats: int
+    batches: tuple[BatchWitness, ...]
+    log: Path
+
+    def at(self, batch_size: int) -> BatchWitness | None:
+        """Return what was measured at a batch size, if it was."""
+        return next((b for b in self.batches if b.batch_size == batch_size), None)
+
+
+def speculation(
+    method: str | None,
+    serving_dir: Path | None,
+    depth: int,
+    lookup: tuple[int, int] | None,
+    greedy_drafts: bool,
+) -> dict[str, Any]:
+    """Return vLLM's speculative_config. lookup: the shortest and longest suffix of prompt lookup.
+
+    method None: vLLM reads it from the directory (the speculators format says it).
+    """
+    settings: dict[str, Any] = {"num_speculative_tokens": depth}
+    if method is not None:
+        settings["method"] = method
+    if serving_dir is not None:
+        settings["model"] = str(serving_dir)
+    if lookup is not None:
+        settings |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
+    if not greedy_drafts:
+        settings["draft_sample_method"] = "probabilistic"
+    return settings
+
+
+def witness(
+    target_dir: Path,
+    serving_dir: Path | None,
+    method: str | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    depth: int,
+    sampling: Sampling,
+    max_new_tokens: int,
+    dtype: str,
+    eos_ids: Sequence[int],
+    threads: int,
+    folder: Path,
+    python: str,
+    batch_sizes: Sequence[int] = (1, 4, 16),
+    repeats: int = 1,
+    lookup: tuple[int, int] | None = None,
+    greedy_drafts: bool = True,
+    device: str = "cpu",
+    max_positions: int | None = None,
+    patience_s: float = PATIENCE_S,
+    show: bool = True,
+) -> Witness:
+    """Decode the prompts by vLLM, alone and with the drafter, at every batch size.
+
+    eos_ids: what ends an output (none: only the limit does). greedy_drafts: vLLM drafts the most
+    likely token, its default; else it samples drafts as it samples the target. Request and log are
+    left in `folder`. ValueError, with the line that says why and the log's path, if vLLM fails or
+    says nothing for `patience_s` seconds.
+    """
+    sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
+    longest = max(len(prompt) for prompt in prompts)
+    needed = longest + max_new_tokens + depth + 1
+    request = {
+        "target": str(target_dir),
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": min(needed, max_positions or needed),
+        "speculative_config": speculation(method, serving_dir, depth, lookup, greedy_drafts),
+        "sampling": vars(sampling),
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(eos_ids),
+        "prompts": [list(prompt) for prompt in prompts],
+        "batch_sizes": sizes,
+        "repeats": repeats,
+    }
+    events = run_worker(python, request, folder, threads, patience_s, show)
+    first = next(event for event in events if event["event"] == "vllm")
+    return Witness(
+        vllm=first["version"],
+        interleaved=first["together"],
+        repeats=repeats,
+        batches=tuple(_batch(events, size, len(prompts), depth) for size in sizes),
+        log=folder / LOG,
+    )
+
+
+def run_worker(
+    python: str,
+    request: Mapping[str, Any],
+    folder: Path,
+    threads: int,
+    patience_s: float,
+    show: bool,
+) -> list[Event]:
+    """Run the worker to its end and return what it said; its own words go into the log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REQUEST, json.dumps(request))
+    num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
+    total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
+    events: list[Event] = []
+    with (
+        progress("vLLM", total, show=show) as tick,
+        Process(
+            python,
+            WORKER,
+            folder / REQUEST,
+            folder / LOG,
+            key="eval.vllm_python",
+            patience_s=patience_s,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        ) as worker,
+    ):
+        for event in worker.events():
+            events.append(event)
+            if event["event"] in ("engine", "warm", "batch"):
+                tick(1, _note(event))
+    if not events or events[-1]["event"] != "done":
+        raise worker.failure(events)
+    return events
+
+
+def _note(event: Event) -> str:
+    size = f", batch {event['batch_size']}" if event["event"] == "batch" else ""
+    return f"{event['method']} {event['event'] if not size else 'engine'}{size}"
+
+
+def _batch(events: Sequence[Event], size: int, num_prompts: int, depth: int) -> BatchWitness:
+    here = [e for e in events if e["event"] == "batch" and e["batch_size"] == size]
+    drafted = [e for e in here if e["method"] == SPECULATIVE and e["repeat"] == 0]
+    counted = [_counters(event["counters"], depth) for event in drafted]
+    alone = size == 1
+    return BatchWitness(
+        batch_size=size,
+        plain=_measured([e for e in here if e["method"] == PLAIN], num_prompts),
+        speculative=_measured([e for e in here if e["method"] == SPECULATIVE], num_prompts),
+        counters=sum(counted, Counters()),
+        by_prompt=tuple(counted) if alone else None,
+        passes=tuple(event["num_steps"] - 1 for event in drafted) if alone else None,
+    )
+
+
+def _measured(events: Sequence[Event], num_prompts: int) -> Measured:
+    tokens: list[list[tuple[int, ...]]] = [[] for _ in range(num_prompts)]
+    seconds: list[list[float]] = [[] for _ in range(num_prompts)]
+    decode: list[list[float]] = [[] for _ in range(num_prompts)]
+    for event in events:
+        for row, place in enumerate(event["prompts"]):
+            tokens[place].append(tuple(event["tokens"][row]))
+            seconds[place].append(event["seconds"] / len(event["prompts"]))
+            decode[place].append(event["decode_seconds"][row])
+    return Measured(
+        tokens=tuple(said[0] for said in tokens),
+        seconds=tuple(statistics.median(values) for values in seconds),
+        decode_seconds=tuple(statistics.median(values) for values in decode),
+        num_unstable=sum(len(set(said)) > 1 for said in tokens),
+    )
+
+
+def _counters(counted: Mapping[str, Any], depth: int) -> Counters:
+    per_position = list(counted.get("num_accepted_tokens_per_pos", []))
+    return Counters(
+        num_drafts=counted.get("num_drafts", 0),
+        num_draft_tokens=counted.get("num_draft_tokens", 0),
+        num_accepted_tokens=counted.get("num_accepted_tokens", 0),
+        num_accepted_tokens_per_position=per_position + [0] * (depth - len(per_position)),
+    )

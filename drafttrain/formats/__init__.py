@@ -1,0 +1,1 @@
+"""Drafters of others in, exports to serving engines and the Hub out."""

@@ -1,0 +1,202 @@
+"""From a directory to a drafter that drafts as its authors meant, or to every reason why not."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.formats.read.folder import Folder, open_folder
+from drafttrain.formats.read.layouts import Reading, Unfit, read_eagle, read_eagle3
+from drafttrain.formats.read.medusa import read_faster_decoding, read_medusa
+from drafttrain.formats.read.recognise import (
+    CAUSAL_LM,
+    EAGLE,
+    EAGLE3,
+    FASTER_DECODING,
+    MEDUSA,
+    SPECULATORS,
+    Recognised,
+    recognise,
+)
+from drafttrain.formats.read.tokens import compare_tokenizers
+from drafttrain.runtime.untrusted_input import shown
+from drafttrain.target.pretrained import files
+
+FAMILIES = {
+    EAGLE3: "eagle3",
+    SPECULATORS: "eagle3",
+    EAGLE: "eagle",
+    MEDUSA: "medusa",
+    FASTER_DECODING: "medusa",
+    CAUSAL_LM: "two_model",
+}
+SHOWN = 5  # tensors named per kind of complaint
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmittedConfig(DrafterConfig):
+    """Where a drafter lies that others trained."""
+
+    path: str
+    layers: list[int] | None
+    allow_pickle: bool
+
+    trainable: ClassVar[bool] = False
+
+    def build(self, spec: TargetSpec) -> Drafter:
+        """Refuse: what it is stands in its files; see `admit`."""
+        raise ValueError(
+            f"drafter={self.name} was trained elsewhere: measure it, python -m drafttrain evaluate "
+            f"drafter.path={self.path}, or train it further, run.init_from={self.path}"
+        )
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A drafter that others trained, in float32 on the CPU, and what was found out about it."""
+
+    drafter: Drafter
+    recognised: Recognised
+    notes: tuple[str, ...]
+    origin: str  # where it lies, and the fingerprint of its files
+    target_fingerprint: str | None = None  # of the target it was trained on, if it is recorded
+
+    @property
+    def family(self) -> str:
+        """The entry of conf/drafter that it is one of."""
+        return FAMILIES[self.recognised.kind]
+
+    def lines(self) -> list[str]:
+        """Return what to tell the user."""
+        return [f"drafter: {self.recognised}", *(f"  {note}" for note in self.notes)]
+
+
+def admit(
+    config: AdmittedConfig,
+    spec: TargetSpec,
+    tokenizer: Any,
+    choice: Callable[[str], DrafterConfig],
+) -> Admitted:
+    """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
+
+    choice: gives the entry of conf/drafter of a family, whose values stand where a directory has
+    nothing to say. A causal language model becomes the `two_model` drafter.
+    Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
+    tensors, vocabulary, tokenizer, hidden size, captured layers, settings that cannot be followed.
+    """
+    folder = open_folder(Path(config.path), config.allow_pickle)
+    recognised = recognise(folder)
+    origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
+    base = replace(choice(FAMILIES[recognised.kind]), name=config.name)
+    if recognised.kind == CAUSAL_LM:
+        # It has a tokenizer of its own to be compared, or intersected: its own business.
+        changes: dict[str, Any] = {"path": str(folder.path)}
+        return Admitted(replace(base, **changes).build(spec), recognised, (), origin)
+    complaints, notes = compare_tokenizers(folder.path, tokenizer)
+    if config.layers is not None and recognised.kind not in (EAGLE3, SPECULATORS):
+        complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
+    if folder.config.get("quantization_config"):
+        complaints.append("quantization_config must be absent: quantised heads cannot be read")
+    # Once by the headers, so that nothing is loaded that does not fit, and then with the weights.
+    for held in (folder.outline(), folder):
+        try:
+            reading = _read(held, recognised.kind, base, spec, config.layers)
+            drafter, wrong = _describe(reading)
+            complaints += reading.complaints + wrong
+        except Unfit as unfit:
+            complaints += unfit.complaints
+        if complaints:
+            raise ValueError(
+                f"drafter.path={config.path} ({recognised}) does not fit {spec.name}: "
+                f"{'; '.join(complaints)}"
+            )
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in reading.tensors.items()
+    }
+    drafter.to_empty(device="cpu")
+    drafter.load_weights(tensors)
+    notes = [*reading.notes, *notes, *_origin(folder.config)]
+    target = folder.config.get("target_fingerprint")
+    known = target if isinstance(target, str) else None
+    return Admitted(drafter.eval(), recognised, tuple(notes), origin, known)
+
+
+def _read(
+    folder: Folder, kind: str, base: Any, spec: TargetSpec, layers: list[int] | None
+) -> Reading:
+    try:
+        if kind in (EAGLE3, SPECULATORS):
+            return read_eagle3(folder, base, spec, layers)
+        if kind == EAGLE:
+            return read_eagle(folder, base, spec)
+        if kind == MEDUSA:
+            return read_medusa(folder, base, spec)
+        return read_faster_decoding(folder, base, spec)
+    except ValueError as error:  # settings that exclude each other
+        raise Unfit([str(error)]) from error
+
+
+def _describe(reading: Reading) -> tuple[Drafter, list[str]]:
+    """Return the drafter without memory for its weights, and which tensors would not fit it."""
+    try:
+        with torch.device("meta"):
+            drafter = reading.config.build(reading.declared)
+    except ValueError as error:
+        raise Unfit([*reading.complaints, str(error)]) from error
+    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    ids = reading.tensors.get("target_ids")
+    if ids is not None:  # the heads shrink when they are loaded
+        for name, shape in expected.items():
+            if name.startswith("lm_head"):
+                expected[name] = (len(ids), *shape[1:])
+        expected["target_ids"] = (len(ids),)
+    return drafter, _check_tensors(reading, expected)
+
+
+def _check_tensors(reading: Reading, expected: dict[str, tuple[int, ...]]) -> list[str]:
+    found, name_of = reading.tensors, reading.name_in_file
+    both = [name for name in expected if name in found]
+    complaints = [
+        *_listed("missing", [name_of(name) for name in expected if name not in found]),
+        *_listed("unknown", [name_of(name) for name in found if name not in expected]),
+        *_listed(
+            "misshapen",
+            [
+                f"{name_of(name)} {list(found[name].shape)} instead of {list(expected[name])}"
+                for name in both
+                if tuple(found[name].shape) != expected[name]
+            ],
+        ),
+        *_listed(
+            "not finite",
+            [n for n in both if not found[n].is_meta and not bool(found[n].isfinite().all())],
+        ),
+        *_listed("not of real numbers", [name_of(n) for n in both if not _real(n, found[n])]),
+    ]
+    return complaints
+
+
+def _real(name: str, tensor: Tensor) -> bool:
+    return name == "target_ids" or tensor.is_floating_point()
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return [f"{what}: {', '.join(shown(name) for name in names[:SHOWN])}{more}"]
+
+
+def _origin(config: dict[str, Any]) -> list[str]:
+    """Return a note on the target that the directory names, which nobody can verify from here."""
+    speculators = config.get("speculators_config")
+    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    named = named or config.get("base_model_name_or_path")
+    return [f"its config.json says that it was trained for {shown(named)}"] if named else []

@@ -1,0 +1,84 @@
+"""The values of a drafter's config.json: of the right type and within bounds, or a complaint."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
+
+MAX_WIDTH = 1 << 20  # of hidden states; the largest targets have 16,384
+MAX_HEADS = 1 << 14  # of attention, or of what a head is wide
+MAX_LAYERS = 128  # of a drafter: decoder layers, Medusa heads, residual blocks
+MAX_POSITIONS = 1 << 32
+
+
+@dataclass
+class Values:
+    """An object of config.json; what is read is right, and what was wrong is complained of."""
+
+    raw: dict[str, Any]
+    complaints: list[str] = field(default_factory=list)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """Return an object, empty where there is none."""
+        value = self.raw.get(key)
+        if value is None or isinstance(value, dict):
+            return value or {}
+        self._wrong(key, "an object", value)
+        return {}
+
+    def integer(self, key: str, most: int, default: int | None = None) -> int:
+        """Return an integer of 1 to `most`; the default, if there is one, where it is absent."""
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            self._wrong(key, "an integer of at least 1", value)
+        elif value > most:
+            self._wrong(key, f"at most {most:,}", value)
+        else:
+            return value
+        return 1
+
+    def number(self, key: str, default: float) -> float:
+        """Return a finite number above 0; the default where it is absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not is_number(value) or value <= 0:
+            self._wrong(key, "a finite number above 0", value)
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false; the default where it is absent, false where it is null."""
+        value = self.raw.get(key, default)
+        if value is None or type(value) is bool:
+            return bool(value)
+        self._wrong(key, "true or false", value)
+        return default
+
+    def exactly(self, key: str, wanted: int | float | str | bool) -> None:
+        """Complain unless a value is absent, or what alone can be followed."""
+        value = self.raw.get(key)
+        if value is not None and (isinstance(value, dict | list) or value != wanted):
+            self.complaints.append(f"config.json's {key} must be {wanted}, got {shown(value)}")
+
+    def vocabulary(self, key: str, most: int = MAX_VOCABULARY, default: int | None = None) -> int:
+        """Return a number of tokens."""
+        return self.integer(key, most, default)
+
+    def _wrong(self, key: str, needed: str, got: object) -> None:
+        line = f"config.json's {key} must be {needed}, got {shown(repr(got))}"
+        if line not in self.complaints:  # some keys are asked for twice
+            self.complaints.append(line)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a number, finite and of a size that a float has."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more digits than floats reach
+        return False

@@ -1,0 +1,291 @@
+"""Export to the native formats that vLLM loads, and SGLang for eagle3 and eagle."""
+
+import copy
+import json
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.drafters.base import Drafter
+from drafttrain.formats.write import layout
+from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.engines import SGLANG_ALGORITHMS, cannot_serve
+from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
+
+FILES = ("config.json", "model.safetensors", "README.md")
+# What a draft model has besides: a tokenizer, as Transformers writes it.
+MODEL_FILES = frozenset(
+    {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
+    | {"special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    | {"vocab.json", "vocab.txt"}
+)
+PROBE_ROWS, PROBE_LENGTH, PROBE_DEPTH, PROBE_IDS = 2, 12, 3, 1024
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far the written weights draft from the trained ones, on a fixed random batch."""
+
+    largest_difference: float  # of a logit
+    same_choice: float  # share of positions whose most likely token is the same
+    exact: bool  # whether what was written gives the very same logits when loaded back
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote, and how to serve it."""
+
+    folder: Path
+    method: str
+    dtype: torch.dtype
+    num_parameters: int
+    sizes: dict[str, int]  # bytes by file
+    rounding: Rounding
+    commands: dict[str, str]  # by engine
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the summary that the command prints."""
+        name = str(self.dtype).removeprefix("torch.")
+        lines = [f"exported {self.method} to {self.folder}"]
+        lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
+        lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
+        equal = (
+            ", bit for bit" if self.rounding.exact else " up to rounding (fc.weight is rescaled)"
+        )
+        lines.append(f"  loaded back: logits equal to those of the same weights{equal}")
+        if self.rounding.largest_difference:
+            lines.append(
+                f"  rounding to {name} moved logits by at most "
+                f"{self.rounding.largest_difference:.3g} and kept "
+                f"{self.rounding.same_choice:.1%} of first choices (random input)"
+            )
+        lines += [f"  {note}" for note in self.notes]
+        for engine, command in self.commands.items():
+            lines += [f"serve with {engine}:", f"  {command}"]
+        return lines
+
+
+def export_vllm(
+    drafter: Drafter,
+    target: str,
+    folder: Path,
+    config: ExportConfig,
+    card: CardData,
+    load_tokenizer: Callable[[], Any] | None = None,
+) -> Exported:
+    """Write config.json, model.safetensors and README.md into `folder`, all or nothing.
+
+    `target` is what a serve command calls the target: a directory or a Hub repository. A drafter
+    that is a language model gets the target's tokenizer too: a directory that Transformers loads.
+    Raises ValueError, with nothing written, if the folder is taken, if an engine would misread the
+    weights, or if the written files do not give back the drafter.
+    """
+    settings, trained = drafter.to_serving()
+    method = layout.method_of(settings)
+    _check_depth(drafter, config)
+    dtype = drafter.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
+    tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
+    settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    # Engines pass over it; whoever loads it here again is told when the target has changed.
+    settings["target_fingerprint"] = drafter.spec.fingerprint
+    layout.check(settings, tensors, drafter.spec, drafter.captures)
+    model = config.push or str(folder)
+    commands = serve_commands(method, target, model, config.num_speculative_tokens)
+    refused = cannot_serve(method, settings, "embed_tokens.weight" in tensors, drafter.spec)
+    commands = {engine: told for engine, told in commands.items() if engine not in refused}
+    # A card is read elsewhere: it names no folder of this machine.
+    elsewhere = (card.base_model or TARGET, config.push or DRAFTER)
+    published = serve_commands(method, *elsewhere, config.num_speculative_tokens)
+    published = {engine: told for engine, told in published.items() if engine not in refused}
+    told = (f"No {engine} command: {reason}." for engine, reason in refused.items())
+    notes = (*_notes(method, settings, commands, drafter.spec), *told)
+    with _all_or_nothing(folder, config.overwrite) as draft:
+        (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        rounding = read_back(draft, drafter, dtype)
+        (draft / "README.md").write_text(model_card(card, settings, published, notes))
+        if method == "draft_model":
+            assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
+            load_tokenizer().save_pretrained(draft)
+            ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
+            (draft / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        written = [*FILES, *sorted({file.name for file in draft.iterdir()} - set(FILES))]
+        sizes = {file: (draft / file).stat().st_size for file in written}
+    count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
+
+
+def _check_depth(drafter: Drafter, config: ExportConfig) -> None:
+    deepest = drafter.capabilities.max_depth
+    if deepest is not None and config.num_speculative_tokens > deepest:
+        raise ValueError(
+            f"export.num_speculative_tokens must be at most {deepest} for this "
+            f"{drafter.config.name} drafter, got {config.num_speculative_tokens}: "
+            "vLLM refuses more than there are heads"
+        )
+
+
+def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().cpu()
+    # A clone: safetensors refuses tensors that share storage, such as views.
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()
+
+
+@contextmanager
+def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a new folder that takes the place of `folder` if the block succeeds."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"export.dir must be a folder, got the file {folder}")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    ours = {*FILES, *(MODEL_FILES if _is_export(folder) else ())}
+    foreign = [name for name in found if name not in ours]
+    if foreign:
+        raise ValueError(
+            f"export.dir must be empty or hold only an earlier export, but {folder} holds "
+            f"{', '.join(foreign[:5])}; choose another folder"
+        )
+    if found and not overwrite:
+        raise ValueError(
+            f"export.dir must be empty, but {folder} holds {', '.join(found)}; "
+            "set export.overwrite=true to replace that export, or choose another folder"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        # mkdtemp's 0700 and safetensors' 0600 would lock out a server run by another user.
+        draft.chmod(0o755)
+        for file in draft.iterdir():
+            file.chmod(0o644)
+        if folder.exists():
+            old = draft.with_name(f"{draft.name}.old")
+            os.replace(folder, old)
+            os.replace(draft, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a model in this folder is an export: another's model is never replaced."""
+    card = folder / "README.md"
+    return card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+
+
+def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
+    """Load a written export into a fresh drafter and compare logits on a fixed random batch.
+
+    ValueError unless they equal, bit for bit in float32, those of `drafter` with its weights
+    rounded to `dtype`. Returns how far that rounding itself moved them.
+    """
+    original = copy.deepcopy(drafter).to("cpu", torch.float32).eval()
+    trained = probe(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.copy_(parameter.to(dtype))
+    rounded = probe(original)
+    fresh = drafter.config.build(drafter.spec).to("cpu", torch.float32).eval()
+    settings = json.loads((folder / "config.json").read_text())
+    fresh.from_serving(settings, load_file(folder / "model.safetensors"))
+    if fresh.captures != drafter.captures:
+        raise ValueError(
+            f"the export reads layers {list(fresh.captures)}, "
+            f"the drafter was trained on {list(drafter.captures)}"
+        )
+    loaded = probe(fresh)
+    # What is written otherwise than it is held (to_serving of EAGLE-1) is rounded otherwise.
+    exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
+    rescaled = drafter.spec.embedding_scale != 1.0 and loaded.shape == rounded.shape
+    slack = 4 * torch.finfo(dtype).eps * float(rounded.abs().max())
+    if not exact and not (rescaled and float((loaded - rounded).abs().max()) <= slack):
+        raise ValueError(
+            f"the export in {folder} does not give back the drafter: its logits differ "
+            f"from the same weights' in memory; to_serving and from_serving of "
+            f"drafter={drafter.config.name} disagree"
+        )
+    return Rounding(
+        float((trained - rounded).abs().max()),
+        float((trained.argmax(-1) == rounded.argmax(-1)).float().mean()),
+        exact,
+    )
+
+
+@torch.no_grad()
+def probe(drafter: Drafter) -> Tensor:
+    """Return the logits of a chain drafted after a fixed random prompt: "batch depth vocab"."""
+    generator = torch.Generator().manual_seed(0)
+    spec = drafter.spec
+    ids = min(PROBE_IDS, spec.vocab_size)  # few ids, so that a large target needs no large readout
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    readout = Readout(normal(ids, spec.hidden_size), normal(ids, spec.hidden_size))
+    shape = (PROBE_ROWS, PROBE_LENGTH, spec.hidden_size)
+    captured = {layer: normal(*shape) for layer in drafter.captures}
+    features = TargetFeatures(captured, normal(*shape), readout)
+    tokens = torch.randint(ids, (PROBE_ROWS, PROBE_LENGTH + 1 + PROBE_DEPTH), generator=generator)
+    state = drafter.begin(readout, tokens[:, 0], PROBE_LENGTH + PROBE_DEPTH + 1)
+    counts = [PROBE_LENGTH] * PROBE_ROWS
+    drafter.observe(state, tokens[:, 1 : PROBE_LENGTH + 1], counts, features)
+    logits, nodes = [], None
+    for depth in range(min(PROBE_DEPTH, drafter.capabilities.max_depth or PROBE_DEPTH)):
+        logits.append(drafter.expand(state, nodes).logits[:, 0])
+        drafted = tokens[:, PROBE_LENGTH + 1 + depth, None]
+        nodes = Nodes(drafted, torch.full_like(drafted, depth - 1))
+    return torch.stack(logits, dim=1)
+
+
+def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str, str]:
+    """Return the command line of each engine that can serve the method (chains of `depth`)."""
+    speculative = {"method": method, "model": model, "num_speculative_tokens": depth}
+    vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    commands = {"vLLM": shlex.join(vllm)}
+    algorithm = SGLANG_ALGORITHMS.get(method)
+    if algorithm is not None:
+        sglang = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        sglang += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", model]
+        sglang += ["--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1"]
+        sglang += ["--speculative-num-draft-tokens", str(depth + 1)]  # the root is one of them
+        commands["SGLang"] = shlex.join(sglang)
+    return commands
+
+
+def _notes(
+    method: str, settings: layout.Config, commands: dict[str, str], spec: TargetSpec
+) -> tuple[str, ...]:
+    if method == "medusa":
+        return ("vLLM drafts one chain from the heads.",) if commands else ()
+    if method == "eagle" and spec.embedding_scale != 1.0:
+        return (
+            f"The target multiplies embeddings by {spec.embedding_scale:.6g}, which vLLM's drafter"
+            " does not: that is in the embedding's half of fc.weight.",
+        )
+    if method == "draft_model":
+        return (
+            "A plain model directory: Transformers drafts with it too, as `assistant_model` of "
+            "`generate`.",
+        )
+    if "eagle_aux_hidden_state_layer_ids" in settings:
+        layers = settings["eagle_aux_hidden_state_layer_ids"]
+        return (
+            f"Reads target layers {layers}, not the engines' default: written once as they are "
+            "(vLLM) and once less one (SGLang, which adds it for Llama, Qwen and Mistral targets).",
+        )
+    return ()

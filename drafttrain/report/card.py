@@ -1,0 +1,246 @@
+"""The model card: what the drafter is, what was measured, how to serve it, where it came from."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.drafters.base import About
+from drafttrain.report.certificate import certificate_rows
+from drafttrain.report.definitions import DEFINITIONS
+from drafttrain.report.markdown import LONGEST_TEXT, depth_told, escaped, table
+from drafttrain.report.verdict import main_depth, rows_by_depth
+from drafttrain.report.wording import estimate, flat, number, positions, speed
+from drafttrain.runtime.untrusted_input import read_object, shown
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.models import EMBEDDED
+
+MADE_BY = "Made with drafttrain."
+# What commands in a card call the folders of the machine that wrote it.
+TARGET, DRAFTER = "TARGET", "DRAFTER"
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# Settings and records of one machine alone: they say nothing of a drafter to its readers.
+PLACES = (
+    "command",
+    "checkpoint",
+    "examples",
+    "path",
+    "paths",
+    "dir",
+    "cache_dir",
+    "files",
+    "init_from",
+)
+A_PLACE = re.compile(r"(^|[\s=:'\"(\[,])(~?/[\w.]|~$|\.\.?/|[A-Za-z]:\\|[A-Za-z][\w+.-]*://)")
+
+
+@dataclass(frozen=True)
+class CardData:
+    """What a card says beyond the weights themselves.
+
+    `target` names the target in words, `base_model` is its Hub repository if it has one. `training`
+    and `provenance` are printed but for what is of one machine alone, nested mappings flattened;
+    `reports` are evaluations' report.json by name. Any of it may be somebody else's text.
+    """
+
+    title: str
+    family: str  # the drafter's name, as its yaml has it
+    about: About | None
+    target: str
+    base_model: str | None
+    license: str
+    training: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    reports: Mapping[str, Mapping[str, Any]]
+
+
+def served_as(model: ModelConfig) -> str:
+    """Return what a serve command calls a target: its directory, or its repository on the Hub.
+
+    A target of random weights has neither; then it is its name.
+    """
+    if model.path:
+        return model.path
+    return str(EMBEDDED) if model.embedded else model.repo or model.name
+
+
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return provenance.json and every evaluations/*/report.json of a run, by evaluation name.
+
+    Raises ValueError, naming the file, for one that is not JSON.
+    """
+    provenance = run_dir / "provenance.json"
+    reports = sorted((run_dir / "evaluations").glob("*/report.json"))
+    return (
+        read_object(provenance) if provenance.exists() else {},
+        {path.parent.name: read_object(path) for path in reports},
+    )
+
+
+def model_card(
+    card: CardData, settings: Mapping[str, Any], commands: Mapping[str, str], notes: tuple[str, ...]
+) -> str:
+    """Return README.md: front matter that the Hub understands, then the card in Markdown."""
+    sections = [
+        _front_matter(card, commands),
+        f"# {escaped(card.title)}",
+        f"{_family(card)} for speculative decoding with {_target(card)}. It drafts for that one "
+        "target; another would refuse most of its drafts. Speculative decoding by an exact rule "
+        "changes nothing of what the target writes, only how fast.",
+        "## Measured",
+        *_measured(card.reports),
+        "## Serving",
+        *(f"{engine}:\n\n{_fenced(command)}" for engine, command in commands.items()),
+        *_stand_ins(commands),
+        *notes,
+        "The target must be the very weights that the drafter was trained with; a fine-tuned "
+        "variant is accepted less often.",
+        "## Shape",
+        _listed(["config.json", ""], {k: v for k, v in settings.items() if v is not None}),
+        "## Training",
+        _listed(["setting", "value"], card.training),
+        "## Provenance",
+        _listed(["", ""], card.provenance),
+        MADE_BY,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def public(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without places in this machine's file system, addresses and commands."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if inner := public(value):
+                kept[key] = inner
+            continue
+        if key.rpartition(".")[2] in PLACES or any(
+            map(_is_place, value if isinstance(value, list) else [value])
+        ):
+            continue
+        kept[key] = value
+    return kept
+
+
+def _is_place(value: Any) -> bool:
+    if not isinstance(value, str) or not value:
+        return False
+    # "squad" may be a data set of the Hub, and a folder here: then it is read from the folder.
+    return bool(A_PLACE.search(value)) or ("/" in value and Path(value).exists())
+
+
+def _family(card: CardData) -> str:
+    if card.about is None:
+        return f"A drafter of the family {escaped(card.family)}"
+    paper = card.about.paper
+    return f"{card.about.kind} drafter ([arXiv:{paper}](https://arxiv.org/abs/{paper}))"
+
+
+def _target(card: CardData) -> str:
+    if card.base_model is None or not REPO_ID.fullmatch(card.base_model):
+        return escaped(card.target)
+    return f"[{escaped(card.base_model)}](https://huggingface.co/{card.base_model})"
+
+
+def _fenced(command: str) -> str:
+    # No run of backticks in a name is as long as the fence: none closes it.
+    runs = [len(run) for run in re.findall("`+", command)]
+    fence = "`" * max([3, *(run + 1 for run in runs)])
+    return f"{fence}bash\n{shown(command, LONGEST_TEXT)}\n{fence}"
+
+
+def _stand_ins(commands: Mapping[str, str]) -> list[str]:
+    told = " ".join(commands.values())
+    names = [
+        f"`{name}` is the directory of {what}"
+        for name, what in ((TARGET, "the target's weights"), (DRAFTER, "this drafter"))
+        if re.search(rf"\b{name}\b", told)
+    ]
+    return [f"{', '.join(names)}."] if names else []
+
+
+def _front_matter(card: CardData, commands: Mapping[str, str]) -> str:
+    # JSON strings are YAML strings: no name, however odd, can break out of its line.
+    tags = ["speculative-decoding", shown(card.family), "drafttrain"]
+    tags += [engine.lower() for engine in commands]
+    lines = ["---", "library_name: drafttrain", "pipeline_tag: text-generation"]
+    lines.append(f"license: {json.dumps(card.license)}")
+    if card.base_model is not None and REPO_ID.fullmatch(card.base_model):
+        lines.append(f"base_model: {json.dumps(card.base_model)}")
+    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags), "---"]
+    return "\n".join(lines)
+
+
+def _measured(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if not reports:
+        return ["Not measured: the run has no evaluation. Acceptance and speedup are unknown."]
+    parts: list[str] = []
+    for name, report in reports.items():
+        try:
+            parts += _evaluation(name, report)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"evaluation {shown(name)} has a report.json that a card cannot be made from (it "
+                f"lacks {shown(error)}); evaluate the run again, or remove that folder"
+            ) from error
+    terms = ("acceptance_length", "acceptance_per_position", "tokens_per_second", "speedup", "ci95")
+    parts.append("\n".join(f"- `{term}`: {DEFINITIONS[term]}" for term in terms))
+    return parts
+
+
+def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
+    header = ["task", "acceptance length", "macro", "per position", "tokens/s plain"]
+    header += ["tokens/s drafted", "speedup"]
+    rows = [
+        _row("**all**" if task == "all" else escaped(task), row)
+        for task, row in rows_by_depth(report)[main_depth(report)].items()
+    ]
+    for method, other in report["methods"].items():
+        if "speedup" in other["summary"]:
+            rows.append(_row(f"all, by {escaped(method)}", other["summary"]))
+    sampling, timing, lossless = report["sampling"], report["timing"], report["lossless"]
+    greedy = sampling["temperature"] == 0
+    settings = ", ".join(f"{key} {value}" for key, value in sampling.items())
+    return [
+        f"Evaluation **{escaped(name)}**: {escaped(report['drafter'])} at "
+        f"{escaped(depth_told(report))}, {'greedy' if greedy else escaped(settings)}, "
+        f"batch {escaped(report['batch_size'])}. {escaped(report['verdict'])}",
+        "\n".join(table(header, rows)),
+        f"Lossless: {escaped(lossless['statement'])}.",
+        *_certificate(report["certificate"]),
+        f"Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])} with "
+        f"{escaped(timing['threads'])} threads, {escaped(timing['blocks'])} interleaved blocks.",
+        *(f"Beware ({escaped(flag['row'])}): {escaped(flag['text'])}." for flag in report["flags"]),
+    ]
+
+
+def _certificate(section: Mapping[str, Any] | None) -> list[str]:
+    if section is None:
+        return []
+    checks = [[escaped(cell) for cell in row] for row in certificate_rows(dict(section))]
+    return [
+        f"Certificate ({escaped(section['dtype'])}, {escaped(section['num_prompts'])} prompts): "
+        f"{escaped(section['statement'])}. Rule: {escaped(section['rule'])}.",
+        "\n".join(table(["check", "outcome", "measured", "bound"], checks)),
+    ]
+
+
+def _row(name: str, row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row; `name` is Markdown already, the rest are numbers."""
+    length, rates = row["acceptance_length"], row["tokens_per_second"]
+    return [
+        name,
+        estimate({"micro": length["micro"], "ci95": length["ci95"]}),
+        number(length["macro"]),
+        positions(row["acceptance_per_position"]),
+        speed(rates["autoregressive"]),
+        speed(rates["speculative"]),
+        estimate(row["speedup"]),
+    ]
+
+
+def _listed(header: list[str], tree: Mapping[str, Any]) -> str:
+    rows = [[escaped(cell) for cell in row] for row in flat(public(tree))]
+    return "\n".join(table(header, rows)) if rows else "Not recorded."

@@ -1,0 +1,184 @@
+"""Writing so that a kill leaves the old or the new, and a full disk is said in a plain line."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from drafttrain.runtime.untrusted_input import shown
+
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What no program can help: a traceback would say nothing more.
+OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
+
+
+class MachineError(ValueError):
+    """The machine, or another process on it, has failed a command that may succeed later as it is.
+
+    It ends with status 1: what was typed is not at fault.
+    """
+
+
+class DiskError(MachineError):
+    """A file could not be written; the message says which, why, and what to do."""
+
+
+def reason(error: Exception, place: Path) -> str:
+    """Return why a file at or below `place` could not be written, for a user."""
+    number = getattr(error, "errno", None)
+    if number == errno.ELOOP:
+        return "it is a link, which is not followed: remove it, or name another place"
+    if number not in FULL and "No space left" not in str(error):
+        return getattr(error, "strerror", None) or str(error)
+    free = shutil.disk_usage(_existing(place)).free / 1e9
+    if number == errno.EDQUOT:
+        return "the quota is used up: make room there"
+    if number == errno.EFBIG:
+        return "File too large: raise the limit on file sizes (ulimit -f)"
+    return f"the disk is full ({free:.2f} GB free): make room there"
+
+
+def require_writable(folder: Path, key: str) -> None:
+    """Raise ValueError unless files can be written in `folder`, which need not be there yet.
+
+    Said before a target is loaded for what could not be kept. key: the setting that names it.
+    """
+    place = _existing(folder.absolute())
+    try:
+        if not os.path.isdir(place):
+            raise OSError(errno.ENOTDIR, f"{place} is no folder")
+        with suppress(FileNotFoundError):
+            folder.lstat()  # a name may be too long
+        # Tried, not asked: what permissions say, a network's file system or /proc may not keep.
+        os.rmdir(tempfile.mkdtemp(prefix=".drafttrain_", dir=place))
+    except OSError as error:
+        kind = DiskError if error.errno in FULL else ValueError
+        raise kind(
+            f"{key} must lie where files can be written, got {shown(folder, 400)}: "
+            f"{reason(error, place)}; "
+            "name another place"
+        ) from error
+
+
+def _existing(place: Path) -> Path:
+    """Return `place`, or what is there of the folders above it."""
+    while not os.path.exists(place):
+        place = place.parent
+    return place
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the operating system says against writing `path` into a DiskError."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(f"{path} could not be written: {reason(error, path)}") from error
+
+
+@contextmanager
+def written(folder: Path, key: str) -> Iterator[None]:
+    """Turn what the operating system, or safetensors, says against writing into a DiskError.
+
+    It names the folder that the user named by `key`, not one beside it that holds the draft.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, OSError) and error.errno in OF_THE_MACHINE
+        if not known and "No space left" not in str(error):
+            raise
+        raise DiskError(f"{key}={folder} could not be written: {reason(error, folder)}") from error
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder with the files in it, is on the disk."""
+    for place in [*path.iterdir(), path] if path.is_dir() else [path]:
+        if place.is_dir() and place != path:
+            continue
+        try:
+            _sync(place)
+        except FileNotFoundError:  # another command's, such as its lock
+            if place == path:
+                raise
+
+
+def _sync(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a new, empty file to write, which takes the place of `path` at the end, on the disk.
+
+    Whatever happens, `path` then holds what it held before or all that was written. What a killed
+    process left of an earlier try is removed, and so is a link that waits there, unfollowed.
+    """
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.unlink(missing_ok=True)
+        os.close(os.open(beside, NEW_FILE, 0o666))
+        yield beside
+        flush(beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)  # it takes the room that is wanting
+        raise
+    _sync(path.parent)  # its own entry: what others are writing there, or remove, is theirs
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that, whatever happens, holds what it held before or all of `text`."""
+    with writing(path), replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add `text`, which ends its last line, to the end of a file, and wait until it is on the disk.
+
+    A torn last line, which a killed process leaves, is cut off before; what of `text` a full disk
+    took is cut off again. A link is not followed: a folder of others could lead anywhere.
+    """
+    left = text.encode()
+    with writing(path), open(path, "ab", 0, opener=no_link) as file:  # a buffer is written on close
+        end = cut_torn_line(path)
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                os.truncate(path, end)
+            raise
+
+
+def no_link(path: str, flags: int) -> int:
+    """Open a file, but no link to one: `opener` of open()."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def cut_torn_line(path: Path) -> int:
+    """Cut off a last line without its end; return the bytes that are left."""
+    end = path.stat().st_size
+    with path.open("rb") as file:
+        whole = end
+        while whole:  # backwards, a block at a time: a file may be larger than memory
+            begin = max(0, whole - (1 << 20))
+            file.seek(begin)
+            block = file.read(whole - begin)
+            at = block.rfind(b"\n")
+            if at >= 0:
+                whole = begin + at + 1
+                break
+            whole = begin
+    if whole < end:
+        os.truncate(path, whole)
+    return whole

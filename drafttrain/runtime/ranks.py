@@ -1,0 +1,249 @@
+"""Which of the processes that train together this one is, and what they tell each other."""
+
+import atexit
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drafttrain.runtime.lock import HeldError, attend, hold
+from drafttrain.runtime.rank_process import STORE, is_ours
+
+# A collective of the training step: every rank is busy with the same work, so none is this late.
+STEP_TIMEOUT = timedelta(minutes=10)
+# Barriers and messages wait while rank 0 works alone (validation, saving, writing conversations).
+# They go over gloo, which sees at once when the other side has died.
+MESSAGE_TIMEOUT = timedelta(hours=24)
+
+
+class LostRankError(RuntimeError):
+    """Another rank died or stopped answering."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its fellows, numbered as torchrun does; alone it is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    _messages: Any = field(default=None, repr=False)  # gloo group; None when alone
+    goes_on: str = "start the run again with run.resume=true"  # what to do when a rank is lost
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to the user."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            with self._naming_the_loss():
+                dist.barrier(group=self._messages)
+
+    def part(self) -> None:
+        """Wait until every rank is here before this one may end; one that is gone was here too.
+
+        The first to leave after a collective closes its connections, which the last may still read.
+        """
+        with suppress(LostRankError):
+            self.barrier()
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of every rank's `value`, where `value` was; shapes must agree."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def max_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the elementwise maximum of every rank's `value`, where `value` was."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's `value`, plain JSON, on every rank.
+
+        torch's own pickles it, and whoever gets onto the ranks' network would run code by that.
+        """
+        if self.world_size == 1:
+            return value
+        with self._naming_the_loss():
+            return self._object_of(0, value)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, plain JSON, in their order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        with self._naming_the_loss():
+            return [self._object_of(rank, value) for rank in range(self.world_size)]
+
+    def _object_of(self, rank: int, value: Any) -> Any:
+        content = bytearray(json.dumps(value if rank == self.rank else None).encode())
+        size = torch.tensor([len(content)])
+        dist.broadcast(size, src=rank, group=self._messages)
+        if rank != self.rank:
+            content = bytearray(int(size))
+        dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), rank, group=self._messages)
+        return json.loads(content)
+
+    def broadcast_in_place(self, tensors: list[Tensor]) -> None:
+        """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
+        if self.world_size > 1:
+            with self._naming_the_loss():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
+    def sum_in_place(self, tensors: list[Tensor]) -> None:
+        """Overwrite `tensors`, which lie on `device`, with their sums over ranks."""
+        if self.world_size > 1:
+            with self._naming_the_loss():
+                work = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+                for handle in work:
+                    assert handle is not None
+                    handle.wait()
+
+    def sum_soon(self, value: int) -> Callable[[], int]:
+        """Return what gives the sum of every rank's `value` when called; ranks go on meanwhile."""
+        if self.world_size == 1:
+            return lambda: value
+        box = torch.tensor(value)
+        with self._naming_the_loss():
+            work = dist.all_reduce(box, group=self._messages, async_op=True)
+        assert work is not None
+
+        def total() -> int:
+            with self._naming_the_loss():
+                work.wait()
+            return int(box)
+
+        return total
+
+    @contextmanager
+    def holding(
+        self, place: Path, key: str, command: str, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Let these ranks alone write a folder; raise on all of them where that cannot be.
+
+        Rank 0 holds the lock: it writes what matters. The others say that they may write too.
+        """
+        with ExitStack() as stack:
+            problem: str | None = None
+            if self.is_main:
+                try:
+                    stack.enter_context(hold(place, key, command, say))
+                except ValueError as error:  # DiskError too
+                    problem = str(error)
+            problem = self.broadcast_object(problem)
+            if problem is not None:
+                raise HeldError(problem)
+            if not self.is_main:
+                stack.enter_context(attend(place))
+            yield
+
+    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
+        if self.world_size == 1:
+            return value.clone()
+        copy = value.detach().to(self.device, copy=True)
+        with self._naming_the_loss():
+            dist.all_reduce(copy, op=operation)
+        return copy.to(value.device)
+
+    @contextmanager
+    def _naming_the_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._loss(error) from error
+
+    @contextmanager
+    def naming_a_loss(self) -> Iterator[None]:
+        """Raise LostRankError where a library's own collective, such as DeepSpeed's, meets one."""
+        try:
+            yield
+        except LostRankError:
+            raise
+        except RuntimeError as error:
+            known = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+            if self.world_size == 1 or not known:
+                raise
+            raise self._loss(error) from error
+
+    def _loss(self, error: RuntimeError) -> LostRankError:
+        return LostRankError(
+            f"rank {self.rank} lost another of the {self.world_size} ranks. The first error "
+            f"among the outputs of the other ranks is the cause; {self.goes_on}. "
+            f"({str(error).splitlines()[0]})"
+        )
+
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))  # for what needs no device of it
+
+_joined: Ranks | None = None
+
+
+def join_ranks(device: str, with_group: bool = False) -> Ranks:
+    """Join the ranks that torchrun started, once; later calls return what the first one found.
+
+    device: "cpu" or "cuda" (then each rank takes the GPU of its local rank), or one named GPU for a
+    run of a single process. with_group: make a process group even for a rank that is alone.
+    """
+    global _joined
+    if _joined is None or _joined.world_size == 1:
+        _joined = _join(device)
+    wanted = torch.device(device).type
+    assert _joined.device.type == wanted, f"joined on {_joined.device}, now asked for {device}"
+    if with_group and not dist.is_initialized():
+        backend = _backend(_joined.device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+    return _joined
+
+
+def _join(device: str) -> Ranks:
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    place = torch.device(device)
+    if place.type == "cuda":
+        place = _gpu(place, local_rank)
+        torch.cuda.set_device(place)
+    if world_size == 1:
+        return Ranks(rank, local_rank, world_size, place)
+    store = None
+    if is_ours():  # else torch's own, at MASTER_ADDR
+        store = dist.FileStore(os.environ[STORE], world_size)
+        store.set_timeout(STEP_TIMEOUT)
+    dist.init_process_group(
+        _backend(place), timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
+    )
+    atexit.register(_leave)
+    messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
+    return Ranks(rank, local_rank, world_size, place, messages)
+
+
+def _gpu(place: torch.device, local_rank: int) -> torch.device:
+    index = local_rank if place.index is None else place.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"hardware.device={place} needs GPU {index}, but this machine shows "
+            f"{torch.cuda.device_count()}; start at most one process per GPU "
+            "(torchrun --nproc_per_node) or set CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", index)
+
+
+def _backend(place: torch.device) -> str:
+    return "nccl" if place.type == "cuda" else "gloo"
+
+
+def _leave() -> None:
+    global _joined
+    _joined = None
+    if dist.is_initialized():
+        dist.destroy_process_group()

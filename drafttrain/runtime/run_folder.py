@@ -1,0 +1,217 @@
+"""The run folder: what a run was told, where and by what code it was made, and whose it is."""
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import drafttrain
+from drafttrain.runtime.disk import append_text, require_writable, write_whole
+from drafttrain.runtime.untrusted_input import folder_name, read_yaml, shown
+
+CONFIG = "config.yaml"
+DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"  # of a store
+# Where the classes of sections lay when earlier versions wrote their runs, and where they are now.
+MOVED = {
+    "drafttrain.run": "drafttrain.runtime.run_folder",
+    "drafttrain.pretrained.models": "drafttrain.target.pretrained.config",
+    "drafttrain.target.store": "drafttrain.target.store.config",
+    "drafttrain.train": "drafttrain.training.config",
+    "drafttrain.hardware": "drafttrain.runtime.config",
+    "drafttrain.engine.config": "drafttrain.training.engine.config",
+    "drafttrain.tracker": "drafttrain.runtime.tracker",
+    "drafttrain.evaluation.tune": "drafttrain.evaluation.config",
+    "drafttrain.export": "drafttrain.formats.write.config",
+    "drafttrain.serving.config": "drafttrain.target.vllm.config",
+    "drafttrain.admit": "drafttrain.formats.read.admit",
+    "drafttrain.admit.admit": "drafttrain.formats.read.admit",
+}
+PROVENANCE = "provenance.json"
+LOG = "train.log"
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "peft",
+    "deepspeed",
+    "wandb",
+    "hydra-core",
+    "huggingface_hub",
+    "safetensors",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Which run this is, and where it leaves what it makes."""
+
+    name: str
+    dir: str
+    resume: bool
+    skip_damaged: bool
+    allow_changes: list[str]
+    init_from: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        folder_name(self.name, "run.name")
+        if not self.dir:
+            raise ValueError("run.dir must name a folder, got nothing")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"run.seed must be in [0, 2**63), got {self.seed}")
+
+
+def call(*arguments: str) -> str:
+    """Return a command line of this program that a shell reads back."""
+    return shlex.join(["python", "-m", "drafttrain", *arguments])
+
+
+def write_config(config: Any, path: Path) -> None:
+    """Write the sections of a command, each with its class, so that `load_config` reads them back.
+
+    config: a dataclass of section dataclasses, such as `TrainConfig`.
+    """
+    plain = {}
+    for field in fields(config):
+        section = getattr(config, field.name)
+        kind = f"{type(section).__module__}.{type(section).__qualname__}"
+        plain[field.name] = {"_target_": kind, **asdict(section)}
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def append_log(folder: Path, lines: list[str]) -> None:
+    """Move lines from the list to the end of the run's log."""
+    append_text(folder / LOG, "".join(f"{line}\n" for line in lines))
+    lines.clear()
+
+
+def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]:
+    """Return the sections in the config.yaml of a run, as plain data.
+
+    The folder may be anybody's: no text of it asks for another value, and no class that it names is
+    imported here. key: the setting that names the folder, for the ValueError if it is not a run's.
+    """
+    file = folder / CONFIG
+    if not os.path.isfile(file):
+        state = "does not exist"
+        if os.path.exists(folder):
+            state = f"has no {CONFIG}" if os.path.isdir(folder) else "is a file"
+        raise ValueError(
+            f"{key} must be the folder of a run, got {shown(folder, 400)}, which {state}; "
+            "`train` makes one: python -m drafttrain train run.name=demo"
+        )
+    saved = read_yaml(file)
+    if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
+        raise ValueError(f"{file} must hold the sections of a run, got something else")
+    for name, section in saved.items():
+        _check_plain(section, f"{shown(file, 400)}: {shown(name)}", DEEPEST)
+        module, _, kind = str(section.get("_target_", "")).rpartition(".")
+        if module in MOVED:
+            section["_target_"] = f"{MOVED[module]}.{kind}"
+    return saved
+
+
+def _check_plain(value: Any, where: str, depth: int) -> None:
+    if isinstance(value, dict) and depth:
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where} must have keys that are text, got {shown(repr(key))}")
+            _check_plain(inner, f"{where}.{shown(key)}", depth - 1)
+    elif isinstance(value, list) and depth:
+        for inner in value:
+            _check_plain(inner, where, depth - 1)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(
+            f"{where} must be text, a number, true, false, null, or few lists of these, "
+            f"got {shown(repr(value))}"
+        )
+
+
+def check_run_folder(config: Any) -> None:
+    """Refuse to write over an earlier run.
+
+    config: what `train` is told, with the section run.
+    """
+    folder = Path(config.run.dir)
+    require_writable(folder, "run.dir")
+    checkpoints = folder / CHECKPOINTS
+    if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        return
+    if not config.run.resume:
+        raise ValueError(
+            f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
+            "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
+        )
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """Return what made a result: commit, versions, hardware, command and date.
+
+    argv: the arguments after `python -m drafttrain`.
+    """
+    return {
+        "command": call(*argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_commit(),
+        "versions": {"drafttrain": drafttrain.__version__, **_versions()},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hardware": _hardware(),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """The commit of the checkout that this package lies in, if it lies in one."""
+    top = Path(drafttrain.__file__).resolve().parent.parent
+    if not (top / ".git").exists():
+        return {"commit": None, "dirty": None}
+    try:
+        commit = _git(top, "rev-parse", "HEAD")
+        dirty = bool(_git(top, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": dirty}
+
+
+def _git(top: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(top), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in PACKAGES}
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpus": gpus,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,302 @@
+"""The curves of a run: metrics.jsonl always, a mirror when asked; Weights & Biases' only door."""
+
+import json
+import math
+import netrc
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import urlparse
+
+from drafttrain.runtime.disk import append_text, write_whole
+from drafttrain.runtime.lock import alone
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.untrusted_input import lines_of, parse_json, shown
+
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb/run_id"
+MODES = ("auto", "online", "offline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """Where curves go besides metrics.jsonl; subclasses are the choices."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlTrackerConfig(TrackerConfig):
+    """Nowhere besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig(TrackerConfig):
+    """To Weights & Biases, over the network or into the run folder for a later upload."""
+
+    project: str
+    entity: str | None
+    mode: str
+    tags: list[str]
+    group: str | None
+    artifacts: bool
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"tracker.mode must be one of {', '.join(MODES)}, got {self.mode}")
+        if not self.project:
+            raise ValueError("tracker.project must name a project, got nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorboardConfig(TrackerConfig):
+    """To TensorBoard's files in the run folder."""
+
+
+@runtime_checkable
+class Mirror(Protocol):
+    """Where rows go besides metrics.jsonl."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values at a step."""
+
+    def table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Record a table."""
+
+    def keep(self, name: str, kind: str, files: Sequence[Path], step: int) -> None:
+        """Keep files, such as a report's: whole, and as far as may be to look at."""
+
+    def finish(self, failed: bool) -> None:
+        """Write or upload what is left."""
+
+
+def open_tracker(
+    choice: TrackerConfig,
+    folder: Path,
+    *,
+    config: dict[str, Any],
+    resume_step: int | None,
+    is_main: bool,
+    append: bool = False,
+) -> "Tracker":
+    """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
+
+    config: what the run was told, sections of plain data. resume_step: finished steps of the
+    checkpoint that the run goes on from, None for a new run; what was recorded of later steps is
+    dropped, for those steps are taken again. append: keep every row, for what follows a training
+    run, such as an evaluation. Raises ValueError if a mirror was asked for and cannot start; once
+    it has, its failures cost a warning, not the run.
+    """
+    if not is_main:
+        return Tracker(None, None, None)
+    folder.mkdir(parents=True, exist_ok=True)
+    mirror: Mirror | None = None
+    if isinstance(choice, WandbConfig):
+        resumed = append or resume_step is not None
+        mirror = WandbMirror(_start_wandb(choice, folder, config, resumed), choice.artifacts)
+    if isinstance(choice, TensorboardConfig):
+        from drafttrain.runtime.tensorboard import TensorboardMirror
+
+        mirror = TensorboardMirror(folder, None if append else resume_step)
+    return Tracker(folder / METRICS_FILE, resume_step, mirror, append, choice.name)
+
+
+class Tracker:
+    """Writes rows to metrics.jsonl, each as soon as it comes, and mirrors them."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        resume_step: int | None,
+        mirror: Mirror | None,
+        append: bool = False,
+        name: str = "none",
+    ) -> None:
+        self._path = path
+        self._mirror, self._name = mirror, name
+        self._resume_step = -1 if resume_step is None else resume_step
+        self._step = max(self._resume_step, 0)
+        if path is None or not path.exists():
+            return
+        if append:  # a torn last line is cut off before the next one is written
+            self._step = max((row["step"] for row in read_metrics(path)), default=0)
+            return
+        with alone(path):
+            _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values at a step; one that is not finite becomes null."""
+        self._step = step
+        self._append({"step": step, "time": round(time.time(), 3), **values})
+        self._mirrored(lambda mirror: mirror.log(step, values))
+
+    def table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]
+    ) -> None:
+        """Record a table, such as an evaluation's, after the last logged step."""
+        plain = [list(row) for row in rows]
+        self._append({"step": self._step, "table": name, "columns": list(columns), "rows": plain})
+        self._mirrored(lambda mirror: mirror.table(name, columns, plain, self._step))
+
+    def keep(self, name: str, kind: str, files: Sequence[Path]) -> None:
+        """Hand files that lie in the run folder to the mirror; kind: report or drafter."""
+        self._mirrored(lambda mirror: mirror.keep(name, kind, files, self._step))
+
+    def finish(self) -> None:
+        """Close the mirror, having uploaded what is left; as a failed run while an error flies."""
+        failed = sys.exc_info()[0] is not None
+        self._mirrored(lambda mirror: mirror.finish(failed))
+        self._mirror = None
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        with alone(self._path):  # a run that is evaluated while it goes on has two writers
+            if row["step"] == self._resume_step and self._path.exists():
+                # The step that a run goes on from is validated again: its new row replaces the old.
+                rows = read_metrics(self._path)
+                _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
+            append_text(self._path, _line(row))
+
+    def _mirrored(self, action: Callable[[Mirror], None]) -> None:
+        if self._mirror is None:
+            return
+        try:
+            action(self._mirror)
+        except Exception as error:  # whatever it is, hours of training are worth more
+            console.print(
+                f"tracker={self._name} stopped: {error}. metrics.jsonl goes on without it."
+            )
+            self._mirror = None
+
+
+class WandbMirror:
+    """A run of Weights & Biases."""
+
+    def __init__(self, run: Any, artifacts: bool) -> None:
+        self.run, self.artifacts = run, artifacts
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values; a resumed run online has those of earlier steps already."""
+        if step >= self.run.step:
+            self.run.log(dict(values), step=step)
+
+    def table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        """Record a table, every text in one line."""
+        import wandb
+
+        plain = [[shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        self.run.log({shown(name): wandb.Table(columns=list(columns), data=plain)})
+
+    def keep(self, name: str, kind: str, files: Sequence[Path], step: int) -> None:
+        """Upload files as one artifact, pages and their pictures to look at too."""
+        import wandb
+
+        for file in files:
+            if file.suffix == ".html":
+                page = wandb.Html(file.read_text(encoding="utf-8"), inject=False)
+                self.run.log({shown(name): page})
+        if not self.artifacts:
+            return
+        artifact = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100], type=kind)
+        for file in files:
+            # As they lie there: a copy of a drafter would take as much disk again.
+            artifact.add_file(str(file), policy="immutable", skip_cache=True)
+        self.run.log_artifact(artifact)
+
+    def finish(self, failed: bool) -> None:
+        """Upload what is left."""
+        self.run.finish(exit_code=1 if failed else 0)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
+    rows = []
+    with path.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is None or line.endswith(b"\n"):
+                row = None if line is None else parse_json(line, f"{path}:{number}")
+                if not isinstance(row, dict):
+                    raise ValueError(f"{path}:{number} must be an object, as this program writes")
+                rows.append(row)
+    return rows
+
+
+def _subject(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (row["step"], row.get("table"), *sorted(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(plain) + "\n"
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_whole(path, "".join(_line(row) for row in rows))
+
+
+def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool) -> Any:
+    import wandb
+
+    id_file = folder / WANDB_ID_FILE
+    known = resumed and id_file.exists()
+    run_id = id_file.read_text().strip() if known else secrets.token_hex(4)
+    # Tables wait for their upload here, not in the user's home.
+    os.environ.setdefault("WANDB_DATA_DIR", str((folder / "wandb").resolve()))
+    mode: Any = choice.mode
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    try:
+        run = wandb.init(
+            project=choice.project,
+            entity=choice.entity,
+            name=config["run"]["name"],
+            id=run_id,
+            resume="allow" if known else None,
+            config=config,
+            tags=choice.tags,
+            group=choice.group,
+            dir=folder,
+            mode=mode,
+            reinit="create_new",  # not the run of a mirror that failed before, in this process
+            # It would capture the progress bars, and tell the user in its words what we tell him.
+            settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
+        )
+    except Exception as error:  # its own errors, the network's, the file system's
+        raise ValueError(
+            f"tracker=wandb could not start with tracker.mode={choice.mode}: "
+            f"{' '.join(str(error).split()).rstrip('.')}; "
+            "use tracker.mode=offline to write into the run folder and upload later"
+        ) from error
+    id_file.parent.mkdir(exist_ok=True)
+    write_whole(id_file, run_id + "\n")
+    if mode == "offline":
+        place = Path(run.settings.sync_dir)
+        console.print(f"wandb: offline; upload later, if you like, with: wandb sync {place}")
+    elif run.url:
+        console.print(f"wandb: {run.url}")
+    return run
+
+
+def _logged_in() -> bool:
+    """Whether this machine has credentials for Weights & Biases; nothing is sent to find out."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,294 @@
+"""What comes from outside, read with bounds and into types: JSON, yaml, names, headers, text.
+
+A run folder, a store, a model's or a drafter's directory, a data file and an endpoint's answer may
+be anybody's. What is read of them goes through here: sizes are bounded before anything is held in
+memory, names of files cannot leave their folder, and nothing names a class or asks for the
+environment. SECURITY.md says what is trusted and what is not.
+"""
+
+import difflib
+import functools
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+MAX_JSON_BYTES = 64 << 20  # the index of a 1T model has 10 MB
+MAX_JSON_VALUES = 4_000_000  # a value of two bytes takes some 60 in memory
+MAX_YAML_BYTES = 256 << 10  # PyYAML reads some 200 kB a second; a run's config.yaml has 6 kB
+MAX_TENSORS = 250_000  # of one model; the largest published ones have 150,000, in many files
+MAX_LINE_BYTES = 16 << 20  # one conversation
+MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
+MAX_VOCABULARY = 4_000_000  # tokens; the largest published ones have 262,144
+MAX_COUNT = 2**53  # what JSON's numbers hold exactly
+LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and ours add to it
+SHOWN = 120  # characters of a text from outside in a message
+DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+Kind = TypeVar("Kind")
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]  # measured, or counted
+# The name of a file in a folder: no path, nothing hidden, nothing that a terminal would obey.
+FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")]
+Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]{0,4096}$")]
+
+
+class UntrustedError(ValueError):
+    """Something from outside is not what it must be; the message names it."""
+
+
+def shown(text: object, most: int = SHOWN) -> str:
+    """Return a text from outside for a message: one line, no control characters, cut at `most`."""
+    plain = re.sub(r"\s*[\r\n\t]+\s*", " ", str(text))
+    return escaped(plain if len(plain) <= most else plain[: most - 3] + "...")
+
+
+def escaped(text: str) -> str:
+    """Return a text without characters that a terminal would obey; lines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char
+        if char.isprintable() or char in "\n\t"
+        else char.encode("unicode_escape", "replace").decode()
+        for char in text
+    )
+
+
+def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    Raises FileNotFoundError; OSError where it cannot be read; UntrustedError for anything else.
+    """
+    name = origin or shown(file, 400)
+    file.stat()  # FileNotFoundError: whoever asks may know what to do
+    if not file.is_file():
+        raise UntrustedError(f"{name} must be a file, got something else of that name")
+    with file.open("rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise UntrustedError(f"{name} must have at most {most:,} bytes, got more")
+    return content
+
+
+def parse_json(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> Any:
+    """Return plain data; UntrustedError for what is no JSON, nested too deeply, or too much.
+
+    most: values that it may hold, about.
+    """
+    _check_count(content, origin, most)
+    try:
+        return _adapter(Any).validate_json(content)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"].removeprefix("Invalid JSON: ")
+        raise UntrustedError(f"{origin} must be valid JSON, got: {shown(reason)}") from None
+
+
+def _check_count(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> None:
+    count = content.count(",") if isinstance(content, str) else content.count(b",")
+    if count > most:
+        raise UntrustedError(f"{origin} must hold at most {most:,} values, got more")
+
+
+def read_json(file: Path, origin: str | None = None, most: int = MAX_JSON_BYTES) -> Any:
+    """Return the plain data of a JSON file; see `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(file, most, origin), origin or shown(file, 400))
+
+
+def read_object(file: Path, origin: str | None = None) -> dict[str, Any]:
+    """Return the object that a JSON file holds."""
+    plain = read_json(file, origin)
+    if not isinstance(plain, dict):
+        raise UntrustedError(
+            f"{origin or shown(file, 400)} must hold an object, got {type(plain).__name__}"
+        )
+    return plain
+
+
+def typed(kind: type[Kind], content: bytes | str, origin: str) -> Kind:
+    """Return JSON as a (frozen) dataclass or another type, every value checked against its hint.
+
+    Strict: no text is taken for a number. Keys that the type does not have are left out.
+    Raises UntrustedError that names the value, what must hold and what was got.
+    """
+    _check_count(content, origin)
+    try:
+        adapted: Any = kind  # unhashable to mypy
+        return _adapter(adapted).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        got = "" if first["type"] in ("json_invalid", "missing") else f", got {first['input']!r}"
+        raise UntrustedError(
+            f"{origin}: {shown(where)}{': ' * bool(where)}{shown(first['msg'])}{shown(got)}"
+        ) from None
+
+
+def read_typed(kind: type[Kind], file: Path, most: int = MAX_JSON_BYTES) -> Kind:
+    """Return a JSON file as a type; see `read_bytes` and `typed`."""
+    return typed(kind, read_bytes(file, most), shown(file, 400))
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    return TypeAdapter(kind)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """yaml without aliases: a few of them stand for more values than there is memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("an alias, which plain data has no need of")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(file: Path) -> Any:
+    """Return the plain data of a yaml file; UntrustedError where it is none, or too much."""
+    content = read_bytes(file, MAX_YAML_BYTES)
+    try:
+        return yaml.load(content, _PlainLoader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UntrustedError(f"{shown(file, 400)} must be yaml, got: {shown(reason)}") from None
+
+
+def file_name(name: Any, origin: str) -> str:
+    """Return the name of a file in a folder; UntrustedError for a path or anything else."""
+    try:
+        return _adapter(FileName).validate_python(name, strict=True)
+    except ValidationError:
+        raise UntrustedError(
+            f"{origin} must name a file of its folder (letters, digits, . _ + = @ -), "
+            f"got {shown(repr(name))}"
+        ) from None
+
+
+def folder_name(name: str, key: str) -> str:
+    """Return the name that `key` gives to a folder; UntrustedError where it could be another's."""
+    if name.strip(". ") and "/" not in name and name.isprintable():
+        if len(name.encode()) <= LONGEST_NAME:
+            return name
+        raise UntrustedError(f"{key} must have at most {LONGEST_NAME} bytes, got {shown(name)}")
+    raise UntrustedError(
+        f"{key} must be a name without slashes, on one line, got {shown(repr(name))}"
+    )
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header of a safetensors file says of one tensor; offsets count from the data."""
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]
+
+
+def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
+    """Return the tensors that a safetensors file holds, by name; no tensor is read.
+
+    Raises UntrustedError unless header and size of the file agree: every tensor has the bytes of
+    its dtype and shape, they follow one another without gaps, and the file ends with the last.
+    """
+    name = origin or shown(file, 400)
+    header = header_bytes(file, name)
+    entries = parse_json(header, f"{name}, its header", 5 * MAX_TENSORS)  # of 4 commas each
+    if not isinstance(entries, dict):
+        raise UntrustedError(f"{name} is no safetensors file: its header holds no tensors")
+    entries.pop("__metadata__", None)
+    found = {key: _entry(key, entry, name) for key, entry in entries.items()}
+    end = 0
+    for key, entry in sorted(found.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = entry.data_offsets
+        if begin != end or stop < begin:
+            raise UntrustedError(f"{name}: {shown(key)} must begin at byte {end:,}, got {begin:,}")
+        end = stop
+    size, expected = file.stat().st_size, 8 + len(header) + end
+    if size != expected:
+        raise UntrustedError(f"{name} is torn: {size:,} bytes, its header says {expected:,}")
+    return found
+
+
+def header_bytes(file: Path, origin: str | None = None) -> bytes:
+    """Return the header of a safetensors file, as it stands there; UntrustedError without one."""
+    name = origin or shown(file, 400)
+    if not file.is_file():
+        raise UntrustedError(f"{name} must be a file, and is none")
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, file.stat().st_size - 8):
+            raise UntrustedError(f"{name} is no safetensors file: its header cannot be read")
+        return stream.read(length)
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, FileName]
+
+
+def shards_of(index: Path, suffix: str, origin: str | None = None) -> list[str]:
+    """Return the files that an index names for weights, all beside it and all of one suffix.
+
+    Raises UntrustedError for paths, for files of another format, and for an index of nothing.
+    """
+    name = origin or shown(index, 400)
+    content = read_bytes(index, MAX_JSON_BYTES, name)
+    _check_count(content, name, 2 * MAX_TENSORS)
+    listed = sorted(set(typed(_Index, content, name).weight_map.values()))
+    other = next((shard for shard in listed if not shard.endswith(suffix)), None)
+    if other is not None or not listed:
+        got = f"got {other}" if listed else "got none"
+        raise UntrustedError(f"{name}: its weight_map must name files that end in {suffix}, {got}")
+    return listed
+
+
+def _entry(key: str, plain: Any, name: str) -> TensorEntry:
+    try:
+        entry = _adapter(TensorEntry).validate_python(plain)
+    except ValidationError:
+        raise UntrustedError(f"{name}: {shown(key)} must have dtype, shape and offsets") from None
+    bits = DTYPE_BITS.get(entry.dtype)
+    if bits is None:
+        raise UntrustedError(f"{name}: {shown(key)} has no known dtype, got {shown(entry.dtype)}")
+    count = 1
+    for width in entry.shape:
+        count *= width
+    begin, stop = entry.data_offsets
+    if count * bits != (stop - begin) * 8:
+        raise UntrustedError(
+            f"{name}: {shown(key)} must have {count * bits // 8:,} bytes for its shape, "
+            f"got {stop - begin:,}"
+        )
+    return entry
+
+
+def lines_of(stream: Any, most: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
+    """Yield the lines of a binary stream; None for one of more than `most` bytes, passed over."""
+    while line := stream.readline(most + 1):
+        if len(line) <= most:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(1 << 20)
+        yield None
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Return '; did you mean X?' for the nearest option, or nothing."""
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ";"

@@ -1,0 +1,1 @@
+"""Conversations in the target's own words: answers to prompts that there are, or all of it."""

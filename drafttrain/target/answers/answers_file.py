@@ -1,0 +1,157 @@
+"""The file of answers: a line as soon as a conversation is answered, in input order at the end."""
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.skips import SkipReport
+from drafttrain.runtime.disk import cut_torn_line, no_link, write_whole
+from drafttrain.runtime.lock import hold, of_answers
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.untrusted_input import UntrustedError, lines_of, read_object, shown, typed
+from drafttrain.target.answers.dialogue import Failure, Outcome, Row
+
+FORMAT = 1
+Kind = TypeVar("Kind")
+
+
+class Answers:
+    """What has been answered so far, on the disk; nothing that was written is asked again.
+
+    Beside OUT.jsonl stand OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
+    conversations without an answer. Use it in a `with` block: one process writes at a time, and
+    another that would write them too gets HeldError.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        self.out = out
+        self.header = out.with_suffix(".settings.json")
+        self.failed = out.with_suffix(".failed.jsonl")
+        self.settings = {"format": FORMAT, **settings}
+        self.rows: dict[int, Row] = {}
+        self.failures: dict[int, Failure] = {}
+        self.streams: dict[Path, TextIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Answers":
+        with ExitStack() as stack:
+            lock = of_answers(self.out)
+            key, command = "regenerate.out", "regenerate"
+            stack.enter_context(hold(self.out, key, command, console.print, file=lock))
+            self.check_settings()
+            for file in (self.out, self.failed):
+                stream = open(file, "a", encoding="utf-8", opener=no_link)
+                self.streams[file] = stack.enter_context(stream)
+            self._read()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    def _read(self) -> None:
+        self.rows = {row.index: row for row in load(self.out, Row)}
+        self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
+
+    def check_settings(self) -> None:
+        """Write the header, or refuse to add to answers that were given under other settings."""
+        if not self.header.is_file():
+            if self.out.is_file() and self.out.stat().st_size:
+                raise ValueError(
+                    f"regenerate.out must not name a file of other origin, got {self.out}, which "
+                    f"has no {self.header.name} beside it; name another file"
+                )
+            write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
+            return
+        try:
+            earlier = read_object(self.header)
+        except UntrustedError as error:
+            raise ValueError(f"{error}; it must be what `regenerate` wrote: remove it") from None
+        for key in {**earlier, **self.settings}:
+            before, now = earlier.get(key), self.settings.get(key)
+            if before != now:
+                name = shown(key)
+                raise ValueError(
+                    f"regenerate.out={self.out} was begun with {name}={shown(before)} and would go "
+                    f"on with {name}={shown(now)}; set it as it was, or name another file"
+                )
+
+    def missing(self, asked: Sequence[Asked]) -> list[Asked]:
+        """Return what is still to be asked; ValueError where the prompts are not what they were."""
+        known: dict[int, Outcome] = {**self.failures, **self.rows}
+        for index in sorted(known):
+            found = known[index]
+            if index >= len(asked) or found.digest != asked[index].digest:
+                now = "is not there now" if index >= len(asked) else "is another now"
+                raise ValueError(
+                    f"regenerate.out={self.out} answers conversation {index} of "
+                    f"{shown(found.source)}, "
+                    f"which {now}; give the prompts it was begun with, or name another file"
+                )
+        done = {i for i, failure in self.failures.items() if failure.final} | set(self.rows)
+        return [one for one in asked if one.index not in done]
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Put outcomes on the disk: what this returns from survives a loss of power."""
+        for file, kind in ((self.out, Row), (self.failed, Failure)):
+            lines = [line_of(outcome) for outcome in outcomes if isinstance(outcome, kind)]
+            if lines:
+                stream = self.streams[file]
+                stream.write("".join(lines))
+                stream.flush()
+                os.fsync(stream.fileno())
+        for outcome in outcomes:
+            if isinstance(outcome, Row):
+                self.rows[outcome.index] = outcome
+                self.failures.pop(outcome.index, None)
+            else:
+                self.failures[outcome.index] = outcome
+
+    def finish(self) -> None:
+        """Put the lines into input order, in one step; the same answers give the same bytes."""
+        for file, found in ((self.out, self.rows), (self.failed, self.failures)):
+            kept: dict[int, Outcome] = {**found}
+            lines = [
+                line_of(kept[index])
+                for index in sorted(kept)
+                if file == self.out or index not in self.rows
+            ]
+            text = "".join(lines)
+            if file.read_text(encoding="utf-8") != text:
+                write_whole(file, text)
+
+    def report(self, num_asked: int) -> SkipReport:
+        """Return how many conversations have no answer, and why."""
+        report = SkipReport(num_asked)
+        for index in sorted(self.failures):
+            failure = self.failures[index]
+            report.skip(failure.reason, failure.source, failure.detail)
+        return report
+
+
+def line_of(outcome: Outcome) -> str:
+    """Return a line of the output."""
+    return json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
+
+
+def load(file: Path, kind: type[Kind]) -> list[Kind]:
+    """Read lines; a torn one, which an interrupted run leaves last, is cut off."""
+    cut_torn_line(file)
+    found = []
+    with file.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            try:
+                if line is None:
+                    raise UntrustedError("it is longer than any answer")
+                found.append(typed(kind, line, "it"))
+            except UntrustedError as error:
+                raise ValueError(
+                    f"{file}:{number} must be a line as `regenerate` wrote it, got another: "
+                    f"{error}; remove that line, and it is asked again"
+                ) from None
+    return found

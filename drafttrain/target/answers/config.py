@@ -1,0 +1,101 @@
+"""What `regenerate` is told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.data.prompts_to_answer import ALL, LAST
+from drafttrain.runtime.untrusted_input import shown
+
+TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegenerateConfig:
+    """Who answers, how, and where the answers go."""
+
+    backend: str
+    out: str
+    turns: str
+    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    seed: int
+    batch_size: int
+    base_url: str | None
+    served_model: str | None
+    api_key_variable: str
+    concurrency: int
+    timeout: float
+    max_retries: int
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(
+                f"regenerate.backend must be one of {', '.join(BACKENDS)}, got {self.backend}"
+            )
+        if self.turns not in (ALL, LAST):
+            raise ValueError(f"regenerate.turns must be {ALL} or {LAST}, got {self.turns}")
+        if not self.out.endswith(".jsonl"):
+            raise ValueError(f"regenerate.out must name a file in .jsonl, got {self.out}")
+        for key in ("max_new_tokens", "batch_size", "concurrency"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"regenerate.{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("seed", "max_retries"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"regenerate.{key} must be at least 0, got {getattr(self, key)}")
+        if not self.timeout > 0:
+            raise ValueError(f"regenerate.timeout must be above 0 seconds, got {self.timeout}")
+        if self.backend == OPENAI and not self.base_url:
+            raise ValueError(
+                "regenerate.base_url must name the endpoint of regenerate.backend=openai, got "
+                "none; for example regenerate.base_url=http://localhost:8000/v1"
+            )
+        if self.base_url is not None:
+            check_url(self.base_url)
+        try:
+            self.sampling  # noqa: B018 (it checks)
+        except ValueError as error:
+            raise ValueError(f"regenerate.{error}") from None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How an answer's tokens are chosen."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def dir(self) -> str:
+        """The folder that the answers go to."""
+        return str(Path(self.out).expanduser().parent)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that decide what is answered."""
+        keys = ("turns", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        return {key: getattr(self, key) for key in ("backend", *keys)}
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError unless `url` is that of an endpoint, and no secret stands in it.
+
+    It is shown wherever the endpoint fails, and kept beside the answers.
+    """
+    must = "regenerate.base_url must be like http://localhost:8000/v1"
+    try:
+        parts = urlsplit(url)
+        secret = parts.username is not None or parts.password is not None
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{must}, got an address that cannot be read: {shown(error)}") from None
+    if secret or "@" in url:
+        raise ValueError(
+            f"{must}, got one with a user name or a password in it; give a key by the environment "
+            "variable that regenerate.api_key_variable names"
+        )
+    if parts.query or parts.fragment or not url.isprintable() or " " in url:
+        raise ValueError(f"{must}, got one with ?, # or characters that an address does not have")
+    if not whole:
+        raise ValueError(f"{must}, got {shown(url)}, which names no http:// or https:// address")

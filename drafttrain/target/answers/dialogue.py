@@ -1,0 +1,109 @@
+"""A conversation while it is answered, turn by turn: the same for whoever answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.core.chance import Purpose, SeededChance, draw_of
+from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.records import Message
+from drafttrain.runtime.untrusted_input import Count
+
+EMPTY = "an empty answer"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation that is answered: a line of the output."""
+
+    index: Count
+    messages: list[dict[str, str]]
+    answers: list[dict[str, Any]]  # of each: its tokens if known, their number, did it finish
+    cut: str | None  # why turns at the end are left out
+    source: str
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were answered."""
+        return sum(answer["num_tokens"] for answer in self.answers)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A conversation without a single answer; one that is not final is asked again next time."""
+
+    index: Count
+    reason: str
+    detail: str
+    final: bool
+    source: str
+    digest: str
+
+
+Outcome = Row | Failure
+
+
+class Dialogue:
+    """One conversation: what is asked next, and what has become of it."""
+
+    def __init__(self, asked: Asked, keep_answers: bool) -> None:
+        self.asked = asked
+        self.messages: list[Message] = []
+        self.answers: list[dict[str, Any]] = []
+        self.outcome: Outcome | None = None
+        self.rest = list(asked.messages)
+        if keep_answers:  # all but the last user turn stands as it is
+            self.messages, self.rest = self.rest[:-1], self.rest[-1:]
+        self._ask()
+
+    def _ask(self) -> None:
+        while self.rest:
+            message = self.rest.pop(0)
+            self.messages.append(message)
+            if message.role == "user":
+                return
+
+    @property
+    def turn(self) -> int:
+        """How many turns are answered."""
+        return len(self.answers)
+
+    def seed(self, seed: int) -> int:
+        """Return the seed of the next answer: of this conversation and turn alone."""
+        uniform = SeededChance(seed).uniforms(
+            [self.asked.index], [self.turn], draw_of(0, Purpose.EMIT)
+        )
+        return int(uniform[0] * 2**31)
+
+    def take(
+        self, text: str, tokens: Sequence[int] | None, num_tokens: int, finished: bool
+    ) -> None:
+        """Take in the next answer; the outcome is there after the last one."""
+        if not text.strip():
+            return self.stop(EMPTY, f"turn {self.turn + 1}", final=True)
+        self.messages.append(Message("assistant", text))
+        answer = {"num_tokens": num_tokens, "finished": finished}
+        self.answers.append(answer if tokens is None else {"tokens": list(tokens), **answer})
+        if self.rest:
+            return self._ask()
+        return self._end(None)
+
+    def stop(self, reason: str, detail: str, final: bool) -> None:
+        """End here: with the turns that are answered, if there are any and more is not to be had.
+
+        final: asking again would give the same.
+        """
+        asked = self.asked
+        if self.answers and final:
+            self.messages.pop()  # the turn without an answer
+            return self._end(f"{reason} ({detail})" if detail else reason)
+        self.outcome = Failure(asked.index, reason, detail, final, asked.source, asked.digest)
+        return None
+
+    def _end(self, cut: str | None) -> None:
+        asked = self.asked
+        messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
+        self.outcome = Row(
+            asked.index, messages, self.answers, cut, asked.source, asked.digest
+        )  # fmt: skip

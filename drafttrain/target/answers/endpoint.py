@@ -1,0 +1,362 @@
+"""Answers by any OpenAI-compatible endpoint, through the `openai` client."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.data.prompts_to_answer import LAST, Asked
+from drafttrain.data.template import Template
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown, typed
+from drafttrain.target.answers.config import RegenerateConfig
+from drafttrain.target.answers.dialogue import Dialogue, Failure, Outcome, Row
+
+GIVE_UP_AFTER = 8  # failed conversations in a row: then it is the endpoint, not the prompts
+NONE_OF = 32  # refused before any answer: then it is the settings
+VLLM = "vllm"  # how a vLLM server says whose model it serves
+NO_KEY = "none"  # local servers ask for none, and the client wants some text
+PATIENCE_S = 10.0  # for the list of models, which takes no computing
+SILENCE_S = 30.0  # without an answer until that is said
+MAX_REPLY = 8 << 20  # bytes; an answer of 100,000 tokens with their ids has one million
+SHOWN = 300  # characters of what an endpoint says against a request
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model of the endpoint."""
+
+    id: str
+    owned_by: str | None = None
+
+
+@dataclass(frozen=True)
+class Models:
+    """What /models answers."""
+
+    data: list[ListedModel]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model says; some servers keep its reasoning apart, under either name."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer."""
+
+    message: Reply
+    finish_reason: str | None = None
+    token_ids: list[Count] | None = None  # vLLM's
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What was counted."""
+
+    completion_tokens: Count
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What /chat/completions answers."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the endpoint serves."""
+
+    model: str
+    owner: str  # "vllm" for a vLLM server, which takes and tells more than others
+
+    def extra(self, config: RegenerateConfig, template: Template) -> dict[str, Any]:
+        """Return what is asked beyond the protocol: nothing, unless it is needed or known."""
+        told = {"chat_template_kwargs": template.kwargs} if template.kwargs else {}
+        return told | self._sampling(config)
+
+    def _sampling(self, config: RegenerateConfig) -> dict[str, Any]:
+        if self.owner == VLLM:
+            # The model's generation_config would set what is not said; 0 is off. The tokens come
+            # back as they were chosen: a text tokenises to others.
+            return {
+                "top_k": config.top_k,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "return_token_ids": True,
+            }
+        return {"top_k": config.top_k} if config.top_k else {}
+
+
+def by_endpoint(
+    asked: Sequence[Asked], config: RegenerateConfig, template: Template
+) -> Iterator[list[Outcome]]:
+    """Yield outcomes as they come, with `concurrency` conversations under way at a time.
+
+    The client tries again after what passes (no connection, 408, 409, 429, 5xx), with growing,
+    jittered pauses or the one that the endpoint asks for, within regenerate.timeout for an answer.
+    A conversation that still fails is an outcome too, asked again by the next run; ValueError after
+    several in a row, since then it is the endpoint, and where it refuses all there is.
+    """
+    with asyncio.Runner() as runner:
+        client = open_client(config)
+        tasks: set[asyncio.Task[Outcome]] = set()
+        try:
+            served = runner.run(find_model(client, config))
+            rest, failed, refused, answered = iter(asked), 0, 0, False
+            last = time.monotonic()
+            while True:
+                while len(tasks) < config.concurrency and (one := next(rest, None)) is not None:
+                    dialogue = Dialogue(one, config.turns == LAST)
+                    talk = converse(client, served, dialogue, config, template)
+                    tasks.add(runner.get_loop().create_task(talk))
+                if not tasks:
+                    return
+                done, tasks = runner.run(_first(tasks))
+                if not done:
+                    console.print(
+                        f"no answer from {config.base_url} for {time.monotonic() - last:.0f} s; "
+                        f"after regenerate.timeout={config.timeout:g} s a request is given up"
+                    )
+                    yield []
+                    continue
+                last = time.monotonic()
+                outcomes = [task.result() for task in done]
+                yield outcomes
+                for outcome in outcomes:
+                    answered = answered or isinstance(outcome, Row)
+                    failed = 0 if isinstance(outcome, Row) else failed + (not outcome.final)
+                    if isinstance(outcome, Failure):
+                        refused += outcome.final
+                        give_up(outcome, failed, 0 if answered else refused, config)
+        finally:
+            for task in tasks:
+                task.cancel()
+            runner.run(_close(client, tasks))
+
+
+def give_up(last: Failure, failed: int, refused: int, config: RegenerateConfig) -> None:
+    """Raise where going on would give more of the same.
+
+    failed: conversations in a row that could be asked again; refused: those that could not, where
+    none is answered.
+    """
+    why = f"{last.reason}: {last.detail}" if last.detail else last.reason
+    if failed >= GIVE_UP_AFTER:
+        raise ValueError(
+            f"regenerate.base_url={config.base_url} failed {failed} conversations in a row, the "
+            f"last with: {why}; what is answered stays, and the same command goes on from there"
+        )
+    if refused >= NONE_OF:
+        raise ValueError(
+            f"regenerate.base_url={config.base_url} answered none of {refused} conversations, the "
+            f"last: {why}; change the settings (regenerate.max_new_tokens, "
+            "regenerate.served_model) or the prompts, and name another regenerate.out"
+        )
+
+
+def served_by(config: RegenerateConfig) -> Served:
+    """Return what the endpoint serves; ValueError if it cannot be asked, or must be told which."""
+
+    async def ask() -> Served:
+        client = open_client(config)
+        try:
+            return await find_model(client, config)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def open_client(config: RegenerateConfig) -> Any:
+    """Return the client; ValueError where the package is not installed."""
+    try:
+        import openai
+    except ImportError:
+        raise ValueError(
+            "regenerate.backend=openai needs the package openai, an extra of drafttrain: "
+            "pip install 'drafttrain[openai]'"
+        ) from None
+    return openai.AsyncOpenAI(
+        base_url=config.base_url,
+        api_key=_key(config) or NO_KEY,
+        timeout=config.timeout,
+        max_retries=config.max_retries,
+        http_client=openai.DefaultAsyncHttpxClient(
+            headers={"Accept-Encoding": "identity"}, event_hooks={"response": [_bound]}
+        ),
+    )
+
+
+def _key(config: RegenerateConfig) -> str | None:
+    return os.environ.get(config.api_key_variable)
+
+
+async def _bound(response: Any) -> None:
+    """Let a response have so many bytes and no more, whatever it says of itself."""
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise OSError("the reply is compressed, which was not asked for")
+    # Older clients stand on httpx, newer ones on httpx2: each wants its own kind of stream.
+    kinds = type(response.stream).__mro__
+    kind = next(kind for kind in kinds if kind.__name__ == "AsyncByteStream")
+    response.stream = type("Bounded", (_Bounded, kind), {})(response.stream)
+
+
+class _Bounded:
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self.stream:
+            size += len(chunk)
+            if size > MAX_REPLY:
+                raise OSError(f"the reply has more than {MAX_REPLY >> 20} MB")
+            yield chunk
+
+    async def aclose(self) -> None:
+        """Close what is bounded."""
+        await self.stream.aclose()
+
+
+async def find_model(client: Any, config: RegenerateConfig) -> Served:
+    """Ask the endpoint for its models and return the one to use; an answer takes seconds."""
+    import openai
+
+    quick = client.with_options(max_retries=1, timeout=PATIENCE_S)
+    where = f"regenerate.base_url={config.base_url}"
+    must = "must be the address of an OpenAI-compatible endpoint, ending in /v1 for most"
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            response = await quick.models.with_raw_response.list()
+        listed = typed(Models, response.content, "its list of models")
+    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+        given = "is set" if _key(config) else "is not set"
+        raise ValueError(
+            f"{where} must accept the key in {config.api_key_variable} "
+            f"(regenerate.api_key_variable), which {given}: {describe(error, config)}"
+        ) from None
+    except openai.APIStatusError as error:
+        if error.status_code == 429 or (error.status_code >= 500 and error.status_code != 501):
+            raise ValueError(
+                f"{where} is there, but cannot answer now: {describe(error, config)}; try again "
+                "when it can"
+            ) from None
+        if config.served_model is None:  # an endpoint need not list its models
+            raise ValueError(
+                f"{where} {must}, and lists no models: {describe(error, config)}; correct it, or "
+                "name the model with regenerate.served_model"
+            ) from None
+        return Served(config.served_model, "")
+    except TimeoutError:
+        raise ValueError(
+            f"{where} did not list its models within {PATIENCE_S:g} s; see that it runs, and is "
+            "not behind something that takes the request and does not answer"
+        ) from None
+    except openai.APIConnectionError as error:
+        fault = describe(error.__cause__ or error, config)
+        raise ValueError(f"{where} {must}, which cannot be reached: {fault}") from None
+    except Exception as error:  # as in `converse`
+        fault = describe(error.__cause__ or error, config)
+        raise ValueError(f"{where} {must}, got: {fault}") from None
+    models = {model.id: model.owned_by for model in listed.data}
+    names = shown(", ".join(models) or "none", SHOWN)
+    if config.served_model is None and len(models) != 1:
+        raise ValueError(
+            f"regenerate.served_model must name one of the models of {config.base_url}: {names}"
+        )
+    model = config.served_model or next(iter(models))
+    if model not in models:
+        raise ValueError(
+            f"regenerate.served_model must be a model of {config.base_url} ({names}), got {model}"
+        )
+    return Served(model, str(models[model]))
+
+
+async def converse(
+    client: Any,
+    served: Served,
+    dialogue: Dialogue,
+    config: RegenerateConfig,
+    template: Template,
+) -> Outcome:
+    """Ask every turn of a conversation in order and return what it has become."""
+    import openai
+
+    while dialogue.outcome is None:
+        try:
+            async with asyncio.timeout(config.timeout):  # with all that is tried again
+                response = await client.chat.completions.with_raw_response.create(
+                    model=served.model,
+                    messages=[{"role": m.role, "content": m.content} for m in dialogue.messages],
+                    temperature=config.temperature,
+                    top_p=config.top_p,
+                    max_tokens=config.max_new_tokens,
+                    seed=dialogue.seed(config.seed),
+                    extra_body=served.extra(config, template),
+                )
+            completion = typed(Completion, response.content, "the reply")
+        except openai.BadRequestError as error:  # this prompt: too long, or refused
+            dialogue.stop("refused by the endpoint", describe(error, config), final=True)
+        except TimeoutError:
+            waited = f"regenerate.timeout={config.timeout:g} s"
+            dialogue.stop("the endpoint failed", f"no answer within {waited}", final=False)
+        except UntrustedError as error:
+            dialogue.stop("a reply that cannot be read", describe(error, config), final=False)
+        except Exception as error:  # what clients make of what servers send has no one name
+            dialogue.stop("the endpoint failed", describe(error, config), final=False)
+        else:
+            take(dialogue, completion)
+    return dialogue.outcome
+
+
+def take(dialogue: Dialogue, completion: Completion) -> None:
+    """Take in a completion."""
+    if not completion.choices:
+        return dialogue.stop("a reply that cannot be read", "no choices", final=False)
+    choice = completion.choices[0]
+    if choice.finish_reason not in ("stop", "length"):
+        return dialogue.stop(f"ended by {shown(choice.finish_reason, 40)}", "", final=True)
+    said, tokens = choice.message, choice.token_ids
+    if tokens is None and (said.reasoning_content or said.reasoning):
+        return dialogue.stop(
+            "reasoning kept apart from the answer, and no tokens",
+            "serve without a reasoning parser, or by vLLM, which gives the tokens too",
+            final=True,
+        )
+    count = completion.usage.completion_tokens if completion.usage else len(tokens or [])
+    return dialogue.take(said.content or "", tokens or None, count, choice.finish_reason == "stop")
+
+
+def describe(error: BaseException, config: RegenerateConfig) -> str:
+    """Return what is wrong with an answer of the endpoint, in one line, without the key."""
+    status = getattr(error, "status_code", None)
+    body = getattr(error, "body", None)
+    text = body.get("message") if isinstance(body, dict) else None
+    said = str(text or error)
+    if key := _key(config):
+        said = said.replace(key, "[the key]")
+    said = shown(" ".join(said.split()), SHOWN)
+    if isinstance(error, UntrustedError):
+        return said
+    return f"{status}: {said}" if status else f"{type(error).__name__}: {said}"
+
+
+async def _first(
+    tasks: set["asyncio.Task[Outcome]"],
+) -> tuple[set["asyncio.Task[Outcome]"], set["asyncio.Task[Outcome]"]]:
+    return await asyncio.wait(tasks, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _close(client: Any, tasks: set["asyncio.Task[Outcome]"]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await client.close()

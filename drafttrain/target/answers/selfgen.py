@@ -1,0 +1,347 @@
+"""Conversations in the target's own words: it writes the user's turn too, then answers it."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from drafttrain.core.chance import Purpose, SeededChance, draw_of
+from drafttrain.core.sampling import probabilities
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import Sample, TargetSpec
+from drafttrain.data.conversations import SelfgenConfig
+from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.template import Template, chat_format, template_fingerprint
+from drafttrain.runtime.disk import append_text, write_whole
+from drafttrain.runtime.lock import hold
+from drafttrain.runtime.ranks import ALONE, Ranks
+from drafttrain.runtime.terminal import console, progress
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, lines_of, typed
+from drafttrain.target.model import Target
+
+FORMAT = 1  # of the cache: a higher number makes old caches be written anew
+EMIT = draw_of(0, Purpose.EMIT)
+DROP_FROM = 8  # finished rows are dropped once they are one in so many
+USER, CLOSING, ANSWER, FINISHED = range(4)  # what a row is writing
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around the two turns, and the tokens that end them."""
+
+    opening: list[int]
+    closing: list[int]  # from the end of the user's turn to the start of the answer
+    answer_stops: list[int]
+    user_stops: list[int]  # and the first token of `closing`
+    first_forbidden: list[int]  # what a user turn cannot begin with, or it would be empty
+    forbidden: list[int]  # what a user turn cannot contain: special tokens that do not end it
+
+
+@dataclass(frozen=True)
+class Written:
+    """One conversation as the target wrote it."""
+
+    index: Count
+    tokens: list[Count]
+    num_prompt_tokens: Count
+    finished: bool  # False: the answer reached data.max_answer_tokens
+
+
+def selfgen(
+    target: Target, config: SelfgenConfig, show: bool = True, ranks: Ranks = ALONE
+) -> tuple[list[Sample], SkipReport]:
+    """Return conversations that the target writes, with the very tokens that it chose.
+
+    From the chat template's opening alone it samples a user turn (never empty, and without special
+    tokens), then the answer, freely. An answer that reaches data.max_answer_tokens stays as it is,
+    without an end of turn. Conversation i depends on the target, the seed and i, not on the batch
+    it is written in, but for rounding. Results go to data.cache_dir batch by batch, under a
+    fingerprint of target and settings: an interrupted run continues, a finished one is reused, and
+    asking for more conversations writes only those. ValueError if they cannot fit, or if nothing
+    usable was written.
+    ranks: among whom batches are dealt out, each written whole by one of them; every rank is given
+    all conversations, and rank 0 alone reads and writes the files.
+    """
+    frame = frame_of(target, config.text_format)
+    check_room(target, config, frame)
+    folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
+    show = show and ranks.is_main
+    written = cached(folder, target.spec, ranks)
+    if all(index in written for index in range(config.num_conversations)):
+        if show:
+            console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
+        return to_samples([written[index] for index in range(config.num_conversations)], folder)
+    with ExitStack() as stack:
+        if ranks.is_main:  # another run may write the very same: this one waits and takes them up
+            held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
+            stack.enter_context(held)
+        return write_missing(target, config, frame, folder, show, ranks)
+
+
+def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
+    """Return what the cache holds, which rank 0 reads."""
+    plain = [vars(one) for one in load(folder, spec).values()] if ranks.is_main else []
+    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
+
+
+def write_missing(
+    target: Target, config: SelfgenConfig, frame: Frame, folder: Path, show: bool, ranks: Ranks
+) -> tuple[list[Sample], SkipReport]:
+    """Write what the cache does not have yet, as its only writer; return all of it."""
+    written = cached(folder, target.spec, ranks)
+    missing = [index for index in range(config.num_conversations) if index not in written]
+    if show and not missing:
+        console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
+    elif show:
+        console.print(
+            f"selfgen: {target.spec.name} writes {len(missing):,} conversations to {folder}"
+        )
+    if missing and ranks.is_main:
+        save_settings(folder, target, config)
+    done = config.num_conversations - len(missing)
+    size = config.batch_size
+    with progress("selfgen", config.num_conversations, done, show and bool(missing)) as tick:
+        for first in range(0, len(missing), size * ranks.world_size):
+            start = first + size * ranks.rank
+            own: list[Written] = []
+            with target.in_step():
+                if start < len(missing):
+                    own = write(target, config, frame, missing[start : start + size], tick)
+            found = ranks.gather_objects([vars(one) for one in own])
+            batches = [[Written(**one) for one in batch] for batch in found]
+            for batch in filter(None, batches):
+                if ranks.is_main:
+                    append(folder, batch, frame, target.tokenizer)
+                written.update({conversation.index: conversation for conversation in batch})
+            tick(sum(map(len, batches)) - len(own))
+    return to_samples([written[index] for index in range(config.num_conversations)], folder)
+
+
+def frame_of(target: Target, template: Template) -> Frame:
+    """Read the frame off the chat template, tokenised as a prompt is."""
+    tokenizer = target.tokenizer
+    form = chat_format(tokenizer, template)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    opening, closing, tail = ids(form.opening), ids(form.prompt_closing), ids(form.tail)
+    if not opening:
+        raise ValueError(
+            f"data=selfgen needs a chat template that opens with some token, and that of"
+            f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
+        )
+    specials = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    stops = {*target.spec.eos_token_ids, *[token for token in tail[:1] if token in specials]}
+    user_stops = {*stops, closing[0]}
+    return Frame(
+        opening,
+        closing,
+        sorted(stops),
+        sorted(user_stops),
+        sorted(specials | user_stops),
+        sorted(specials - user_stops),
+    )
+
+
+def check_room(target: Target, config: SelfgenConfig, frame: Frame) -> None:
+    """Raise unless the longest conversation fits in a sample and in the target."""
+    around = len(frame.opening) + len(frame.closing)
+    longest = around + config.max_user_tokens + config.max_answer_tokens
+    limits = {
+        "data.max_length": config.max_length,
+        "the target's positions": target.spec.max_positions,
+    }
+    for name, limit in limits.items():
+        if longest > limit:
+            raise ValueError(
+                f"data.max_user_tokens + data.max_answer_tokens + {around} of the chat template"
+                f" must fit in {name}, got {longest} > {limit}; lower them"
+            )
+
+
+def write(
+    target: Target,
+    config: SelfgenConfig,
+    frame: Frame,
+    indices: list[int],
+    tick: Callable[..., None],
+) -> list[Written]:
+    """Write a batch of conversations in lock step: every row gains one token a pass.
+
+    No padding is needed, since all rows begin alike and forced tokens are fed like sampled ones.
+    """
+    chance = SeededChance(config.seed)
+    keys = np.array(indices)
+    closing = np.array(frame.closing)
+    start = len(frame.opening)
+    capacity = start + config.max_user_tokens + len(closing) + config.max_answer_tokens
+    tokens = np.zeros((len(indices), capacity), dtype=np.int64)
+    tokens[:, :start] = frame.opening
+    phase = np.full(len(indices), USER)
+    turn_start = np.full(len(indices), start)  # where the current turn, or the closing, began
+    num_prompt = np.zeros(len(indices), dtype=np.int64)
+    length = np.zeros(len(indices), dtype=np.int64)
+    rows = np.arange(len(indices))  # those still in the target's batch
+    cache = target.begin()
+    began, num_written = time.monotonic(), 0
+    fed = tokens[:, :start]
+    for position in range(start, capacity):
+        logits, _ = target.step(cache, torch.from_numpy(fed).to(target.device), last_only=True)
+        for kind in (USER, ANSWER):
+            here = np.flatnonzero(phase[rows] == kind)
+            if len(here):
+                scored = logits[torch.from_numpy(here).to(target.device), 0]
+                probs = law(scored, kind, position == start, config, frame)
+                where = [position] * len(here)
+                chosen = chance.choose(probs, keys[rows[here]].tolist(), where, EMIT)
+                tokens[rows[here], position] = chosen.cpu().numpy()
+        now = tokens[rows, position]
+        age = position - turn_start[rows]
+        phase_now = phase[rows]
+        # A user turn ends by itself or at its limit; either way the closing begins here.
+        closes = (phase_now == USER) & (
+            np.isin(now, frame.user_stops) | (age == config.max_user_tokens)
+        )
+        phase[rows[closes]], turn_start[rows[closes]] = CLOSING, position
+        forced = rows[phase[rows] == CLOSING]
+        tokens[forced, position] = closing[position - turn_start[forced]]
+        answers = forced[position - turn_start[forced] == len(closing) - 1]
+        phase[answers] = ANSWER
+        turn_start[answers] = num_prompt[answers] = position + 1
+        stops = (phase_now == ANSWER) & (
+            np.isin(now, frame.answer_stops) | (age == config.max_answer_tokens - 1)
+        )
+        over = rows[stops]
+        phase[over], length[over] = FINISHED, position + 1
+        if len(over):
+            num_written += int(length[over].sum())
+            speed = num_written / (time.monotonic() - began)
+            tick(len(over), f"{speed:,.0f} tokens/s")
+        active = phase[rows] != FINISHED
+        if not active.any():
+            break
+        if (~active).sum() * DROP_FROM >= len(rows):
+            target.select(cache, np.flatnonzero(active).tolist())
+            rows = rows[active]
+        fed = tokens[rows, position : position + 1]
+    return [
+        Written(
+            index,
+            tokens[row, : length[row]].tolist(),
+            int(num_prompt[row]),
+            bool(tokens[row, length[row] - 1] in frame.answer_stops),
+        )
+        for row, index in enumerate(indices)
+    ]
+
+
+def law(
+    logits: Float[Tensor, "rows vocab"], kind: int, first: bool, config: SelfgenConfig, frame: Frame
+) -> Float[Tensor, "rows vocab"]:
+    """Return the law of the next token of a user turn or an answer; `logits` is overwritten."""
+    temperature = config.answer_temperature
+    if kind == USER:
+        temperature = config.user_temperature
+        logits[:, frame.first_forbidden if first else frame.forbidden] = -torch.inf
+    return probabilities(logits, Sampling(temperature, config.top_k, config.top_p))
+
+
+def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], SkipReport]:
+    """Return the usable conversations as samples, and the count of the others."""
+    report = SkipReport(len(written))
+    samples = []
+    for conversation in written:
+        if conversation.finished and len(conversation.tokens) == conversation.num_prompt_tokens + 1:
+            report.skip("empty answer", f"conversation {conversation.index}")
+            continue
+        tokens = torch.tensor(conversation.tokens)
+        mask = torch.arange(len(tokens)) >= conversation.num_prompt_tokens
+        samples.append(Sample(tokens, mask, conversation.index))
+    if not samples:
+        what = "data=selfgen must give usable conversations, got none"
+        raise NothingUsable(what, report, f"look into {folder}, or use data=jsonl data.path=FILE")
+    return samples, report
+
+
+def fingerprint(target: Target, config: SelfgenConfig, frame: Frame) -> str:
+    """Name what conversation i depends on: the number of them and the batch size are not in it."""
+    settings = {**settings_of(target, config), "frame": vars(frame), "format": FORMAT}
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
+    """Return the target and the settings that decide what is written."""
+    keys = ("seed", "user_temperature", "answer_temperature", "top_k", "top_p")
+    return {
+        "target": target.spec.fingerprint,
+        "dtype": str(target.dtype),
+        **{key: getattr(config, key) for key in (*keys, "max_user_tokens", "max_answer_tokens")},
+    }
+
+
+def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
+    """Write for a reader what the fingerprint stands for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "model": target.spec.name,
+        **settings_of(target, config),
+        "chat template": template_fingerprint(target.tokenizer, config.text_format),
+        "template_kwargs": config.template_kwargs,
+        "template_date": config.template_date,
+    }
+    write_whole(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
+
+
+def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
+    """Add a batch to the cache: tokens for training, and messages, which data=jsonl reads too."""
+    lines = []
+    for conversation in batch:
+        user = conversation.tokens[
+            len(frame.opening) : conversation.num_prompt_tokens - len(frame.closing)
+        ]
+        answer = conversation.tokens[conversation.num_prompt_tokens :]
+        turns = {"user": user, "assistant": answer[:-1] if conversation.finished else answer}
+        messages = [
+            {"role": role, "content": tokenizer.decode(turn)} for role, turn in turns.items()
+        ]
+        record = {"messages": messages, **vars(conversation)}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    append_text(folder / "conversations.jsonl", "".join(lines))
+
+
+def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
+    """Read the cache; a torn last line is left out: whoever writes next cuts it off."""
+    file = folder / "conversations.jsonl"
+    if not file.is_file():
+        return {}
+    written = {}
+    with file.open("rb") as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is not None and not line.endswith(b"\n"):
+                break
+            try:
+                if line is None:
+                    raise UntrustedError("it is longer than any conversation")
+                found = typed(Written, line, "it")
+                whole = 0 < found.num_prompt_tokens < len(found.tokens)
+                if not whole or max(found.tokens) >= spec.vocab_size:
+                    raise UntrustedError(f"its tokens are none of {spec.name}")
+            except UntrustedError as error:
+                raise ValueError(
+                    f"{file}:{number} must be a line as selfgen wrote it, got another: {error}; "
+                    f"remove that line, or {folder}, and it is written again"
+                ) from None
+            written[found.index] = found
+    return written

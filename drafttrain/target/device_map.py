@@ -1,0 +1,119 @@
+"""A target whose layers lie on several devices of one process: `accelerate`'s device map."""
+
+import atexit
+import shutil
+import tempfile
+from collections import Counter
+from typing import Any
+
+import accelerate
+import torch
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.target.describe import describe
+from drafttrain.target.model import Target
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.limits import final_norm_of, limits_of
+from drafttrain.target.pretrained.models import (
+    fingerprint,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+)
+from drafttrain.target.pretrained.shards import skeleton
+
+
+def load_spread(
+    config: ModelConfig, dtype: torch.dtype, device: str, room: dict[int | str, int]
+) -> "SpreadTarget":
+    """Load a target over the GPUs of this process, its host, and its disk, in this order.
+
+    room: bytes that may be used of each GPU (by its number) and of the host ("cpu"); what fits in
+    none is read from its files whenever it runs. The readout lies on `device`, where tokens and
+    features are. ValueError for weights that do not fit the configuration, or cannot be spread.
+    """
+    model_config = load_model_config(config)
+    limits_of(config, model_config)
+    if isinstance(config, RandomModelConfig) or config.inflate is not None:
+        what = "drawn" if isinstance(config, RandomModelConfig) else "inflated"
+        raise ValueError(
+            "hardware.target_placement=device_map spreads weights as they are read, and those of"
+            f" model={config.name} are {what}; use hardware.target_placement=device"
+        )
+    tokenizer = load_tokenizer(config)
+    quantized = getattr(model_config, "quantization_config", None) is not None
+    spread: dict[str, Any] = {"device_map": "auto", "max_memory": room}
+    if config.quantization is None and not quantized:  # whose sizes only Transformers knows
+        spread = {"device_map": device_map(skeleton(config, model_config, dtype), device, room)}
+    # For weights that cannot be read from the model's own files, because names or dtypes differ.
+    offload = tempfile.mkdtemp(prefix="drafttrain-offload-")
+    atexit.register(shutil.rmtree, offload, ignore_errors=True)
+    spread["offload_folder"] = offload
+    model = load_model(config, model_config, dtype, device, spread)
+    norm = final_norm_of(model.get_decoder())
+    tables = (model.get_input_embeddings(), model.get_output_embeddings(), norm)
+    if any(weight.device.type == "meta" for table in tables for weight in table.parameters()):
+        raise ValueError(
+            f"hardware.target_placement=device_map found no room on {device} for the embedding and"
+            f" the head of model={config.name}; free memory there, or use a larger device"
+        )
+    mark = fingerprint(config, dtype, device)
+    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
+    target = SpreadTarget(model, tokenizer, spec)
+    target.check_readout()
+    return target
+
+
+def device_map(model: Any, device: str, room: dict[int | str, int]) -> dict[str, int | str]:
+    """Return where each module of a skeleton goes: layers where there is room, the rest `device`.
+
+    Layers are dealt out by `accelerate`, in order and whole.
+    """
+    place = torch.device(device)
+    main: int | str = "cpu" if place.type == "cpu" else (place.index or 0)
+    head = model.get_output_embeddings().weight  # which accelerate would put last, anywhere
+    room = room | {main: max(0, room[main] - head.numel() * model.dtype.itemsize)}
+    whole = list(model._no_split_modules or [])
+    if len(room) > 2:  # several GPUs share evenly, rather than that the first is filled
+        room = accelerate.utils.get_balanced_memory(
+            model, max_memory=room, no_split_module_classes=whole, dtype=model.dtype
+        )
+    dealt = accelerate.infer_auto_device_map(
+        model, max_memory=room, no_split_module_classes=whole, dtype=model.dtype
+    )
+    chosen: dict[str, int | str] = {}
+    decoder = model.get_decoder()
+    layers = {id(layer): layer for layer in decoder.layers}
+    for name, module in model.named_modules():
+        if id(module) in layers:
+            chosen[name] = _lookup(dealt, name)
+        elif not name or module is decoder or module is decoder.layers:
+            continue
+        elif not any(name.startswith(f"{parent}.") for parent in chosen):
+            chosen[name] = main
+    return chosen
+
+
+def _lookup(dealt: dict[str, int | str], name: str) -> int | str:
+    # The most exact entry; a layer that was split after all goes where its first part goes.
+    exact = [key for key in dealt if key in ("", name) or name.startswith(f"{key}.")]
+    parts = [key for key in dealt if key.startswith(f"{name}.")]
+    return dealt[max(exact, key=len)] if exact else dealt[parts[0]]
+
+
+class SpreadTarget(Target):
+    """A target whose layers are brought, or the hidden states sent, to where they run."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec) -> None:
+        super().__init__(model, tokenizer, spec)
+        self.scattered = True
+        # Transformers notes none where there is but one place.
+        dealt = getattr(model, "hf_device_map", {"": str(self.device)})
+        places = [_lookup(dealt, name) for name in self._layer_names()]
+        counts = Counter(f"GPU {where}" if type(where) is int else where for where in places)
+        told = ", ".join(f"{count} on {where}" for where, count in counts.items())
+        self.where = f"device_map: of {len(self.layers)} layers {told}"
+
+    def _layer_names(self) -> list[str]:
+        layers = {id(layer) for layer in self.layers}
+        return [name for name, module in self.model.named_modules() if id(module) in layers]

@@ -1,0 +1,280 @@
+"""The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from drafttrain.core.ops.growing import RaggedCache, additive, run_decoder
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+from drafttrain.target.describe import describe, read_out
+from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.limits import check_structure, final_norm_of, limits_of
+from drafttrain.target.pretrained.models import (
+    fingerprint,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+)
+
+TRIED = 8  # tokens that a target is tried with when it is loaded
+MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 far above
+
+
+def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
+    """Load the target that `config` names, frozen, on one device; others: see `placement`."""
+    model_config = load_model_config(config)
+    limits_of(config, model_config)
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, model_config, dtype, device)
+    mark = fingerprint(config, dtype, device)
+    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
+    target = Target(model, tokenizer, spec)
+    target.check_readout()
+    return target
+
+
+class Target:
+    """A frozen decoder. Nothing here has a gradient, and nothing belongs in an optimizer."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.decoder = model.get_decoder()
+        check_structure(model, f"model={spec.name} ({spec.architecture}) cannot be a target")
+        self.layers: Sequence[nn.Module] = self.decoder.layers
+        self.final_norm: nn.Module = final_norm_of(self.decoder)
+        self.readout: Readout = read_out(model)
+        self.eager = model.config._attn_implementation == "eager"
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.scattered = False  # whether the layers' weights are not whole in this process
+        self.placed = ""  # where it lives, and why there
+        self.where = ""  # which of them are where, if there is more to say
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype, and that of the features."""
+        return self.readout.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where tokens must be."""
+        return self.readout.embedding.device
+
+    @torch.no_grad()
+    def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
+        """Read hidden states in one forward without the output head.
+
+        Captured id i is the input of layer i; id num_layers is the input of the final norm.
+        Attention never crosses documents; what stands at padding is meaningless (but finite).
+        """
+        tokens = batch.tokens
+        self._refuse_beyond(tokens.shape[1], batch.positions)
+        if one_document_per_row(batch):
+            # Right padding and causality: no real token can see padding, so no mask is needed.
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            mask = None
+        else:
+            positions = batch.positions
+            same = batch.document[:, :, None] == batch.document[:, None, :]
+            mask = self._mask(same.tril()[:, None])
+        with self._capturing(captures) as captured:
+            output = self.decoder(
+                input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
+            )
+        return TargetFeatures(captured, output.last_hidden_state, self.readout)
+
+    @property
+    def own_model(self) -> Any:
+        """The Transformers model, for those who copy weights of its layers.
+
+        Where those are not whole in this process, all that is asked of it is a ValueError.
+        """
+        return self.model if not self.scattered else Scattered(self.where)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Let ranks take different numbers of steps; those of a whole target may anyway."""
+        return nullcontext()
+
+    def begin(self) -> RaggedCache:
+        """Return an empty cache; the first step fixes its number of rows."""
+        return RaggedCache()
+
+    @torch.no_grad()
+    def step(
+        self,
+        cache: RaggedCache,
+        tokens: Int[Tensor, "batch new"],
+        captures: tuple[int, ...] = (),
+        counts: Sequence[int] | None = None,
+        last_only: bool = False,
+    ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
+        """Append tokens to the cache; return logits and features of them.
+
+        Row r has counts[r] real tokens, the rest of it is padding on the right (None: all are
+        real); what is returned for padding is meaningless. last_only: logits of each row's last
+        real token only.
+        """
+        longest, new = max(cache.lengths, default=0), tokens.shape[1]
+        self._refuse_beyond(longest + new)
+        with self._capturing(captures) as captured:
+            output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
+        final = output.last_hidden_state
+        scored = final
+        if last_only:
+            scored = final[:, -1:]
+            if counts is not None and min(counts) < new:
+                last = torch.tensor(counts, device=final.device) - 1
+                scored = final[torch.arange(len(final), device=final.device), last][:, None]
+        return self.readout.logits(scored), TargetFeatures(captured, final, self.readout)
+
+    def rollback(self, cache: RaggedCache, lengths: Sequence[int]) -> None:
+        """Forget what stands past these lengths, one per row."""
+        cache.rollback(lengths)
+
+    def select(self, cache: RaggedCache, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch."""
+        cache.select(rows)
+
+    @torch.no_grad()
+    def check_readout(self) -> None:
+        """Raise ValueError unless what is computed here is what the model itself computes.
+
+        Architectures scale, cap and bias in ways of their own, and a drafter that reads another
+        distribution than the target's would train without an error and accept nothing. A cache
+        that drafts were rolled back from must answer as if they had never been there. A few tokens
+        do not show how far positions are turned: rotary frequencies are compared themselves.
+        """
+        self._check_rotation()
+        length = min(TRIED, self.spec.vocab_size, self.spec.max_positions)
+        tokens = torch.arange(length, device=self.device)[None]
+        expected = self.model(input_ids=tokens, use_cache=False).logits
+        self._check_finite(expected)
+        logits, features = self.step(self.begin(), tokens, captures=(0,))
+        embedded = features.captured[0]
+        if embedded.shape != (1, length, self.spec.hidden_size):
+            raise self._unknown(f"gives its layers states of shape {tuple(embedded.shape)}")
+        for what, ours, theirs in (
+            ("embeds tokens", embedded, self.readout.embed(tokens)),
+            ("computes logits", logits, expected),
+        ):
+            size = theirs.float().abs().max()
+            if not (ours.float() - theirs.float()).abs().max() <= 0.02 * size:
+                raise self._unknown(what)
+        stepped = self._with_rejected_drafts(tokens).float() - expected.float()
+        # Not of the largest: experts that are almost equally good differ between two kernels.
+        if not stepped.norm() <= 0.1 * expected.float().norm():
+            raise self._unknown("keeps what rejected drafts left in its cache, or reads its cache")
+
+    def _with_rejected_drafts(self, tokens: Int[Tensor, "1 seq"]) -> Float[Tensor, "1 seq vocab"]:
+        cache, half, wrong = self.begin(), tokens.shape[1] // 2, tokens.flip(1)
+        parts = [self.step(cache, tokens[:, :half])[0]] if half else []
+        for start, stop in ((half, half + 1), (half + 1, tokens.shape[1])):
+            if start < stop:
+                self.step(cache, wrong[:, start:stop])
+                self.rollback(cache, [start])
+                parts.append(self.step(cache, tokens[:, start:stop])[0])
+        return torch.cat(parts, dim=1)
+
+    def _check_finite(self, logits: Tensor) -> None:
+        if bool(logits.isfinite().all()):
+            return
+        named = self.model.named_parameters()
+        wrong = next((name for name, weight in named if not bool(weight.isfinite().all())), None)
+        where = f"{wrong} holds NaN or infinity" if wrong else f"they overflow in {self.dtype}"
+        raise ValueError(
+            f"model={self.spec.name} ({self.spec.architecture}) must give finite logits, and gives"
+            f" NaN or infinity: {where}; check the weights, or use another hardware.decode_dtype"
+        )
+
+    def _check_rotation(self) -> None:
+        rotary: Any = getattr(self.decoder, "rotary_emb", None)
+        if not type(rotary).__module__.startswith("transformers.models."):
+            return
+        with torch.device("cpu"):
+            fresh = dict(type(rotary)(rotary.config).named_buffers())
+        for name, buffer in rotary.named_buffers():
+            if not name.endswith("inv_freq") or name not in fresh:
+                continue
+            right = fresh[name].double()
+            error = (buffer.cpu().double() - right).abs()
+            if not bool((error <= MAX_ROUNDING * right).all()):
+                angle = float(error.max()) * (self.spec.max_positions - 1)
+                raise ValueError(
+                    f"model={self.spec.name} turns position {self.spec.max_positions - 1} by"
+                    f" {angle:.3g} radians otherwise than its configuration says ({name} came as"
+                    f" {buffer.dtype}): loading rounded it; update Transformers and DeepSpeed"
+                )
+
+    def _unknown(self, what: str) -> ValueError:
+        return ValueError(
+            f"model={self.spec.name} ({self.spec.architecture}) {what} in a way that drafttrain"
+            " does not know; it cannot be a target yet"
+        )
+
+    def _refuse_beyond(self, length: int, positions: Tensor | None = None) -> None:
+        most = self.spec.max_positions
+        if length <= most or (positions is not None and int(positions.max()) < most):
+            return
+        raise ValueError(
+            f"{length} tokens must fit in the {self.spec.context}; shorten the prompt or the output"
+        )
+
+    def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
+        return additive(visible, self.dtype) if self.eager else visible
+
+    @contextmanager
+    def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+        for layer in captures:
+            if not 0 <= layer <= len(self.layers):
+                raise ValueError(
+                    f"captured layers must be in 0..{len(self.layers)} for model={self.spec.name},"
+                    f" got {layer}"
+                )
+        captured: dict[int, Tensor] = {}
+        handles = []
+        try:
+            for layer in captures:
+                module = self.final_norm if layer == len(self.layers) else self.layers[layer]
+                hook = _keep_input(captured, layer, self.device)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Scattered:
+    """Stands for a model whose layers are not whole here: whoever wants their weights is told."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(
+            "a drafter that takes layers of the target needs them whole in every process, and"
+            f" hardware.target_placement left them in pieces ({self.where}); use"
+            " hardware.target_placement=device, or give the drafter a model of its own"
+            " (drafter.path=DIR)"
+        )
+
+
+def one_document_per_row(batch: Batch) -> bool:
+    """Whether every row is one document from its first token on, then padding."""
+    real = batch.document != PAD_DOCUMENT
+    same = (batch.document == batch.document[:, :1]) | ~real
+    return bool((same & (real[:, :-1] >= real[:, 1:]).all()).all())
+
+
+def _keep_input(
+    captured: dict[int, Tensor], layer: int, device: torch.device
+) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured[layer] = (args[0] if args else kwargs["hidden_states"]).to(device)
+
+    return hook

@@ -1,0 +1,176 @@
+"""The files of a model directory: which there must be, and whether they are whole."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafttrain.runtime.untrusted_input import (
+    TensorEntry,
+    UntrustedError,
+    header_bytes,
+    header_of,
+    read_object,
+    shards_of,
+    shown,
+)
+from drafttrain.target.pretrained.limits import check_sizes
+
+CONFIG = "config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+SAFE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+HASHED_WHOLE_BYTES = 1 << 30
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+# What Transformers reads of a directory besides weights and vocabulary: small objects all of them.
+SETTINGS = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "processor_config.json"),
+)
+ADAPTER = "adapter_config.json"
+# What two copies of one configuration may differ in.
+VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
+
+
+def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
+    """Raise ValueError, naming `origin`, if a model directory lacks a file or holds a torn one."""
+    if not folder.is_dir():
+        problem = "which is a file" if folder.exists() else "which does not exist"
+        raise ValueError(
+            f"{origin} must be a directory that holds a model, {problem};"
+            " give the directory that holds config.json"
+        )
+    missing = []
+    if not (folder / CONFIG).is_file():
+        missing.append(CONFIG)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append("a tokenizer (tokenizer.json or tokenizer.model)")
+    safe = _listed(folder, SAFE, origin)
+    pickled = not safe and bool(_listed(folder, PICKLED, origin))
+    if weights and not pickled and not safe:
+        missing.append(f"weights ({SAFE} or {SAFE}.index.json with its shards)")
+    if missing:
+        raise ValueError(
+            f"{origin} must hold {CONFIG}, a tokenizer and weights; missing: {', '.join(missing)}"
+        )
+    if (
+        folder / ADAPTER
+    ).exists():  # Transformers would load the model that it names, from anywhere
+        raise ValueError(
+            f"{origin} must hold a whole model, and holds an adapter of another ({ADAPTER}); merge"
+            " it into the model, or remove that file to have the model without it"
+        )
+    for name in (CONFIG, *SETTINGS):
+        if (folder / name).is_file():
+            settings = read_object(folder / name, f"{origin}: {name}")
+            if name == CONFIG:
+                check_sizes(settings, origin)
+                check_settings(settings, origin)
+    if not weights:
+        return
+    if pickled and not allow_pickle:
+        raise ValueError(only_pickled(origin))
+    files = weight_files(folder)
+    torn = [file.name for file in files if not file.is_file()]
+    if torn:
+        raise ValueError(
+            f"{origin}: {(SAFE if not pickled else PICKLED)}.index.json names {len(files)} shards,"
+            f" missing: {', '.join(torn)}; copy or download them again"
+        )
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors_in(file, origin)
+
+
+def check_settings(settings: dict[str, Any], origin: str) -> None:
+    """Raise ValueError for what config.json may not say: of other files, and of others' code."""
+    if settings.get("transformers_weights") is not None:
+        raise ValueError(
+            f"{origin}: config.json must not name its weights (transformers_weights): {SAFE} and"
+            f" {SAFE}.index.json do; remove that key"
+        )
+    inner = [value for value in settings.values() if isinstance(value, dict)]
+    for part in (settings, *inner):
+        for key, value in part.items():
+            if key.endswith("_implementation") and "/" in json.dumps(value):
+                raise ValueError(
+                    f"{origin}: config.json must not name code of the Hub, got {shown(key)}="
+                    f"{shown(value)}; remove that key"
+                )
+
+
+def tensors_in(file: Path, origin: str) -> dict[str, TensorEntry]:
+    """Return what a safetensors file of a model holds, by its header; ValueError if it is torn.
+
+    A download that broke off leaves a file whose header promises more bytes than there are.
+    """
+    try:
+        return header_of(file, f"{origin}: {file.name}")
+    except UntrustedError as error:
+        raise ValueError(f"{error}; copy or download it again") from None
+
+
+def only_pickled(origin: str) -> str:
+    """Return the message for weights that exist as pickle alone."""
+    return (
+        f"{origin} holds its weights only as pickle ({PICKLED}), a format that can run code;"
+        " convert them to safetensors, or set model.allow_pickle=true to have them read with"
+        " weights_only=True"
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights, safetensors before pickle, shards in order."""
+    return [folder / name for name in _listed(folder, SAFE) or _listed(folder, PICKLED)]
+
+
+def _listed(folder: Path, name: str, origin: str | None = None) -> list[str]:
+    # One file before shards, as Transformers has it: what is checked is what is loaded.
+    if (folder / name).is_file():
+        return [name]
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return []
+    try:
+        return shards_of(index, Path(name).suffix, origin and f"{origin}: {index.name}")
+    except UntrustedError as error:
+        raise ValueError(f"{error}; copy or download it again") from None
+
+
+def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
+    """Return a hash of a model directory's configuration and weights, wherever it lies.
+
+    files: those that hold the weights, where they are not a model's.
+    Weights up to 1 GiB in all are hashed whole. Of larger ones each file's name, size and header
+    (tensor names, dtypes, shapes) and 64 samples of 64 KiB, evenly spaced: a fine-tune changes
+    them, a copy does not, and a 70B model takes seconds.
+    """
+    settings = read_object(folder / CONFIG)
+    digest = hashlib.sha256(_canonical(settings))
+    files = weight_files(folder) if files is None else files
+    whole = sum(file.stat().st_size for file in files) <= HASHED_WHOLE_BYTES
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            if whole:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+                continue
+            if file.suffix == ".safetensors":
+                digest.update(header_bytes(file))
+            for sample in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def fingerprint_settings(settings: dict[str, object]) -> str:
+    """Return the fingerprint of a model that is drawn from these settings."""
+    return hashlib.sha256(_canonical(settings)).hexdigest()[:32]
+
+
+def _canonical(settings: dict[str, object]) -> bytes:
+    kept = {key: value for key, value in settings.items() if key not in VOLATILE}
+    return json.dumps(kept, sort_keys=True, default=str).encode()

@@ -1,0 +1,104 @@
+"""Whether weights on the disk are those of a configuration, by their headers: nothing is loaded."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from drafttrain.runtime.untrusted_input import TensorEntry, shown
+from drafttrain.target.pretrained import files
+
+NAMED = 3  # tensors of each kind in a message
+MISSING_SHARE = 0.01  # of a model's numbers that files may lack: what Transformers computes itself
+BYTES_PER_NUMBER = 1 / 16  # the least that quantised weights take
+
+
+class Found(NamedTuple):
+    """A tensor of a model: where it lies, what it is called there, and its shape."""
+
+    file: Path
+    key: str
+    entry: TensorEntry
+
+
+def match(origin: str, weights: list[Path], model: Any) -> tuple[dict[str, Found], list[str]]:
+    """Return what the files hold for a model, by its own names, and what they hold besides."""
+    names = set(model.state_dict(keep_vars=True))
+    found: dict[str, Found] = {}
+    others = []
+    for file in weights:
+        for key, entry in files.tensors_in(file, origin).items():
+            # A base model was saved without the name under which the whole holds it.
+            name = key if key in names else f"{model.base_model_prefix}.{key}"
+            if name in names:
+                found[name] = Found(file, key, entry)
+            else:
+                others.append(key)
+    return found, others
+
+
+def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool) -> None:
+    """Raise ValueError, before anything is loaded, where files cannot hold a model's weights.
+
+    Shapes that differ are named, and a model is not made that has more numbers than its files:
+    what config.json declares costs memory, whatever lies on the disk. code: trust_remote_code.
+    """
+    if any(file.suffix != ".safetensors" for file in weights):
+        return  # nothing tells what a pickle holds before it is loaded
+    entries = [entry for file in weights for entry in files.tensors_in(file, origin).values()]
+    layers = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(
+        entries
+    ):  # which would take long to make, and cannot be
+        raise ValueError(
+            f"{origin}: the weights must fit config.json, which declares {layers:,} layers; the "
+            f"files hold {len(entries):,} tensors"
+        )
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(model_config), trust_remote_code=code
+            )
+    except Exception as error:  # whatever the model's code finds wrong, whose classes vary
+        reason = shown(error, 400)
+        raise ValueError(f"{origin}: config.json makes no model: {reason}") from error
+    found, others = match(origin, weights, model)
+    quantized = getattr(model_config, "quantization_config", None) is not None
+    own = {name: list(p.shape) for name, p in model.named_parameters()}  # tied weights once
+    wrong = [
+        f"{name} is {place.entry.shape} instead of {own[name]}"
+        for name, place in found.items()
+        # As many numbers in another order may be what Transformers turns round.
+        if not quantized and name in own and math.prod(place.entry.shape) != math.prod(own[name])
+    ]
+    declared = sum(parameter.numel() for parameter in model.parameters())
+    if quantized:
+        held = int(sum(file.stat().st_size for file in weights) / BYTES_PER_NUMBER)
+    else:
+        held = sum(math.prod(entry.shape) for entry in entries)
+    if wrong or declared * (1 - MISSING_SHARE) > held:
+        missing = [f"{name} {shape}" for name, shape in own.items() if name not in found]
+        refuse_misfit(origin, wrong, missing, others)
+        raise ValueError(
+            f"{origin}: the weights must fit config.json, which declares {declared:,} numbers; the "
+            f"files hold {held:,}"
+        )
+
+
+def refuse_misfit(
+    origin: str, misshapen: list[str], missing: list[str], others: list[str] | None = None
+) -> None:
+    """Raise ValueError if weights are missing or of another shape than the configuration's."""
+    if not misshapen and not missing:
+        return
+    parts = (("of another shape", misshapen), ("missing", missing), ("unknown", others or []))
+    lists = [
+        f"{what}: {', '.join(map(shown, sorted(names)[:NAMED]))}"
+        f"{' ...' if len(names) > NAMED else ''} ({len(names)})"
+        for what, names in parts
+        if names
+    ]
+    raise ValueError(f"{origin}: the weights must fit config.json; {'; '.join(lists)}")

@@ -1,0 +1,150 @@
+"""Cost without weights: a model made as large as another, computing what it computed before."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+
+from drafttrain.target.pretrained.size import parameters, parse_size
+
+MULTIPLE = 64  # of a feed-forward width: what kernels are tuned for
+NAMES = ("gate_proj", "up_proj", "down_proj")
+# Of an output's largest value: rounding in bfloat16 stays below, another function does not.
+TOLERANCE = 0.02
+
+
+class Inflation(NamedTuple):
+    """Feed-forward widths before and after, and the parameters that the whole model then has."""
+
+    old_width: int
+    new_width: int
+    num_parameters: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times as wide the feed-forward layers become."""
+        return self.new_width / self.old_width
+
+
+def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) -> Inflation:
+    """Return the widths that bring a model nearest to `size`, before any weight is read.
+
+    ValueError if the model is larger than that, or its feed-forward layers are of another kind
+    than Llama's.
+    """
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model.inflate must be null for quantised weights, and model={name} has them;"
+            " inflate the model that they were made from"
+        )
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config), trust_remote_code=trust_code
+        )
+    layers = gated_layers(skeleton, name)
+    wanted, present = parse_size(size), count_parameters(skeleton)
+    if wanted < present:
+        raise ValueError(
+            f"model.inflate must be at least the {parameters(present)} of model={name},"
+            f" got {size}; null leaves the model as it is"
+        )
+    old = layers[0].gate_proj.out_features
+    each = sum(_parameters_per_column(layer) for layer in layers)
+    nearest = round((old + (wanted - present) / each) / MULTIPLE) * MULTIPLE
+    new = max(old, nearest)
+    return Inflation(old, new, present + (new - old) * each)
+
+
+def inflate(model: Any, plan: Inflation, name: str) -> None:
+    """Widen the feed-forward layers of a Transformers model in place, on its device.
+
+    ValueError if that would change what a layer computes.
+    """
+    model.config = copy.deepcopy(model.config)  # drafters are built from the one it was made from
+    text = model.config.get_text_config(decoder=True)
+    for layer in gated_layers(model, name):
+        weight = layer.gate_proj.weight
+        probe = torch.linspace(-1, 1, weight.shape[1], device=weight.device)[None].to(weight.dtype)
+        with torch.no_grad():
+            before = layer(probe).float()
+            widen(layer, plan.new_width)
+            change = (layer(probe).float() - before).abs().max()
+        if not change <= TOLERANCE * before.abs().max():
+            raise _unknown(name, text.model_type)
+    text.intermediate_size = plan.new_width  # so that what is saved loads again
+
+
+def gated_layers(model: Any, name: str) -> list[Any]:
+    """Return the feed-forward layer of every decoder layer; ValueError unless all are Llama's."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    layers: list[Any] = [
+        getattr(layer, "mlp", None) for layer in getattr(model.get_decoder(), "layers", [None])
+    ]
+    if not all(is_gated(layer) for layer in layers):
+        raise _unknown(name, kind)
+    if len({layer.gate_proj.out_features for layer in layers}) != 1:
+        raise _unknown(name, kind)
+    return layers
+
+
+def is_gated(module: Any) -> bool:
+    """Whether a module is `down_proj(act(gate_proj(x)) * up_proj(x))`, by its weights."""
+    if not isinstance(module, nn.Module):
+        return False
+    # Anything else with weights could be a norm across the inner width (BitNet has one).
+    weighted = {key for key, child in module.named_children() if list(child.parameters())}
+    return weighted == set(NAMES) and all(
+        # Subclasses hold packed weights (quantisation), which rows cannot be added to.
+        type(getattr(module, key)) is nn.Linear
+        for key in NAMES
+    )
+
+
+@torch.no_grad()
+def widen(layer: Any, width: int) -> None:
+    """Widen a gated feed-forward layer in place; what it computes stays, up to rounding.
+
+    The added rows of gate and up repeat those there are: the same values in every dtype and on
+    every device, of realistic size (zeros could meet fast paths), and finite wherever the others
+    are. The added columns of down are zero, so whatever the rows give is multiplied away.
+    """
+    gate, up, down = (getattr(layer, key) for key in NAMES)
+    old = gate.out_features
+    assert width >= old, f"cannot widen from {old} to {width}"
+    rows = torch.arange(width, device=gate.weight.device) % old
+    for linear in (gate, up):
+        linear.weight = _parameter(linear.weight[rows], linear.weight)
+        if linear.bias is not None:
+            linear.bias = _parameter(linear.bias[rows], linear.bias)
+        linear.out_features = width
+    columns = down.weight.new_zeros(down.out_features, width)
+    columns[:, :old] = down.weight
+    down.weight = _parameter(columns, down.weight)
+    down.in_features = width
+    if hasattr(layer, "intermediate_size"):
+        layer.intermediate_size = width
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _parameter(values: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=like.requires_grad)
+
+
+def _parameters_per_column(layer: Any) -> int:
+    gate, up, down = (getattr(layer, key) for key in NAMES)
+    biases = sum(linear.bias is not None for linear in (gate, up))
+    return gate.in_features + up.in_features + down.out_features + biases
+
+
+def _unknown(name: str, kind: str) -> ValueError:
+    return ValueError(
+        f"model.inflate must be null for model={name} ({kind}): its feed-forward layers are not"
+        " down_proj(act(gate_proj(x)) * up_proj(x)) with plain weights, of one width, in every"
+        " layer, as Llama's are; choose another target to inflate"
+    )

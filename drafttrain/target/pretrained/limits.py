@@ -1,0 +1,218 @@
+"""Which models can be targets, and up to which position: exact, capped, or refused by name.
+
+Speculative decoding is exact where a pass over several tokens computes what passes over one each
+would: rejected drafts must leave the cache without a trace, and what a position contributes must
+not depend on the length of the text. Decided from the configuration, before any weight is read;
+`Target.check_readout` then tries the model itself.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
+
+if TYPE_CHECKING:
+    from drafttrain.target.pretrained.config import ModelConfig
+
+# Frequencies that are the same at every length. "dynamic" (NTK) changes them past
+# max_position_embeddings alone, which is the limit anyway.
+STEADY_ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+LENGTH_ROPES = ("longrope",)  # other frequencies past the original length, for all positions
+# Kinds of layers whose cache holds keys and values of every position, and what bounds their reach.
+REACH = {
+    "full_attention": (),
+    "sliding_attention": ("sliding_window",),
+    "chunked_attention": ("attention_chunk_size",),
+}
+# Attention that chooses what it reads by scores of its own: it reads all of a short text only.
+CHOOSY = ("index_topk", "index_topk_blocks")
+# What config.json states of sizes, and the most that is believed.
+SIZES = {
+    "vocab_size": MAX_VOCABULARY,
+    "hidden_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,  # a model of more takes seconds to make, without weights
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position_embeddings": 1 << 32,
+}
+NORMS = ("norm", "final_layernorm", "final_layer_norm")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many positions a model can use exactly, and why these are fewer than it was made for."""
+
+    positions: int
+    reason: str = ""
+    embedding_scale: float = 1.0  # what the model multiplies embeddings by
+
+
+def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") -> Limits:
+    """Return up to which position a model is exact in the decode loop.
+
+    Raises ValueError, naming what and why, for a model that is not, at no length; for one that is
+    not made as Llama is; and where model.max_positions asks for more than there is.
+    """
+    text = model_config.get_text_config(decoder=True)
+    who = f"model={config.name} ({shown(text.model_type)}) cannot be a {role}"
+    _refuse_state(config, model_config, who)
+    if getattr(text, "is_heterogeneous", False):
+        raise ValueError(
+            f"{who}: its layers differ in their shape, and drafters are shaped by that of all;"
+            " choose another model"
+        )
+    limits = exact_positions(text, who)
+    if role == "target":
+        if not _ropes(text) or getattr(text, "alibi", False):
+            raise ValueError(
+                f"{who}: it must have rotary positions (rope_theta), and its configuration states"
+                " others (learned ones, ALiBi), for which there are no drafters; choose another"
+                " model"
+            )
+        scale = _embedding_scale(config, model_config, who)
+        limits = replace(limits, embedding_scale=scale)
+    asked = config.max_positions
+    if asked is not None and asked > limits.positions:
+        why = limits.reason or f"what model={config.name} was made for"
+        raise ValueError(
+            f"model.max_positions must be at most {limits.positions} ({why}), got {asked}"
+        )
+    if asked is not None and asked < limits.positions:
+        return replace(limits, positions=asked, reason=f"model.max_positions={asked}")
+    return limits
+
+
+def exact_positions(text: Any, who: str) -> Limits:
+    """Return up to which position a decoder of this configuration computes the same in any passes.
+
+    Raises ValueError, which `who` begins, where it does so at no length.
+    """
+    made_for = getattr(text, "max_position_embeddings", None)
+    if made_for is None:
+        raise ValueError(
+            f"{who}: its configuration states no max_position_embeddings, so how long a text may"
+            " be is not known; choose another model"
+        )
+    bounds = [Limits(made_for)]
+    for rope in _ropes(text):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind in LENGTH_ROPES:
+            original = rope.get("original_max_position_embeddings") or made_for
+            why = f"{kind} turns all positions otherwise past {original}, the original length"
+            bounds.append(Limits(original, why))
+        elif kind not in STEADY_ROPES:
+            raise ValueError(
+                f"{who}: rope_type {shown(kind)} is not known; known are"
+                f" {', '.join((*STEADY_ROPES, *LENGTH_ROPES))}; choose another model"
+            )
+    for field in (field for kind in _layer_kinds(text, who) for field in REACH[kind]):
+        window = getattr(text, field, None)
+        if window:  # Qwen2 writes 0 for none
+            bounds.append(Limits(window, f"{field}={window}: past it a token reads less than all"))
+    return min(bounds, key=lambda bound: bound.positions)  # the first of equals
+
+
+def check_sizes(raw: dict[str, Any], origin: str) -> None:
+    """Raise ValueError where what config.json states of sizes cannot be."""
+    kind = raw.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ValueError(f"{origin}: config.json's model_type must be a text, got {shown(kind)}")
+    inner = raw.get("text_config")
+    for stated in (raw, inner if isinstance(inner, dict) else {}):
+        for key, most in SIZES.items():
+            value = stated.get(key)
+            if value is None or (type(value) is int and 1 <= value <= most):
+                continue
+            limit = f"most {most:,}" if type(value) is int and value > most else "least 1"
+            raise ValueError(
+                f"{origin}: config.json's {key} must be a whole number of at {limit}, got"
+                f" {shown(value)}"
+            )
+
+
+def final_norm_of(decoder: Any) -> Any:
+    """Return the module that norms what the output head reads; None where none is known."""
+    found = (getattr(decoder, name, None) for name in NORMS)
+    return next((norm for norm in found if norm is not None), None)
+
+
+def _refuse_state(config: "ModelConfig", model_config: Any, who: str) -> None:
+    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(model_config) in kinds:
+        if getattr(kinds[type(model_config)], "_is_stateful", False):
+            raise ValueError(
+                f"{who}: it keeps a recurrent state (state-space or linear attention), from which"
+                " rejected tokens cannot be removed; choose a model with attention in every layer"
+            )
+    elif not config.trust_remote_code:
+        raise ValueError(f"{who}: Transformers knows it, but not as a causal language model")
+
+
+def _layer_kinds(text: Any, who: str) -> list[str]:
+    layers = set(getattr(text, "layer_types", None) or ())
+    unknown = layers - set(REACH)
+    if unknown:
+        raise ValueError(
+            f"{who}: layers of kind {shown(', '.join(sorted(map(str, unknown))))} keep more than"
+            " the keys and values of each position, from which rejected tokens cannot be removed;"
+            " choose a model with attention in every layer"
+        )
+    for field in CHOOSY:
+        if getattr(text, field, None) is not None:
+            raise ValueError(
+                f"{who}: its attention chooses {field}={shown(getattr(text, field))} of what is"
+                " there, and how it chooses is not known to be the same in passes of one and of"
+                " several tokens; choose a model that reads all positions"
+            )
+    # Where layers are not told apart, a window that is stated is that of all.
+    return sorted(layers) or list(REACH)
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """Return what is stated of rotary positions: once, or for each kind of layer."""
+    stated = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [part for part in stated.values() if isinstance(part, dict)]
+    found = nested or [stated]
+    theta = getattr(text, "rope_theta", None)
+    return [rope | {"rope_theta": rope.get("rope_theta", theta)} for rope in found if rope or theta]
+
+
+def rope_theta_of(text: Any) -> float:
+    """Return the base of the rotary frequencies, that of full attention where there are several."""
+    stated = getattr(text, "rope_parameters", None) or {}
+    full = stated.get("full_attention")
+    rope = full if isinstance(full, dict) else _ropes(text)[0]
+    return float(rope["rope_theta"])
+
+
+def _embedding_scale(config: "ModelConfig", model_config: Any, who: str) -> float:
+    # Of a model without weights, whose structure is looked at on the way.
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(model_config), trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:  # whatever the model's code makes of sizes that do not fit
+        raise ValueError(
+            f"{who}: no model can be made of its configuration: {shown(error, 400)}; check its"
+            " config.json"
+        ) from error
+    check_structure(model, who)
+    scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)  # Gemma
+    text = model_config.get_text_config(decoder=True)
+    return float(scale or getattr(text, "embedding_multiplier", None) or 1.0)  # Granite
+
+
+def check_structure(model: Any, who: str) -> None:
+    """Raise ValueError unless a model's decoder is made as Llama's."""
+    decoder = model.get_decoder()
+    if not hasattr(decoder, "layers") or final_norm_of(decoder) is None:
+        raise ValueError(
+            f"{who}: it must be a decoder with `layers` and a final `norm`, as Llama is; other"
+            " structures are not supported; choose another model"
+        )

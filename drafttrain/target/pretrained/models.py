@@ -1,0 +1,256 @@
+"""Which target, and how Transformers loads its configuration, tokenizer and weights."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # lazy: the heavy parts are imported where they are first used
+
+from drafttrain.runtime.untrusted_input import read_object, shown
+from drafttrain.target.pretrained import files, hub
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
+from drafttrain.target.pretrained.inflate import inflate, plan_inflation
+from drafttrain.target.pretrained.lean import make_lean
+from drafttrain.target.pretrained.quantize import quantization_of
+
+EMBEDDED = Path(__file__).parents[2] / "assets" / "tiny"
+QUIET_BYTES = 1 << 30  # smaller models load too fast for a progress bar
+
+
+def find(config: ModelConfig, weights: bool) -> Path | None:
+    """Return the complete directory of a target, downloading it if it must; None if it is random.
+
+    With weights=False only the configuration and the tokenizer need to be there.
+    ValueError says what is missing, or how to do without the Hub.
+    """
+    if isinstance(config, RandomModelConfig):
+        return None
+    if config.path:
+        folder = Path(config.path).expanduser()
+    elif config.embedded:
+        folder = EMBEDDED
+    else:
+        assert config.repo, "ModelConfig makes sure of it"
+        folder = hub.download(
+            config.name,
+            config.repo,
+            config.revision,
+            weights=weights,
+            code=config.trust_remote_code,
+            pickle=config.allow_pickle,
+        )
+    files.check(folder, config.origin, weights=weights, allow_pickle=config.allow_pickle)
+    return folder
+
+
+def load_model_config(config: ModelConfig) -> Any:
+    """Return Transformers' configuration of a target; no weight is read or downloaded."""
+    folder = find(config, weights=False)
+    if folder is None:
+        assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+        return _random_config(config)
+    raw = read_object(folder / "config.json", f"{config.origin}: config.json")
+    kind = raw.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
+        if "auto_map" in raw:
+            raise ValueError(
+                f"{config.origin} brings its own code (auto_map in config.json) for model_type"
+                f" {shown(repr(kind))}, and code from a download runs only if you say so: read it,"
+                " then set model.trust_remote_code=true"
+            )
+        raise ValueError(
+            f"{config.origin}: config.json must name a model_type that Transformers"
+            f" {transformers.__version__} knows, got {shown(repr(kind))}; a newer Transformers may"
+            " know it"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # the model's own code, or a validator of Transformers
+        reason = shown(" ".join(str(error).split()), 400)
+        raise ValueError(f"{config.origin}: config.json cannot be used: {reason}") from error
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Return the target's tokenizer, chat template included; a random target has the embedded one.
+
+    ValueError if the tokenizer needs code of its own and that is not allowed.
+    """
+    folder = find(config, weights=False) or EMBEDDED
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # whatever its files hold: classes vary, tokenizers' is bare
+        raise ValueError(
+            f"{config.origin}: the tokenizer cannot be loaded: {shown(error, 400)}; if it brings"
+            " its own code, read it, then set model.trust_remote_code=true"
+        ) from error
+    if isinstance(config, RandomModelConfig) and config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"model.vocab_size must be at least {len(tokenizer)}, the embedded tokenizer's size,"
+            f" got {config.vocab_size}"
+        )
+    return tokenizer
+
+
+def load_model(
+    config: ModelConfig,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: str,
+    spread: dict[str, Any] | None = None,
+) -> Any:
+    """Return a Transformers causal language model in evaluation mode, without gradients.
+
+    spread: what `from_pretrained` is told of where modules go; None: all of them to `device`.
+    ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
+    With `config.inflate` it computes the same at the cost of a larger one (see `inflate`).
+    """
+    plan = None
+    if config.inflate is not None:
+        plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
+    folder = find(config, weights=True)
+    attention = config.attention
+    if attention == "auto":
+        attention = attention_of(model_config)
+    if folder is None:
+        assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+        model = _draw(config, model_config, attention, dtype, device)
+    else:
+        # Straight to the device: host memory need not hold a 70B model.
+        whole = {"device_map": None if device == "cpu" else {"": device}}
+        model = _read(config, folder, model_config, attention, dtype, spread or whole)
+    if plan is not None:
+        inflate(model, plan, config.name)
+    if spread is None:  # lean layers would go past the hooks that fetch their weights
+        make_lean(model)
+    return model.eval().requires_grad_(False)
+
+
+def attention_of(model_config: Any) -> str:
+    """Return the fastest kind of attention that computes what the architecture asks for."""
+    text = model_config.get_text_config(decoder=True)
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    # Gemma 2 caps scores, gpt-oss has attention sinks: sdpa can do neither.
+    return "sdpa" if getattr(kind, "_supports_sdpa", True) and not capped else "eager"
+
+
+def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
+    """Return a hash of the target's configuration and weights: what features are bound to.
+
+    Of a directory it is the same wherever that lies and in whatever dtype it is loaded (see
+    `files.fingerprint`); of random weights it is over what determines them. An inflated target
+    keeps it: a drafter that was trained on the one serves the other.
+    """
+    folder = find(config, weights=True)
+    if folder is not None:
+        return files.fingerprint(folder)
+    assert isinstance(config, RandomModelConfig), "only random targets have no directory"
+    common = {field.name for field in dataclasses.fields(ModelConfig)}
+    drawn = {k: v for k, v in dataclasses.asdict(config).items() if k not in common}
+    if not config.portable:
+        drawn |= {"drawn_as": str(dtype), "drawn_on": torch.device(device).type}
+    return files.fingerprint_settings(drawn)
+
+
+def _read(
+    config: ModelConfig,
+    folder: Path,
+    model_config: Any,
+    attention: str,
+    dtype: torch.dtype,
+    places: dict[str, Any],
+) -> Any:
+    weights = files.weight_files(folder)
+    quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    quantized = quantization_of(config.quantization, model_config)
+    require_fit(config.origin, weights, model_config, config.trust_remote_code)
+    try:
+        with _progress_bar(not quiet):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=weights[0].suffix == ".safetensors",
+                weights_only=True,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                **quantized,
+                **places,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
+        reason = shown(error, 400)
+        raise ValueError(f"{config.origin}: the weights cannot be loaded: {reason}") from error
+    except Exception as error:  # torch raises pickle's own errors, whose classes vary
+        if weights[0].suffix == ".safetensors":
+            raise
+        raise ValueError(
+            f"{config.origin}: the pickled weights hold more than tensors, so they are not loaded"
+            " (weights_only=True); convert them to safetensors where you trust them"
+        ) from error
+    model, report = loaded
+    misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
+    missing = [str(key) for key in report["missing_keys"]]
+    refuse_misfit(config.origin, misshapen, missing, list(map(str, report["unexpected_keys"])))
+    return model
+
+
+def _random_config(config: RandomModelConfig) -> Any:
+    tokenizer = load_tokenizer(config)
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if config.architecture == "mistral":
+        settings["sliding_window"] = None  # as in every Mistral since 7B v0.2
+    return transformers.AutoConfig.for_model(config.architecture, **settings)
+
+
+def _draw(
+    config: RandomModelConfig, model_config: Any, attention: str, dtype: torch.dtype, device: str
+) -> Any:
+    place = "cpu" if config.portable else device
+    devices = [] if place == "cpu" else [torch.device(place)]
+    with torch.random.fork_rng(devices=devices), torch.device(place):
+        torch.manual_seed(config.seed)
+        model = transformers.AutoModelForCausalLM.from_config(
+            model_config,
+            dtype=torch.float32 if config.portable else dtype,
+            attn_implementation=attention,
+        )
+    for weight in model.parameters():  # not model.to(dtype): rotary frequencies stay float32
+        weight.data = weight.data.to(dtype)
+    return model.to(device)
+
+
+@contextlib.contextmanager
+def _progress_bar(show: bool) -> Iterator[None]:
+    was_shown = transformers.utils.logging.is_progress_bar_enabled()
+    if not show:
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers.utils.logging.enable_progress_bar()

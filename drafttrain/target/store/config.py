@@ -1,0 +1,75 @@
+"""What a store holds, and how training reads it."""
+
+from dataclasses import dataclass
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}  # as safetensors says them
+SMALLEST_SHARD_MB, LARGEST_SHARD_MB = 0.001, 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesConfig:
+    """Where the target's features come from while training: here, from the target itself."""
+
+    name: str
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(
+                f"features.prefetch must be at least 0 steps (0: no thread), got {self.prefetch}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFeaturesConfig(FeaturesConfig):
+    """Features that `capture` has written to a folder."""
+
+    dir: str | None
+    validate: bool
+    checksums: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dir:
+            raise ValueError(
+                f"features.dir must name the folder of a store, got {self.dir or 'null'}; as in "
+                "features.dir=outputs/store, which `capture store.dir=outputs/store` makes"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig:
+    """What a store holds, and in what form."""
+
+    dir: str
+    drafters: list[str] | None
+    layers: list[int] | None
+    final_hidden: bool
+    dtype: str
+    shard_mb: float
+    assistant_only: bool
+    verify: bool
+
+    def __post_init__(self) -> None:
+        if not self.dir:
+            raise ValueError("store.dir must name a folder, got nothing")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"store.dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        if not SMALLEST_SHARD_MB <= self.shard_mb <= LARGEST_SHARD_MB:
+            raise ValueError(
+                f"store.shard_mb must be in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}], "
+                f"got {self.shard_mb}"
+            )
+        if self.drafters is not None and not self.drafters:
+            raise ValueError(
+                "store.drafters must name drafters, as in [eagle3,medusa], got none; null takes "
+                "the one of drafter=..."
+            )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of the target is kept: layers, and how far before a trained token (None: all)."""
+
+    layers: tuple[int, ...]
+    reach: int | None

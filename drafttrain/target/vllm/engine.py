@@ -1,0 +1,191 @@
+"""The engine as seen from here: prompts in, answers or hidden states out."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.runtime.disk import write_whole
+from drafttrain.target.vllm.config import VllmConfig
+from drafttrain.target.vllm.process import Event, Process, find_python
+
+WORKER = Path(__file__).with_name("worker.py")
+REQUEST, LOG = "vllm_request.json", "vllm.log"
+MEMORY_FOLDER = Path("/dev/shm")  # hidden states change hands here where it has room
+MEMORY_ROOM = 2 << 30
+ENVIRONMENT = {
+    # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the worker's own process
+    # A document as long as the context is read; the token after it is never fed.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine said to one prompt, or why it did not."""
+
+    name: int
+    tokens: tuple[int, ...]  # with the token that ended it
+    finished: bool  # False: it reached the limit
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Hidden states of documents, and the likeliest token after each, with its log-probability."""
+
+    states: list[Float[Tensor, "_ capture hidden"]]  # of as many tokens as each has
+    firsts: list[tuple[int, float]]
+
+
+class Engine:
+    """A vLLM engine with one model, at work until `close`.
+
+    captures: layers whose input it hands over (id num_layers: the final norm's input); none makes
+    it an engine that only answers. longest: tokens of a prompt and its answer together. folder:
+    where request and log are left. ValueError, with the line that says why, if it does not start.
+    """
+
+    def __init__(
+        self,
+        target_dir: Path,
+        config: VllmConfig,
+        *,
+        dtype: str,
+        device: str,
+        longest: int,
+        folder: Path,
+        captures: Sequence[int] = (),
+        trust_remote_code: bool = False,
+        asked: str = "regenerate.backend=vllm",
+    ) -> None:
+        python = find_python(config.python, "vllm.python", asked)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.exchange = Path(tempfile.mkdtemp(prefix="drafttrain_", dir=_exchange_folder()))
+        self.captures = tuple(sorted(set(captures)))
+        request = {
+            "target": str(target_dir),
+            "dtype": dtype,
+            "device": device,
+            "max_model_len": longest + 1,
+            "max_num_seqs": config.max_num_seqs,
+            "captures": list(self.captures),
+            "folder": str(self.exchange),
+            "tensor_parallel": config.tensor_parallel,
+            "memory": config.memory,
+            "trust_remote_code": trust_remote_code,
+        }
+        write_whole(folder / REQUEST, json.dumps(request))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(torch.get_num_threads())
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": threads}
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_cache)
+        if config.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = config.devices
+        self.process = Process(
+            python,
+            WORKER,
+            folder / REQUEST,
+            folder / LOG,
+            key="vllm.python",
+            patience_s=config.patience,
+            environment=environment,
+        )
+        self.num_asked = 0
+        try:
+            self.version = str(self._next("ready")["version"])
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        name: int,
+        prompt: Sequence[int],
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        seed: int,
+        stop_tokens: Collection[int],
+    ) -> None:
+        """Hand in a prompt; its answer comes when it is ready, whatever was handed in before."""
+        self.process.send(
+            {
+                "op": "answer",
+                "name": name,
+                "tokens": list(prompt),
+                "sampling": vars(sampling),
+                "seed": None if sampling.greedy else seed,
+                "max_new_tokens": max_new_tokens,
+                "stop_tokens": list(stop_tokens),
+            }
+        )
+
+    def next_answer(self) -> Answer:
+        """Wait for the next answer of those handed in."""
+        event = self._next("answer", "refused")
+        if event["event"] == "refused":
+            return Answer(event["name"], (), False, event["text"])
+        return Answer(event["name"], tuple(event["tokens"]), event["finished"], None)
+
+    def read(self, documents: Sequence[Sequence[int]]) -> Documents:
+        """Return the hidden states of documents, each read on its own; last axis but one: capture.
+
+        ValueError if the engine refuses one, for its length, say.
+        """
+        assert self.captures, "an engine that only answers hands over no hidden states"
+        self.num_asked += 1
+        sent = {"op": "features", "name": self.num_asked}
+        self.process.send({**sent, "documents": [list(document) for document in documents]})
+        event = self._next("features", "refused")
+        if event["event"] == "refused":
+            raise ValueError(f"vLLM refuses a document: {event['text']}")
+        file = Path(event["file"])
+        tensors = load_file(file)
+        file.unlink()
+        states = [tensors[str(place)] for place in range(len(documents))]
+        return Documents(states, [(token, value) for token, value in event["firsts"]])
+
+    def _next(self, *kinds: str) -> Event:
+        event = self.process.receive()
+        if event is None or event["event"] == "error":
+            if event is not None:  # its code says how it ended
+                for _ in self.process.events():
+                    pass
+            raise self.process.failure([] if event is None else [event])
+        assert event["event"] in kinds, f"vLLM's worker said {event['event']}, not {kinds}"
+        return event
+
+    def close(self) -> None:
+        """End the engine; what it left in memory goes too."""
+        self.process.end()
+        shutil.rmtree(self.exchange, ignore_errors=True)
+
+
+def _exchange_folder() -> Path | None:
+    """Return a folder in memory if there is room, else None: the usual one for temporary files."""
+    if MEMORY_FOLDER.is_dir() and os.access(MEMORY_FOLDER, os.W_OK):
+        free = shutil.disk_usage(MEMORY_FOLDER).free
+        if free >= MEMORY_ROOM:
+            return MEMORY_FOLDER
+    return None

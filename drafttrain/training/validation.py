@@ -1,0 +1,101 @@
+"""Validation while training: acceptance in the real decode loop, on held-out conversations."""
+
+from collections.abc import Sequence
+
+import torch
+
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Counters, Sample
+from drafttrain.data.chat import prompt_of
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.target.model import Target
+from drafttrain.training.engine.engine import Engine
+
+
+class Validation:
+    """Decodes the first prompt of held-out conversations greedily; every rank takes its share."""
+
+    metric = "val/acceptance_length"
+
+    def __init__(
+        self,
+        target: Target,
+        engine: Engine,
+        held_out: Sequence[Sample],
+        *,
+        num_prompts: int,
+        depth: int,
+        max_new_tokens: int,
+        draft_dtype: torch.dtype,
+        stop: StopRequest,
+    ) -> None:
+        assert isinstance(engine.module, Drafter)
+        self.target, self.engine, self.drafter = target, engine, engine.module
+        deepest = self.drafter.capabilities.max_depth
+        self.depth = depth if deepest is None else min(depth, deepest)
+        self.max_new_tokens = max_new_tokens
+        self.draft_dtype = draft_dtype
+        self.stop = stop
+        room = target.spec.max_positions - max_new_tokens - self.depth
+        prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
+        self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
+        if not self.prompts:
+            raise ValueError(
+                "trainer.validation_prompts: none of the held-out conversations has a prompt that "
+                f"leaves room for {max_new_tokens} new tokens; raise data.holdout or lower "
+                "trainer.validation_tokens"
+            )
+        self.rows: list[tuple[int, Counters]] = []
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Return acceptance metrics over all ranks' prompts; none if a rank was asked to stop."""
+        drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
+        assert isinstance(drafter, Drafter)
+        ranks = self.engine.ranks
+        own: list[tuple[int, Counters]] = []
+        given_up = False
+        with self.target.in_step():
+            for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
+                # A scheduler waits half a minute, and a validation may take several.
+                if self.stop.asked:
+                    given_up = True
+                    break
+                decoded = speculative_decode(
+                    self.target,
+                    drafter,
+                    prompt,
+                    depth=self.depth,
+                    sampling=GREEDY,
+                    max_new_tokens=self.max_new_tokens,
+                    chance=SeededChance(0),
+                )
+                own.append((index, decoded.stats.trimmed))
+        plain = [(index, vars(counters)) for index, counters in own]
+        found = ranks.gather_objects((given_up, plain))
+        if any(rank_given_up for rank_given_up, _ in found):
+            return {}
+        rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
+        self.rows = [(index, rows[index]) for index, _ in self.prompts]
+        total = sum((counters for _, counters in self.rows), Counters())
+        positions = [0] * self.depth
+        for place, count in enumerate(total.num_accepted_tokens_per_position):
+            positions[place] = count
+        drafts = max(total.num_drafts, 1)
+        metrics = {"val/acceptance_length": 1 + sum(positions) / drafts}
+        for position, count in enumerate(positions, start=1):
+            metrics[f"val/acceptance_position_{position}"] = count / drafts
+        return metrics
+
+    def table(self) -> tuple[list[str], list[list[float]]]:
+        """Return columns and rows of all prompts at the last validation, the same on every rank."""
+        columns = ["conversation", "num_drafts", "num_accepted_tokens", "acceptance_length"]
+        rows: list[list[float]] = []
+        for index, counters in self.rows:
+            drafts, accepted = counters.num_drafts, counters.num_accepted_tokens
+            length = 1 + accepted / max(drafts, 1)
+            rows.append([float(index), float(drafts), float(accepted), length])
+        return columns, rows
