@@ -15,9 +15,13 @@ os.environ.update(
 
 import gc
 import string
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# Tests take from tests/support, and from each other.
+sys.path += [str(folder) for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
 
 import jaxtyping
 import pytest

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-PACKAGE = Path(__file__).parent.parent / "drafttrain"
+PACKAGE = ROOT / "drafttrain"
 
 # The folders of the package: each imports from those below it.
 FLOORS = (

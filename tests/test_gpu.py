@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from builders import model_config
 from test_drafters import ALL, PROMPTS, TRAINABLE, NoChance, as_batch, build, random_drafter
-from tests_support import model_config
 
 from drafttrain.commands.setup.plan import accelerator_of, default_settings, job_of
 from drafttrain.config.compose import compose, typed

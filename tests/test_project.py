@@ -8,10 +8,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import drafttrain
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OTHER_INTERPRETERS = {"vllm"}  # imported by workers that run in an environment of its own

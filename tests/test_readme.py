@@ -5,13 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from drafttrain.__main__ import read
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import COMMANDS, TrainConfig
 from drafttrain.runtime.run_folder import write_config
 
-ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else ""
 CALL = "-m drafttrain "  # of python or of torchrun
 
@@ -118,5 +118,5 @@ def test_commands_and_paths_are_found() -> None:
         "train drafter=x",
     ]
     found = paths(EXAMPLE)
-    assert found == ["docs/a.md", "drafttrain/training/loop.py", "conf/gone/", "gone.py"]
+    assert found == ["docs/a.md", "drafttrain/decode/loop.py", "conf/gone/", "gone.py"]
     assert [path for path in found if not exists(path)] == ["docs/a.md", "conf/gone/", "gone.py"]

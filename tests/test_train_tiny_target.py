@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests_support import model_config
+from builders import model_config
+from paths import ROOT
 
 from drafttrain.target.model import load_target
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tiny_target.py"
+SCRIPT = ROOT / "scripts" / "train_tiny_target.py"
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "PYTHONUNBUFFERED": "1"}
 

@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import pytest
+from fences import FUZZ, Fence, damaged, edited, fence, nasty_json
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FUZZ, Fence, damaged, edited, fence, nasty_json
 from test_conversations import jsonl
 
 from drafttrain.data.conversations import read_jsonl

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import model_config
+from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from published import Published, eagle, eagle3, faster_decoding, medusa
-from support import FUZZ, Fence, damaged, edited, fence, safetensors
-from test_admit import admitted
-from tests_support import model_config
+from test_read import admitted
 
 from drafttrain.target.model import Target, load_target
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import model_config
+from fences import FUZZ, Fence, damaged, edited, fence
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FUZZ, Fence, damaged, edited, fence
 from test_checkpoint import make_engine, saved
-from test_compare import results, write_run
-from tests_support import model_config
+from test_compare_runs import results, write_run
 
 from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.types import DecodeStats, PromptResult

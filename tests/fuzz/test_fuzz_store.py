@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from builders import model_config
+from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FUZZ, Fence, damaged, edited, fence, safetensors
 from test_capture import ALONE, EVERYTHING, RECORD, settings
-from test_train import random_samples
-from tests_support import model_config
+from test_training import random_samples
 
 from drafttrain.data.batches import collate
 from drafttrain.runtime.signals import StopRequest

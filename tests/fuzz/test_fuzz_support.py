@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fences import VICTIM, Fence, OverTheFenceError, edited, fence
 from hypothesis import find
-from support import VICTIM, Fence, OverTheFenceError, edited, fence
 
 __all__ = ["fence"]
 

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from builders import model_config
+from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from support import FUZZ, Fence, damaged, edited, fence, safetensors
-from tests_support import model_config
 
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.fit import require_fit

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fences import EXAMPLES, FUZZ
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import EXAMPLES, FUZZ
 from test_chat import LLAMA2, LLAMA3, MISTRAL, QWEN3, R1, TURNS, chat, config, tiny
 
 from drafttrain.data.chat import encode, prompt_tokens

@@ -35,7 +35,7 @@ WIDE: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 WINDOWED = {**MIXED, "sliding_window": 128, "layer_types": MIXED["layer_types"] * 2}
-# Architecture by name -> what differs from the table of tests/architectures.py.
+# Architecture by name -> what differs from the table of tests/support/architectures.py.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen2": {},

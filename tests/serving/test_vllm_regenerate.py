@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tests_support import BY_TEMPLATE, model_config
+from builders import BY_TEMPLATE, model_config
+from paths import ROOT
 
 from drafttrain import __main__ as cli
 from drafttrain.core.types import Batch, Sample
@@ -30,6 +31,7 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.conversations import JsonlConfig
 from drafttrain.data.prompts_to_answer import Asked, read_asked
 from drafttrain.data.records import Message
+from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.answers.answers_file import Answers
 from drafttrain.target.answers.config import RegenerateConfig
@@ -44,7 +46,7 @@ from drafttrain.target.vllm.engine import ENVIRONMENT, Engine
 
 pytestmark = pytest.mark.serving
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = ROOT / "conf"
 LIMIT, ROOM = 48, 1024
 NEAR_TIE = 1e-3  # difference of log-probabilities that rounding may turn around
 TOLERANCE = 1e-5  # of features, beside the largest value of their layer; measured: below 1e-6
@@ -180,7 +182,9 @@ def engine_backend(engine: Engine, target: Target) -> Callable[..., Any]:
 def test_three_backends_give_the_same_greedy_answers(
     target: Target, engine: Engine, server: Server, asked: list[Asked], tmp_path: Path
 ) -> None:
-    here = partial(by_transformers, target, template=BY_TEMPLATE, room=ROOM)
+    here = partial(
+        by_transformers, target, template=BY_TEMPLATE, room=ROOM, decode=autoregressive_decode_batch
+    )
     ours = run(tmp_path / "here.jsonl", asked, settings(), here)
     theirs = {
         "vllm": run(

@@ -27,10 +27,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paths import ROOT
+
 
 def worker_of_the_package() -> Any:
     """Load the script that drafttrain itself has run by vLLM's interpreter; it imports no other."""
-    file = Path(__file__).parents[2] / "drafttrain" / "witness" / "worker.py"
+    file = ROOT / "drafttrain" / "witness" / "worker.py"
     spec = importlib.util.spec_from_file_location("worker", file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,0 +1,317 @@
+"""The commands that measure, in process, on a random target of four layers: what they leave."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from builders import draft_model_dir
+
+from drafttrain.__main__ import main
+from drafttrain.evaluation import tune
+from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.record import keep, require_same
+
+PROMPTS = [
+    {"id": "sum", "task": "math", "turns": ["What is 2 + 2?"]},
+    {"id": "half", "task": "math", "turns": ["Halve 10."]},
+    {"id": "talk", "task": "chat", "turns": ["Say hello.", "And good bye."]},
+]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps of Medusa."""
+    folder = tmp_path_factory.mktemp("measured")
+    data = folder / "data.jsonl"
+    with data.open("w") as file:
+        for number in range(24):
+            messages = [
+                {"role": "user", "content": f"What is {number} plus {number}?"},
+                {"role": "assistant", "content": f"It is {2 * number}."},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    place = folder / "run"
+    arguments = ["train", f"run.dir={place}", "drafter=medusa", f"model.path={tiny_target_dir}"]
+    arguments += ["data=jsonl", f"data.path={data}", "data.holdout=2", "trainer.max_steps=2"]
+    arguments += ["trainer.tokens_per_step=64", "trainer.validation_prompts=1", *QUICK]
+    assert main([*arguments, "trainer.validation_tokens=4"]) == 0
+    return place
+
+
+QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
+SHORT = ["eval.max_new_tokens=6", "eval.resamples=100", "eval.lossless_prompts=2", "eval.depth=3"]
+
+
+def model_of(run: Path) -> list[str]:
+    """The run's target, for evaluations outside of the run."""
+    return [f"model.path={yaml.safe_load((run / 'config.yaml').read_text())['model']['path']}"]
+
+
+def prompts_of(run: Path) -> str:
+    return f"eval.prompts={run.parent / 'prompts.jsonl'}"
+
+
+def test_an_evaluation_is_certified_swept_and_written(run: Path, tmp_path: Path) -> None:
+    draft = draft_model_dir(97)
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=swept"]
+    arguments += ["eval.certify=true", "eval.depths=[1]", "eval.batch_sizes=[2]"]
+    arguments += ["eval.temperatures=[1.0]", f"eval.two_model={draft}", "eval.price_per_hour=2"]
+    assert main(arguments) == 0
+    place = run / "evaluations" / "swept"
+    report = json.loads((place / "report.json").read_text())
+    assert report["certificate"]["certified"], report["certificate"]
+    assert set(report["methods"]) == {"autoregressive", "ngram", "two_model"}
+    points = {(p["temperature"], p["batch_size"], p["depth"]) for p in report["sweep"]}
+    # Without eval.batch_size's own value in the lists, the base point is measured besides.
+    assert points == {(0.0, 1, 1), (0.0, 1, 3), (1.0, 2, 1), (1.0, 2, 3)}
+    assert report["verdicts"]["all"]["depth"] in (1, 3)
+    titles = [table["title"] for table in report["tables"]]
+    assert titles == ["Certificate", "Depth, temperature and batch"]
+    text = (place / "report.md").read_text()
+    assert "## Certificate" in text
+    assert "Speedup by depth" in (place / "report.html").read_text()
+    journals = sorted(path.name for path in place.glob("*.jsonl"))
+    assert journals == [
+        "temperature0-batch1.measurements.jsonl",
+        "temperature1-batch2.measurements.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("key", ["eval.two_model", "drafter=two_model drafter.path"])
+def test_a_draft_model_with_a_shorter_context_is_refused_before_decoding(
+    key: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(draft_model_dir(97), short)
+    config = json.loads((short / "config.json").read_text())
+    config["max_position_embeddings"] = 20
+    (short / "config.json").write_text(json.dumps(config))
+    *before, key = key.split()
+    place = tmp_path / "place"
+    given = [f"run.dir={run}"] if not before else [f"run.dir={place}", *model_of(run), *QUICK]
+    arguments = ["evaluate", *given, prompts_of(run), *SHORT, "eval.name=short"]
+    assert main([*arguments, *before, f"{key}={short}"]) == 2
+    told = capsys.readouterr().err
+    assert "drafter=two_model has 20 positions" in told
+    assert not place.exists()
+    assert not (run / "evaluations" / "short").exists()
+
+
+def test_measurements_of_another_drafter_are_not_taken_up(run: Path, tmp_path: Path) -> None:
+    def marks(name: str, *arguments: str) -> set[str]:
+        place = tmp_path / name
+        told = ["evaluate", f"run.dir={place}", *model_of(run), *QUICK, prompts_of(run), *SHORT]
+        told += ["eval.name=same", "eval.lossless_prompts=0"]
+        assert main([*told, *arguments]) == 0
+        report = json.loads((place / "evaluations/same/report.json").read_text())
+        assert report["provenance"]["checkpoint"] is None  # nobody's run
+        files = (place / "evaluations/same").glob("*.jsonl")
+        return {json.loads(file.read_text().splitlines()[0])["mark"] for file in files}
+
+    one = marks("one", "drafter=ngram", "eval.temperatures=[0,1]")
+    other = marks("other", "drafter=ngram", "eval.temperatures=[0,1]", "drafter.max_ngram=5")
+    assert len(one | other) == 4  # nor of another point of the sweep
+
+
+def test_an_evaluation_is_not_replaced_by_one_of_other_settings_unless_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    shutil.copy(run.parent / "prompts.jsonl", prompts)
+    told = ["evaluate", f"run.dir={tmp_path / 'run'}", *model_of(run), *QUICK, *SHORT]
+    told += ["drafter=ngram", "eval.lossless_prompts=0", f"eval.prompts={prompts}"]
+    told += ["eval.name=one", "eval.blocks=1"]
+    place = tmp_path / "run/evaluations/one"
+    raw, report = place / "temperature0-batch1.measurements.jsonl", place / "report.json"
+    assert main(told) == 0
+    assert main(told) == 0  # the same again
+    before = raw.read_bytes(), report.read_bytes()
+
+    def refused(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main([*told, *arguments]) in (1, 2)
+        assert (raw.read_bytes(), report.read_bytes()) == before
+        return capsys.readouterr().err
+
+    assert refused("eval.prompts_per_task=1") == (
+        f"error: eval.prompts_per_task must be null as in {report}, which is there and is not "
+        "replaced by other measurements, got 1; keep both by eval.name=OTHER_NAME, or replace it "
+        "by eval.overwrite=true\n"
+    )
+    assert "drafter.max_ngram must be " in refused("drafter.max_ngram=5")
+    text = prompts.read_text()
+    prompts.write_text("".join(text.splitlines(keepends=True)[:1]))
+    assert "the prompts must be " in refused()
+    assert main([*told, "eval.name=other"]) == 0
+    assert (raw.read_bytes(), report.read_bytes()) == before
+    (place / "settings.json").unlink()
+    assert "with what settings it was measured is not recorded" in refused()
+    assert main([*told, "eval.overwrite=true"]) == 0
+    assert raw.read_bytes() != before[0]
+
+
+def test_a_choice_is_not_replaced_by_one_of_other_settings(tmp_path: Path) -> None:
+    tuned, settings = tmp_path / "tuned.json", {"tune.rounds": 2, "tune.depths": [1, 2]}
+    ways = "replace it by tune.overwrite=true"
+    require_same(tmp_path / "tune", tuned, settings, False, ways)
+    tuned.write_text("{}")
+    (tmp_path / "tune").mkdir()
+    keep(tmp_path / "tune", settings)
+    require_same(tmp_path / "tune", tuned, settings, False, ways)
+    require_same(tmp_path / "tune", tuned, {"tune.rounds": 3}, True, ways)
+    with pytest.raises(ValueError, match=r"^tune\.rounds must be 2 as in .*, got 3; replace it by"):
+        require_same(tmp_path / "tune", tuned, {"tune.rounds": 3}, False, ways)
+
+
+def test_a_lossy_rule_in_a_sweep_says_so_though_the_report_is_greedy(run: Path) -> None:
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=lossy_sweep"]
+    assert main([*arguments, "eval.rule=typical", "eval.temperatures=[0,1]"]) == 0
+    report = json.loads((run / "evaluations/lossy_sweep/report.json").read_text())
+    checks = {check["name"]: check for check in report["certificate"]["checks"]}
+    assert checks["one-step law"]["measured"] > 0
+    [sweep] = [table for table in report["tables"] if table["title"].startswith("Depth")]
+    assert any("temperature 1" in note and "NOT lossless" in note for note in sweep["notes"])
+
+
+def test_a_tune_that_stops_goes_on_from_every_batch_size(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1]"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1", "eval.tuned=true"]
+    real = tune.measure
+
+    def stops(*given: Any, **settings: Any) -> Any:
+        if settings["batch_size"] == 2:
+            raise KeyboardInterrupt
+        return real(*given, **settings)
+
+    monkeypatch.setattr(tune, "measure", stops)
+    assert main(arguments) == 130
+    assert list((run / "tune").glob("batch1.*.measurements.partial.jsonl"))
+    monkeypatch.setattr(tune, "measure", real)
+    known = []
+    monkeypatch.setattr(tune, "Journal", lambda *given: known.append(Journal(*given)) or known[-1])
+    assert main(arguments) == 0
+    assert known[0].num_known == len(PROMPTS)
+    (run / "tuned.json").unlink()  # the next test begins without
+
+
+def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "measure_costs", lambda *_, **__: pytest.fail("measured"))
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
+    arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
+    assert main([*arguments, "eval.max_new_tokens=220"]) == 2
+    assert "eval.prompts: talk may need" in capsys.readouterr().err
+
+
+def test_a_lossy_rule_says_so_wherever_it_appears(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=lossy"]
+    assert main([*arguments, "eval.rule=lenience", "eval.temperature=1.0"]) == 0
+    report = json.loads((run / "evaluations/lossy/report.json").read_text())
+    assert not report["lossless"]["lossless"]
+    checks = {check["name"]: check for check in report["certificate"]["checks"]}
+    assert checks["one-step law"]["measured"] > 0
+    assert {"law of the sampled text", "quality"} <= set(checks)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "NOT lossless" in told
+    for name in ("report.md", "report.html"):
+        assert "NOT lossless" in (run / "evaluations/lossy" / name).read_text()
+
+
+def test_tune_chooses_a_depth_that_evaluate_and_export_take(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.tuned=true"]
+    assert main(missing) == 2
+    assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1"]
+    assert main(arguments) == 0
+    tuned = json.loads((run / "tuned.json").read_text())
+    assert set(tuned["batches"]) == {"1", "2"}
+    told = {(p["batch_size"], p["depth"], p["task"]) for p in tuned["predictions"]}
+    # Medusa has four heads: depth 9 is left out.
+    assert told == {(b, d, t) for b in (1, 2) for d in (1, 2) for t in ("math", "chat", "all")}
+    assert all(p["measured"] > 0 for p in tuned["predictions"])
+    assert {"tuned.md", "tuned.html"} <= {path.name for path in run.iterdir()}
+    depth = tuned["batches"]["1"]["all"]["depth"]
+    assert main([*missing, "eval.name=tuned", "eval.lossless_prompts=0"]) == 0
+    report = json.loads((run / "evaluations/tuned/report.json").read_text())
+    assert report["depth"] == depth
+    capsys.readouterr()
+    assert main(["export", f"run.dir={run}", "export.tuned=true"]) == 0
+    assert f'"num_speculative_tokens": {depth}' in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: Path) -> None:
+    file = run / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    content = file.read_text()
+    for key in ("inflate", "quantization"):
+        del saved["model"][key]
+    del saved["drafter"]["losses"]
+    try:
+        file.write_text(yaml.safe_dump(saved))
+        arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=old"]
+        assert main([*arguments, "eval.lossless_prompts=0"]) == 0
+    finally:
+        file.write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval.depth=9"], "eval.depth must be in 1..4 for drafter=medusa, got 9"),
+        (["eval.depths=[1,9]"], "eval.depths must be in 1..4 for drafter=medusa, got 9"),
+        (["eval.name=../other"], "eval.name must be a name without slashes"),
+        (["eval.name=''"], "eval.name must not be empty"),
+        (["eval.temperature=1e-39"], "eval.temperature must be 0 (greedy) or at least 0.0001"),
+        (
+            ["eval.rule=typical", "eval.temperatures=[0,1]", "eval.lossless_prompts=0"],
+            "eval.lossless_prompts must be at least 1 with eval.rule=typical, got 0",
+        ),
+        (["eval.depth=0"], "eval.depth must be at least 1, got 0"),
+        (["eval.temperature=-1"], "eval.temperature must be in [0, 10], got -1"),
+        (["eval.temperatures=[0,99]"], "eval.temperatures: temperature must be in [0, 10], got 99"),
+        (["eval.top_p=0"], "eval.top_p must be in (0, 1], got 0"),
+        (["eval.draft_top_p=1.5"], "eval.draft_top_p must be in (0, 1], got 1.5"),
+        (["eval.draft_temperature=-0.1"], "eval.draft_temperature must be in [0, 10]"),
+        (["eval.rule=judge"], "eval.rule must be one of lossless, typical, lenience, got judge"),
+        (["eval.lenience=0"], "eval.lenience must be in (0, 1], got 0"),
+        (["eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
+        (["eval.batch_sizes=[2,2]"], "eval.batch_sizes must be distinct values, got [2, 2]"),
+        (["eval.stop_strings=['']"], "eval.stop_strings must be texts that are not empty"),
+        (["eval.certify=true", "eval.lossless_prompts=0"], "eval.lossless_prompts must be at"),
+        (["eval.max_new_tokens=600"], "eval.max_new_tokens must be at most 510, got 600"),
+        (["eval.max_new_tokens=500"], "eval.prompts: sum may need"),
+        (["eval.prompts=broken.jsonl"], "eval.prompts=broken.jsonl must be usable in every line"),
+        (["eval.prompts=/nowhere.jsonl"], "eval.prompts must name a file of prompts"),
+        (["eval.two_model=/nowhere"], "/nowhere"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line_and_nothing_is_written(
+    arguments: list[str],
+    message: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken.jsonl").write_text(json.dumps(PROMPTS[0]) + '\n{"id": "b", "task": \n')
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime for path in run.rglob("*")}
+    ours = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=refused"]
+    assert main([*ours, *arguments]) in (1, 2)
+    told = capsys.readouterr().err.strip()
+    assert message in told, told
+    assert len(told.splitlines()) == 1, told
+    assert {path: path.stat().st_mtime for path in run.rglob("*")} == before

@@ -1,0 +1,367 @@
+"""conf/ composes, types, documents itself, and says which data a target is trained on."""
+
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from paths import ROOT
+
+from drafttrain.__main__ import PLACES
+from drafttrain.commands.setup.target_and_drafter import record_evaluation
+from drafttrain.config.compose import compose, load_choice, recorded, typed
+from drafttrain.config.groups import choices, command_groups, conf_dir, own_choices
+from drafttrain.config.help import EXAMPLES, MOST_USED, documented, headline
+from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
+from drafttrain.runtime.run_folder import RunConfig, check_run_folder, load_config, write_config
+
+GOLDEN = ROOT / "tests" / "golden" / "config_train.yaml"
+YAML = sorted(conf_dir().rglob("*.yaml"))
+GROUPS = {
+    group: sorted(choices(group))
+    for group in SECTIONS
+    if choices(group) and any(group in command_groups(command) for command in COMMANDS)
+}
+# What a choice cannot know.
+MUST_GIVE = {
+    "data=jsonl": "data.path=talk.jsonl",
+    "data=hub": "data.repo=owner/name",
+    "eval=spec_bench": "eval.prompts=question.jsonl",
+    "drafter=admitted": "drafter.path=eagle3",
+    "features=stored": "features.dir=store",
+}
+
+
+def overrides_with(group: str, choice: str) -> list[str]:
+    override = f"{group}={choice}"
+    return [override, MUST_GIVE[override]] if override in MUST_GIVE else [override]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run as `train` records it when told nothing."""
+    config = typed(compose("train", [f"run.dir={tmp_path}"]), TrainConfig)
+    write_config(config, tmp_path / "config.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", range(max(len(names) for names in GROUPS.values())))
+def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
+    """One composition takes the row-th choice of all groups: as few as cover every choice."""
+    wanted = {group: names[row] for group, names in GROUPS.items() if row < len(names)}
+    others = {group: wanted.pop(group) for group in ("export", "tune") if group in wanted}
+    if wanted.get("drafter") == "admitted":  # trained elsewhere: not for `train`
+        drafter = wanted.pop("drafter")
+        alone = typed(compose("evaluate", overrides_with("drafter", drafter)), EvaluateConfig)
+        assert alone.drafter.name == drafter
+    overrides = [text for group, name in wanted.items() for text in overrides_with(group, name)]
+    config = typed(compose("train", overrides), TrainConfig)
+    for group, name in wanted.items():
+        assert getattr(config, group).name == name, "a file's stem is the name it gives"
+    for group, name in others.items():  # of other commands
+        assert load_choice(group, name).name == name
+
+
+@pytest.mark.parametrize("file", YAML, ids=lambda file: str(file.relative_to(conf_dir())))
+def test_yaml_documents_itself(file: Path) -> None:
+    text = file.read_text()
+    assert headline(file), "the first line says what the choice is for"
+    assert headline(file).endswith("."), "the first comment is a sentence"
+    for key, (comment, _) in documented(file).items():
+        assert comment, f"{key} needs a comment above"
+    assert not [line for line in text.splitlines() if " #" in line.split("'")[0].lstrip(" #")], (
+        "comments stand above, not behind"
+    )
+    assert file.stem == file.stem.lower()
+    assert file.stem.isidentifier()
+    assert text.endswith("\n")
+    assert "\t" not in text
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_group_files_set_each_field_of_their_class_once_and_nothing_else(group: str) -> None:
+    for name, file in choices(group).items():
+        raw = yaml.safe_load(file.read_text())
+        inherits = any(
+            not isinstance(entry, dict) or "override" not in next(iter(entry))
+            for entry in raw.get("defaults", [])
+        )
+        if inherits:  # a variant of another file says only what differs
+            continue
+        command = "export" if group == "export" else "train"
+        assert command in COMMANDS
+        kind = class_of(group, raw.get("_target_"))
+        keys = set(raw) - {"_target_", "defaults"}
+        assert keys == {field.name for field in fields(kind)}, name
+        assert set(documented(file)) >= keys, name
+
+
+def class_of(group: str, target: str | None) -> type:
+    import importlib
+
+    module, _, name = (target or SECTIONS[group]).rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_a_field_that_yaml_lacks_or_invents_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    own = tmp_path / "drafter" / "mine.yaml"
+    own.write_text("# Mine.\n_target_: drafttrain.drafters.ngram.NgramConfig\nname: mine\n")
+    with (
+        own_choices(tmp_path),
+        pytest.raises(ValueError, match=r"drafter\.max_ngram must be given"),
+    ):
+        typed(compose("train", ["drafter=mine"]), TrainConfig)
+    own.write_text(own.read_text() + "max_ngram: 3\nmin_ngram: 1\nmid_ngram: 2\n")
+    with (
+        own_choices(tmp_path),
+        pytest.raises(ValueError, match=r"drafter\.mid_ngram is not a field of NgramConfig; did"),
+    ):
+        typed(compose("train", ["drafter=mine"]), TrainConfig)
+
+
+def test_composed_default_is_the_golden_one() -> None:
+    """A changed default is a visible diff: python scripts/update_golden.py."""
+    assert OmegaConf.to_yaml(compose("train", [])) == GOLDEN.read_text()
+
+
+def test_tiny_trains_on_its_own_words_and_real_models_on_real_data() -> None:
+    for name in choices("model"):
+        config = compose("train", [f"model={name}"])
+        assert (config.data.name == "selfgen") == (config.model.repo is None), name
+        assert config.model.repo is None or config.data.repo, name
+
+
+def test_data_on_the_command_line_wins_over_the_models_own() -> None:
+    for overrides in (["model=llama8b", "data=selfgen"], ["data=selfgen", "model=llama8b"]):
+        assert compose("train", overrides).data.name == "selfgen"
+    assert compose("train", ["model=llama70b", "data.limit=7"]).data.limit == 7
+
+
+def test_a_run_is_read_back_as_it_was_told(run_folder: Path) -> None:
+    told = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
+    for command in ("evaluate", "export"):
+        config = typed(compose(command, [f"run.dir={run_folder}"]), COMMANDS[command])
+        for section in ("run", "model", "data", "drafter", "hardware"):
+            assert getattr(config, section) == getattr(told, section)
+
+
+def test_the_command_line_wins_over_what_a_run_was_told(run_folder: Path) -> None:
+    config = compose(
+        "evaluate",
+        [f"run.dir={run_folder}", "hardware=cpu", "model.path=/models/x", "drafter=medusa"],
+    )
+    assert config.hardware.name == "cpu"
+    assert config.model.path == "/models/x"
+    assert config.model.name == "tiny"
+    assert config.drafter.name == "medusa"
+    assert config.run.dir == str(run_folder)
+
+
+def test_a_drafter_trained_elsewhere_needs_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "their-eagle3"
+    config = typed(compose("evaluate", [f"drafter.path={folder}"]), EvaluateConfig)
+    assert type(config.drafter).__name__ == "AdmittedConfig"
+    assert config.drafter.path == str(folder)  # type: ignore[attr-defined]
+    assert config.drafter.name == "their-eagle3", "reports name it by its directory"
+    assert config.run.dir == "outputs/their-eagle3-tiny-evaluation"
+    assert (config.model.name, config.eval.name) == ("tiny", "default")
+    named = compose("evaluate", [f"drafter.path={folder}", "drafter.name=x", "model=llama8b"])
+    assert named.run.dir == "outputs/x-llama8b-evaluation"
+    assert named.model.name == "llama8b"
+    given = compose("evaluate", [f"drafter.path={folder}", f"run.dir={tmp_path / 'new'}"])
+    assert given.run.dir == str(tmp_path / "new")
+    assert given.model.name == "tiny"
+
+
+def test_a_drafter_that_needs_no_training_needs_no_run() -> None:
+    config = typed(compose("evaluate", ["drafter=ngram", "drafter.max_ngram=4"]), EvaluateConfig)
+    assert config.drafter.max_ngram == 4  # type: ignore[attr-defined]
+    assert config.run.dir == "outputs/ngram-tiny-evaluation"
+
+
+def test_a_runs_own_evaluation_is_not_replaced_by_another_drafters(run_folder: Path) -> None:
+    run = f"run.dir={run_folder}"
+    other = compose("evaluate", [run, "drafter.path=/drafters/theirs", "model.name=mine"])
+    assert other.drafter._target_ == "drafttrain.formats.read.admit.AdmittedConfig"
+    assert other.model.name == "mine", "the run's model"
+    assert other.run.dir == str(run_folder)
+    assert other.eval.name == "theirs"
+    assert compose("evaluate", [run, "drafter=ngram"]).eval.name == "ngram"
+    assert compose("evaluate", [run, "drafter=ngram", "eval.name=x"]).eval.name == "x"
+    assert compose("evaluate", [run]).eval.name == "default"
+
+
+def test_an_evaluation_without_a_run_is_repeated_by_its_folder(tmp_path: Path) -> None:
+    told = typed(
+        compose("evaluate", ["drafter.path=/d/theirs", f"run.dir={tmp_path}", "run.seed=7"]),
+        EvaluateConfig,
+    )
+    record_evaluation(told)
+    again = typed(compose("evaluate", [f"run.dir={tmp_path}"]), EvaluateConfig)
+    for section in ("run", "model", "data", "drafter", "hardware", "tracker"):
+        assert getattr(again, section) == getattr(told, section)
+
+
+def test_the_config_of_a_run_is_not_written_over(run_folder: Path) -> None:
+    before = (run_folder / "config.yaml").read_text()
+    other = ["drafter.path=/d/theirs", f"run.dir={run_folder}"]
+    record_evaluation(typed(compose("evaluate", other), EvaluateConfig))
+    assert (run_folder / "config.yaml").read_text() == before
+
+
+def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (run_folder / "config.yaml").rename(moved / "config.yaml")
+    assert compose("evaluate", [f"run.dir={moved}"]).run.dir == str(moved)
+
+
+def test_each_command_asks_for_sections_it_knows() -> None:
+    for command, schema in COMMANDS.items():
+        # `trainer` stands in every primary file, because an entry of conf/model may choose it.
+        own = PLACES.get(command, "run")
+        unread = set() if command == "compare" else {"trainer"}
+        assert {field.name for field in fields(schema)} | unread == set(command_groups(command)) | {
+            own
+        }
+        composed = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
+        assert set(composed) == {"defaults", own}
+    told = documented(conf_dir() / "train.yaml")
+    assert set(told) == {f"run.{field.name}" for field in fields(RunConfig)}
+
+
+def test_most_used_keys_and_examples_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "demo").mkdir(parents=True)
+    saved = typed(compose("train", ["run.name=demo"]), TrainConfig)
+    write_config(saved, tmp_path / "outputs" / "demo" / "config.yaml")
+    for command, keys in MOST_USED.items():
+        base = ["run.dir=outputs/demo"] if "run" in command_groups(command) else []
+        base += ["store.dir=outputs/store"] if command == "capture" else []
+        config = compose(command, base)
+        for key in keys:
+            assert OmegaConf.select(config, key, default="absent") != "absent", key
+        for example in EXAMPLES[command]:
+            name, *overrides = shlex.split(example)
+            assert name == command
+            compose(command, overrides)
+
+
+def test_a_checkpointed_run_is_not_overwritten(run_folder: Path) -> None:
+    (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
+    config = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
+    with pytest.raises(ValueError, match=r"earlier run; go on with it by run\.resume=true, or"):
+        check_run_folder(config)
+
+
+def test_a_run_without_checkpoints_may_start_again(run_folder: Path) -> None:
+    (run_folder / "checkpoints").mkdir()
+    check_run_folder(typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig))
+
+
+OWN_DRAFTER = """
+from dataclasses import dataclass
+from drafttrain.drafters.base import DrafterConfig
+
+@dataclass(frozen=True, kw_only=True)
+class MineConfig(DrafterConfig):
+    width: int
+"""
+
+
+def test_a_drafter_of_ones_own_needs_no_fork(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_drafter.py").write_text(OWN_DRAFTER)
+    (tmp_path / "my_conf" / "drafter").mkdir(parents=True)
+    own = tmp_path / "my_conf"
+    yaml_text = "# Mine.\n_target_: my_drafter.MineConfig\n\n# Its width.\nwidth: 3\n\nname: mine\n"
+    (own / "drafter" / "mine.yaml").write_text(yaml_text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with own_choices(own):
+        config = typed(compose("train", ["drafter=mine", "drafter.width=4"]), TrainConfig)
+        assert type(config.drafter).__name__ == "MineConfig"
+        assert config.drafter.width == 4  # type: ignore[attr-defined]
+        # What a run folder says is trusted only with the user's own yaml beside it.
+        write_config(config, run_folder / "config.yaml")
+        again = typed(compose("evaluate", [f"run.dir={run_folder}"]), EvaluateConfig)
+        assert again.drafter == config.drafter
+        assert recorded(run_folder, TrainConfig, "run.init_from").drafter == config.drafter
+        assert load_choice("drafter", "mine").width == 3
+    with pytest.raises(ValueError, match=r"_target_ must name a class of drafttrain or of a yaml"):
+        typed(compose("evaluate", [f"run.dir={run_folder}"]), EvaluateConfig)
+    sys.modules.pop("my_drafter")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("os.system", "must name a class of drafttrain or of a yaml of yours, got os.system"),
+        (
+            "drafttrain.runtime.run_folder.RunConfig",
+            "must name a subclass of DrafterConfig, got RunConfig",
+        ),
+        ("drafttrain.drafters.base.torch", "must name a class, got"),
+        ("drafttrain.drafters.nothing.X", "must name a class that can be imported, got"),
+    ],
+)
+def test_target_names_a_subclass_of_its_section_and_nothing_else(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        typed(compose("train", [f"drafter._target_={target}"]), TrainConfig)
+
+
+def test_a_run_whose_config_is_broken_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.dir must be the folder of a run, .* no config"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"config\.yaml must be yaml, got"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold the sections of a run"):
+        load_config(tmp_path)
+    (tmp_path / "config.yaml").write_text("run: {}")
+    with pytest.raises(ValueError, match="has no section"):
+        compose("evaluate", [f"run.dir={tmp_path}"])
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["by its choice", "by a name of its own"])
+def test_a_run_saved_before_keys_were_added_is_read(tmp_path: Path, named: bool) -> None:
+    config = typed(compose("train", ["run.name=demo", "eval=gsm8k"]), TrainConfig)
+    write_config(config, tmp_path / "config.yaml")
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    for key in ("model.shape", "hardware.ranks", "hardware.check_fit", "eval.before"):
+        section, _, name = key.partition(".")
+        del saved[section][name]
+    for section in ("features", "vllm"):
+        del saved[section]
+    if named:
+        for section in ("model", "hardware", "trainer", "deepspeed"):
+            saved[section]["name"] = "mine"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    read = recorded(tmp_path, TrainConfig, "run.init_from")
+    assert (read.hardware.ranks, read.eval.before, read.features.name) == ("auto", True, "online")
+    assert read.model.shape is None
+    for command, schema in (("evaluate", EvaluateConfig), ("export", ExportConfig)):
+        typed(compose(command, [f"run.dir={tmp_path}"]), schema)
+
+
+def test_a_target_is_called_after_its_folder(tmp_path: Path) -> None:
+    config = compose("train", [f"model.path={tmp_path}/Qwen2 0.6B"])
+    assert (config.model.name, config.run.name) == ("Qwen2-0.6B", "eagle3-Qwen2-0.6B")
+    cached = f"{tmp_path}/hub/models--Qwen--Qwen2-0.5B/snapshots/0123abc"
+    assert compose("plan", [f"model.path={cached}"]).model.name == "Qwen2-0.5B"
+    assert compose("train", [f"model.path={tmp_path}", "model.name=mine"]).model.name == "mine"
+    assert compose("train", ["model.path=null"]).model.name == "tiny"
+
+
+def test_an_evaluation_needs_no_text_to_train_on_and_so_no_chat_template() -> None:
+    """A target without a template is measured with data.template=none alone."""
+    told = ["drafter=ngram", "data.template=none"]
+    config = typed(compose("evaluate", told), EvaluateConfig)
+    assert config.data.text_format.kind == "none"
+    with pytest.raises(ValueError, match=r"data.template must be chat for data=selfgen"):
+        config.data.check_text()

@@ -1,0 +1,387 @@
+"""The contract that every drafter of conf/drafter keeps; a new yaml is tested by existing."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import draft_model_dir
+from omegaconf import OmegaConf
+from paths import ROOT
+
+from drafttrain.core import losses
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
+from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.target.model import Target, load_target
+
+CONF = ROOT / "conf" / "drafter"
+# The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
+TINY: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_vocab_coverage": 0.85},
+    "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
+}
+# `admitted` is no family of its own: what a directory holds is (tests/formats/test_read.py).
+ALL = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "admitted")
+STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
+PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5]]
+
+
+def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
+    """Build a drafter as conf/drafter/<name>.yaml says, less what TINY and overrides change."""
+    values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert isinstance(values, dict)
+    module, cls = values.pop("_target_").rsplit(".", 1)
+    if name == "two_model":
+        values["path"] = draft_model_dir(spec.vocab_size)
+    values = values | TINY.get(name, {}) | overrides
+    return getattr(importlib.import_module(module), cls)(**values).build(spec)
+
+
+def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
+    """Random weights everywhere, after `prepare` chose what depends on data."""
+    torch.manual_seed(0)
+    drafter = build(name, target.spec, **overrides)
+    if target.tokenizer is not None:
+        drafter.attach(target.tokenizer)
+    if drafter.capabilities.trainable:
+        drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return drafter.eval()
+
+
+TRAINABLE = [name for name in ALL if name not in ("ngram", "two_model")]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    from builders import model_config
+
+    target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+    # Random logits are nearly flat; a trained target's are not. Sharper, there is something to fit.
+    with torch.no_grad():
+        target.readout.head.mul_(8)
+    return target
+
+
+class NoChance(TrainingChance):
+    def uniform_like(self, values: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(values, 0.5)
+
+
+def as_batch(*rows: list[int], mask: list[list[bool]] | None = None) -> Batch:
+    """Pad rows right; documents are numbered by row; everything but the first token is trained."""
+    length = max(len(row) for row in rows)
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    loss_mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    document = torch.full((len(rows), length), -1)
+    positions = torch.zeros(len(rows), length, dtype=torch.long)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+        loss_mask[i, : len(row)] = torch.tensor(mask[i]) if mask else torch.arange(len(row)) > 0
+        document[i, : len(row)] = i
+        positions[i, : len(row)] = torch.arange(len(row))
+    return Batch(tokens, loss_mask, positions, document)
+
+
+def losses_of(drafter: Drafter, target: Target, batch: Batch) -> Losses:
+    return drafter(batch, target.features(batch, drafter.captures), NoChance())
+
+
+def sums(terms: Losses) -> dict[str, float]:
+    return {name: float(term.sum) for name, term in terms.items()}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("name", ALL)
+def test_greedy_speculative_output_is_greedy_output(name: str, depth: int, target: Target) -> None:
+    drafter = random_drafter(name, target)
+    for prompt in PROMPTS:
+        settings: dict[str, Any] = {
+            "sampling": GREEDY,
+            "max_new_tokens": 24,
+            "chance": SeededChance(0),
+            "stop_tokens": [],
+        }
+        plain = autoregressive_decode(target, prompt, **settings)
+        drafted = speculative_decode(target, drafter, prompt, depth=depth, **settings)
+        assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ALL)
+def test_a_batch_says_what_its_rows_say_alone(
+    name: str, sampling: Sampling, target: Target
+) -> None:
+    """Unequal prompts, unequal acceptance, rows that leave early: tokens and counters stay."""
+    drafter = random_drafter(name, target)
+    settings: dict[str, Any] = {
+        "sampling": sampling,
+        "chance": SeededChance(3),
+        "depth": 3,
+        "max_new_tokens": 24,
+        "stop_tokens": STOPS,
+    }
+    alone = [
+        speculative_decode(target, drafter, prompt, row=row, **settings)
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    assert len({len(decoded.tokens) for decoded in alone}) > 1, "some row must leave early"
+    together = speculative_decode_batch(
+        target, drafter, PROMPTS, rows=range(len(PROMPTS)), **settings
+    )
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        assert one.stats.trimmed == other.stats.trimmed
+        assert one.stats.untrimmed == other.stats.untrimmed
+        assert one.stats.cycles == other.stats.cycles
+        assert one.stats.num_target_passes == other.stats.num_target_passes
+    del settings["depth"]
+    plain = autoregressive_decode_batch(target, PROMPTS, rows=range(len(PROMPTS)), **settings)
+    for row, prompt in enumerate(PROMPTS):
+        one = autoregressive_decode(target, prompt, row=row, **settings)
+        assert plain[row].tokens == one.tokens
+        if sampling.greedy:
+            assert together[row].tokens == one.tokens
+
+
+def test_every_depth_of_training_is_tested_by_some_drafter(target: Target) -> None:
+    unrolls = {name: build(name, target.spec).capabilities.unroll for name in TRAINABLE}
+    assert max(unrolls.values()) >= 3, unrolls
+
+
+def stepped_logits(
+    drafter: Drafter, target: Target, tokens: list[int], root: int, depth: int
+) -> torch.Tensor:
+    """Decode as the loop does up to the root at index `root`, then follow the text's own tokens."""
+    prefix = torch.tensor([tokens[: root + 1]])
+    _, features = target.step(target.begin(), prefix[:, :-1], drafter.captures)
+    state = drafter.begin(target.readout, prefix[:, 0], 128)
+    drafter.observe(state, prefix[:, 1:], [root], features)
+    expansion = drafter.expand(state, None)
+    for level in range(1, depth):
+        token = torch.tensor([[tokens[root + level]]])
+        expansion = drafter.expand(state, Nodes(token, torch.full_like(token, level - 2)))
+    return expansion.logits[:, 0]
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@torch.no_grad()
+def test_stepped_expansion_gives_the_loss_of_the_training_forward(
+    name: str, target: Target
+) -> None:
+    drafter = random_drafter(name, target)
+    tokens = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12]
+    batch = as_batch(tokens)
+    features = target.features(batch, drafter.captures)
+    wanted = torch.zeros(len(tokens), dtype=torch.bool)
+    for depth in range(1, drafter.capabilities.unroll + 1):
+        for ahead in range(depth + 1, len(tokens)):
+            wanted[:] = False
+            wanted[ahead] = True
+            one = Batch(batch.tokens, wanted[None], batch.positions, batch.document)
+            terms = drafter(one, features, NoChance())
+            term = terms.get(f"depth_{depth}") or terms[f"head_{depth}"]
+            logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
+            expected = expected_loss(name, drafter, target, features, logits, tokens, ahead)
+            torch.testing.assert_close(term.sum, expected, atol=1e-4, rtol=1e-4)
+
+
+def expected_loss(
+    name: str,
+    drafter: Drafter,
+    target: Target,
+    features: TargetFeatures,
+    logits: torch.Tensor,
+    tokens: list[int],
+    ahead: int,
+) -> torch.Tensor:
+    """The family's loss on the token at `ahead`, from its definition."""
+    if name == "medusa":
+        return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
+    law = target.readout.logits(features.final_hidden[:, ahead - 1])
+    if drafter.vocab is not None:
+        if drafter.vocab.draft_ids[law.argmax()] < 0:
+            return torch.tensor(0.0)
+        law = law[:, drafter.vocab.target_ids]
+    return losses.soft_cross_entropy(logits, law.softmax(-1)).sum()
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@torch.no_grad()
+def test_what_a_prediction_may_not_see_leaves_it_bit_identical(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target)
+    tokens = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12]
+    ahead = 6
+    mask = [[index == ahead for index in range(len(tokens))]]
+    before = sums(losses_of(drafter, target, as_batch(tokens, mask=mask)))
+    later = sums(
+        losses_of(drafter, target, as_batch([*tokens[: ahead + 1], 70, 71, 72], mask=mask))
+    )
+    assert before == later
+    # The token right before the root is read by every family: the same test must see it change.
+    seen = [*tokens[:2], 77, *tokens[3:]]
+    assert before != sums(losses_of(drafter, target, as_batch(seen, mask=mask)))
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@torch.no_grad()
+def test_padding_and_other_rows_do_not_change_the_loss(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target)
+    rows = [[1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49))]
+    together = losses_of(drafter, target, as_batch(*rows))
+    alone = [losses_of(drafter, target, as_batch(row)) for row in rows]
+    for term, value in together.items():
+        torch.testing.assert_close(value.sum, sum(terms[term].sum for terms in alone))
+        assert value.count == sum(terms[term].count for terms in alone)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@torch.no_grad()
+def test_packed_conversations_have_the_loss_of_unpacked_ones(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target)
+    rows = [[1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49))]
+    unpacked = as_batch(*rows)
+    real = unpacked.document >= 0
+    packed = Batch(
+        unpacked.tokens[real][None],
+        unpacked.loss_mask[real][None],
+        unpacked.positions[real][None],
+        unpacked.document[real][None],
+    )
+    one, other = losses_of(drafter, target, unpacked), losses_of(drafter, target, packed)
+    for term in one:
+        torch.testing.assert_close(one[term].sum, other[term].sum)
+        assert one[term].count == other[term].count
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_packed_conversations_have_the_gradient_of_unpacked_ones(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target).train()
+    unpacked = as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49)))
+    real = unpacked.document >= 0
+    packed = Batch(*(tensor[real][None] for tensor in vars(unpacked).values()))
+    found = []
+    for batch in (unpacked, packed):
+        drafter.zero_grad()
+        weighted_sum(losses_of(drafter, target, batch)).backward()
+        found.append({name: p.grad.clone() for name, p in drafter.named_parameters()})
+    for name, gradient in found[0].items():
+        near = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=near)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputed_layers_give_the_same_gradient(name: str, packed: bool, target: Target) -> None:
+    batch = as_batch([1, 20, 33, 41, 20, 52], list(range(30, 49)))
+    if packed:
+        real = batch.document >= 0
+        batch = Batch(*(tensor[real][None] for tensor in vars(batch).values()))
+    found = []
+    for recompute in (False, True):
+        drafter = random_drafter(name, target).train()
+        if recompute:
+            drafter.train_layers(recompute=True, compiled=None)
+        weighted_sum(losses_of(drafter, target, batch)).backward()
+        found.append({name: p.grad for name, p in drafter.named_parameters()})
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_training_reaches_every_weight_and_never_the_target(name: str, target: Target) -> None:
+    drafter = random_drafter(name, target).train()
+    weighted_sum(losses_of(drafter, target, as_batch(list(range(20, 40))))).backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in drafter.parameters())
+    assert all(p.grad is None for p in target.model.parameters())
+
+
+@pytest.fixture(scope="module")
+def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]]:
+    """Each drafter, trained on one conversation: what the target itself says after a prompt."""
+    prompt = [1, 3, 6, 20, 33, 41, 20]
+    plain = autoregressive_decode(
+        target, prompt, sampling=GREEDY, max_new_tokens=32, chance=SeededChance(0), stop_tokens=[]
+    )
+    text = [*prompt, *plain.tokens]
+    batch = as_batch(text, mask=[[i >= len(prompt) for i in range(len(text))]])
+    counts = torch.bincount(torch.tensor(plain.tokens), minlength=target.spec.vocab_size)
+    trained = {}
+    for name in TRAINABLE:
+        torch.manual_seed(0)
+        drafter = build(
+            name, target.spec, **({"draft_vocab_coverage": 1.0} if name == "eagle3" else {})
+        )
+        drafter.prepare(counts, target.readout)
+        features = target.features(batch, drafter.captures)
+        optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+        steps = 300
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / steps)
+            optimizer.zero_grad()
+            (weighted_sum(drafter(batch, features, NoChance())) / len(plain.tokens)).backward()
+            optimizer.step()
+        trained[name] = (drafter.eval(), prompt, list(plain.tokens))
+    return trained
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
+    name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
+) -> None:
+    drafter, prompt, output = overfitted[name]
+    decoded = speculative_decode(
+        target,
+        drafter,
+        prompt,
+        depth=3,
+        sampling=GREEDY,
+        max_new_tokens=len(output),
+        chance=SeededChance(0),
+        stop_tokens=[],
+    )
+    assert list(decoded.tokens) == output
+    counters = decoded.stats.trimmed
+    assert counters.num_accepted_tokens == counters.num_draft_tokens, counters
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_teacher_forced_replay_accepts_what_the_loop_accepted(
+    name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
+) -> None:
+    """Past the trained text, so that acceptance is partial: every cycle again, from nothing."""
+    drafter, prompt, output = overfitted[name]
+    depth, limit = 3, len(output) + 20
+    settings: dict[str, Any] = {
+        "sampling": GREEDY,
+        "max_new_tokens": limit,
+        "chance": SeededChance(0),
+        "stop_tokens": [],
+    }
+    decoded = speculative_decode(target, drafter, prompt, depth=depth, **settings)
+    # Past the limit the loop still verifies: the recorded text must reach as far.
+    settings["max_new_tokens"] = limit + depth + 1
+    text = [*prompt, *autoregressive_decode(target, prompt, **settings).tokens]
+    root, per_position, num_drafts = len(prompt), [0] * depth, 0
+    while root < len(prompt) + limit - 1:
+        accepted = 0
+        for level in range(1, depth + 1):
+            logits = stepped_logits(drafter, target, text, root, level)
+            choice = int(logits.argmax())
+            if drafter.vocab is not None:
+                choice = int(drafter.vocab.target_ids[choice])
+            if choice != text[root + level]:
+                break
+            per_position[level - 1] += 1
+            accepted += 1
+        num_drafts += 1
+        root += accepted + 1
+    untrimmed = decoded.stats.untrimmed
+    assert untrimmed.num_drafts == num_drafts
+    assert untrimmed.num_accepted_tokens_per_position == per_position
+    assert 0 < untrimmed.num_accepted_tokens < untrimmed.num_draft_tokens

@@ -1,0 +1,203 @@
+"""The certificate passes a correct loop on a real (random) target, and names what is broken."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import model_config
+from test_drafters import random_drafter
+from test_evaluate import settings
+
+from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.decode import loop, verify
+from drafttrain.decode.verify import LOSSLESS, Lenience, Typical
+from drafttrain.evaluation.certify import certify, near_tie
+from drafttrain.report.certificate import Check, certificate, certificate_rows
+from drafttrain.target.model import Target, load_target
+
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "certify": True}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[str, list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (f"p{i}", torch.randint(6, 97, (5 + i,), generator=generator).tolist()) for i in range(8)
+    ]
+
+
+def checks_of(
+    target: Target, prompts: Any, name: str = "eagle3", **changes: Any
+) -> dict[str, Check]:
+    config = settings(**{**SAMPLED, **changes})
+    drafter = random_drafter(name, target)
+    checks = certify(target, drafter, prompts, config, timed=None, seed=1, show=False)
+    return {check.name: check for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"top_p": 0.8}),
+        ("medusa", {"draft_temperature": 0.3}),
+        ("ngram", {}),
+        pytest.param("eagle3", {"draft_temperature": 0.3}, marks=pytest.mark.slow),
+        pytest.param("medusa", {}, marks=pytest.mark.slow),
+        pytest.param("medusa", {"top_p": 0.8}, marks=pytest.mark.slow),
+        pytest.param("ngram", {"top_p": 0.8}, marks=pytest.mark.slow),
+        pytest.param("ngram", {"draft_temperature": 0.3}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_correct_loop_is_certified(
+    name: str, changes: dict[str, Any], target: Target, prompts: Any
+) -> None:
+    checks = checks_of(target, prompts[:4], name, batch_size=3, **changes)
+    assert {"greedy output, float32", "one-step law", "cache and positions", "batch"} <= set(checks)
+    assert all(check.passed is not False for check in checks.values()), checks
+    section = certificate(
+        list(checks.values()), rule="r", lossless=True, dtype="float32", num_prompts=4
+    )
+    assert section["certified"]
+    assert section["statement"] == "certified: 5 of 5 checks passed on 4 prompts"
+    assert checks["one-step law"].measured < 1e-6
+    assert checks["cache and positions"].measured < 1e-5
+
+
+def test_resampling_from_the_target_fails_the_one_step_law(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "residual", lambda target_probs, draft_probs: target_probs)
+    assert checks_of(target, prompts[:3])["one-step law"].passed is False
+
+
+def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(self: RaggedCache, lengths: list[int]) -> None:
+        self.lengths = [min(length + 1, old) for length, old in zip(lengths, self.lengths)]  # noqa: B905
+
+    monkeypatch.setattr(RaggedCache, "rollback", forgetful)
+    checks = checks_of(target, prompts[:3])
+    assert checks["cache and positions"].passed is False
+    assert checks["greedy output, float32"].passed is False
+
+
+@pytest.mark.slow
+def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded law is flatter than the true one: every closed form is fine, the text is not."""
+    real = loop.draft_chain
+
+    def misrecorded(*arguments: Any) -> Any:
+        proposal = real(*arguments)
+        if proposal.draft_probs is None:
+            return proposal
+        flat = torch.full_like(proposal.draft_probs, 1 / proposal.draft_probs.shape[-1])
+        return type(proposal)(proposal.tokens, proposal.parents, proposal.num_nodes, flat)
+
+    monkeypatch.setattr(loop, "draft_chain", misrecorded)
+    checks = checks_of(target, prompts, max_new_tokens=120, draft_temperature=0.3)
+    assert checks["one-step law"].passed
+    assert checks["law of the sampled text"].passed is False
+
+
+def test_draft_laws_that_are_no_laws_fail_the_one_step_law(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are drawn from the law once normalised; acceptance goes by what was recorded."""
+    real = loop.draft_chain
+
+    def halved(*arguments: Any) -> Any:
+        proposal = real(*arguments)
+        laws = proposal.draft_probs
+        return replace(proposal, draft_probs=None if laws is None else laws / 2)
+
+    monkeypatch.setattr(loop, "draft_chain", halved)
+    assert checks_of(target, prompts[:3])["one-step law"].passed is False
+
+
+def test_what_was_not_looked_at_is_not_certified(target: Target, prompts: Any) -> None:
+    checks = checks_of(target, prompts[:1], max_new_tokens=1, batch_size=3)
+    for name in ("one-step law", "cache and positions", "batch"):
+        assert checks[name].passed is None, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"rule": "typical"}, Typical(0.09, 0.3)),
+        ({"rule": "lenience", "lenience": 0.3}, Lenience(0.3)),
+    ],
+)
+def test_a_lossy_rule_is_measured_and_not_certified(
+    changes: dict[str, Any], rule: Any, target: Target, prompts: Any
+) -> None:
+    assert settings(**changes).acceptance_rule == rule
+    checks = checks_of(target, prompts[:4], draft_temperature=0.5, **changes)
+    law = checks["one-step law"]
+    assert law.passed is None
+    assert law.measured > 0.01
+    assert "not lossless" in law.bound
+    assert checks["law of the sampled text"].passed is None
+    section = certificate(
+        list(checks.values()), rule="lenience", lossless=False, dtype="float32", num_prompts=4
+    )
+    assert not section["certified"]
+    assert "changes the target's law" in section["statement"]
+    outcomes = {name: outcome for name, outcome, _, _ in certificate_rows(section)}
+    assert outcomes["one-step law"] == "reported"
+    assert outcomes["cache and positions"] == "passed"
+
+
+def test_no_token_gains_more_than_lenience_allows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        law, draft = (
+            torch.rand(1, 6, generator=generator, dtype=torch.float64) ** 4 for _ in range(2)
+        )
+        law, draft = law / law.sum(), draft / draft.sum()
+        emitted = verify.one_step_law(Lenience(0.4), law, draft)
+        assert float(emitted.sum()) == pytest.approx(1, abs=1e-12)
+        assert bool((emitted <= law / 0.4 + 1e-12).all())
+        exact = verify.one_step_law(Lenience(1.0), law, draft)
+        torch.testing.assert_close(exact, verify.one_step_law(LOSSLESS, law, draft))
+        torch.testing.assert_close(exact, law)
+
+
+def test_the_rounding_noise_of_bfloat16_is_larger_than_that_of_float32(
+    tiny_target_dir: Path, target: Target
+) -> None:
+    narrow = load_target(model_config(tiny_target_dir), torch.bfloat16, "cpu")
+    text = list(range(20, 40))
+    gap, noise = near_tie(target, text)
+    narrow_gap, narrow_noise = near_tie(narrow, text)
+    assert 0 <= noise < 1e-4 < narrow_noise
+    assert abs(gap - narrow_gap) < 0.5
+
+
+def test_a_planted_tie_is_told_from_a_real_difference(
+    target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttrain.evaluation import certify as module
+
+    def differing(target: Target, drafter: Any, prompt: Any, **more: Any) -> Any:
+        decoded = loop.speculative_decode(target, drafter, prompt, **more)
+        return type(decoded)((*decoded.tokens[:3], 96, *decoded.tokens[4:]), decoded.stats)
+
+    monkeypatch.setattr(module, "speculative_decode", differing)
+    target_bf16 = Target(target.model, target.tokenizer, target.spec)
+    monkeypatch.setattr(module, "near_tie", lambda *_: (0.01, 0.02))
+    config = settings(**SAMPLED)
+    drafter = random_drafter("eagle3", target)
+    check = module.greedy_check(target_bf16, drafter, prompts[:2], config)
+    assert check.passed is False  # in float32 nothing excuses a difference
+    assert all(d["tie"] for d in check.divergences)

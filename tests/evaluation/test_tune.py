@@ -1,0 +1,145 @@
+"""Predictions of speedup from costs and acceptance, against arithmetic done by hand."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import model_config
+from test_drafters import random_drafter
+
+from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.evaluation.config import TuneConfig
+from drafttrain.evaluation.cost import Costs, measure_costs
+from drafttrain.evaluation.tune import (
+    Prediction,
+    acceptance_lengths,
+    choose,
+    in_order,
+    predict,
+    tuned_depth,
+    write_tuned,
+)
+from drafttrain.target.model import load_target
+
+COSTS = Costs(
+    [1, 2],
+    [10, 20],
+    [1, 2],
+    plain={(1, 10): 1.0, (1, 20): 2.0, (2, 10): 1.5, (2, 20): 2.5},
+    verify={(d, b, c): 0.5 + 0.1 * d + 0.5 * b for d, b, c in product((1, 2), (1, 2), (10, 20))},
+    draft={(d, b, c): 0.2 * d for d, b, c in product((1, 2), (1, 2), (10, 20))},
+)
+
+
+def result(method: str, prompt: str, tokens: int, counters: Counters | None = None) -> PromptResult:
+    passes = tokens - 1 if counters is None else counters.num_drafts
+    stats = DecodeStats(counters or Counters(), counters or Counters(), passes)
+    return PromptResult(prompt, 0, "math", method, 0, 8, tuple(range(tokens)), stats)
+
+
+def test_costs_are_interpolated_between_what_was_measured() -> None:
+    assert COSTS.plain_s(1, 10.0) == 1.0
+    assert COSTS.plain_s(1, 15.0) == pytest.approx(1.5)
+    assert COSTS.plain_s(2, 15.0) == pytest.approx(2.0)
+    assert COSTS.plain_s(1, 500.0) == 2.0  # beyond the last: the last
+    assert COSTS.cycle_s(2, 1, 12.0) == pytest.approx(1.2 + 0.4)
+
+
+def test_a_shallower_chain_accepts_what_the_first_tokens_of_a_deeper_one_do() -> None:
+    counters = Counters(10, 30, 12, [7, 4, 1])
+    assert acceptance_lengths(counters, [1, 2, 3]) == pytest.approx({1: 1.7, 2: 2.1, 3: 2.2})
+
+
+def test_predicted_batches_are_those_that_are_decoded() -> None:
+    prompts = [Prompt(name, "math", "math", ("?",)) for name in "abcd"]
+    blocks = [result("autoregressive", name, 9) for name in "acbda"]  # a in two blocks
+    assert [r.prompt_id for r in in_order(blocks, prompts)] == ["a", "b", "c", "d"]
+
+
+def test_the_prediction_is_that_of_the_formula() -> None:
+    counters = Counters(4, 8, 4, [3, 1])
+    results = [
+        result("autoregressive", "a", 9),  # 8 steps, context 8 + 4.5
+        result("eagle3@2", "a", 9, counters),
+    ]
+    predictions = predict(results, "eagle3@2", COSTS, [1, 2], 1)
+    assert [(p.task, p.depth) for p in predictions] == [
+        ("math", 1),
+        ("math", 2),
+        ("all", 1),
+        ("all", 2),
+    ]
+    plain = 1.0 + 0.25  # at context 12.5
+    for p, length, cycle in ((predictions[0], 1.75, 1.3), (predictions[1], 2.0, 1.6)):
+        assert p.acceptance_length == length
+        assert p.predicted == pytest.approx(length * plain / cycle)
+
+
+def test_rows_of_a_batch_leave_as_they_end() -> None:
+    short, long = Counters(2, 2, 2, [2]), Counters(4, 4, 4, [4])  # all accepted: length 2
+    results = [
+        result("autoregressive", "a", 5),
+        result("autoregressive", "b", 9),
+        result("eagle3@1", "a", 5, short),
+        result("eagle3@1", "b", 9, long),
+    ]
+    (one, _) = predict(results, "eagle3@1", COSTS, [1], 2)
+    # Two rows for 4 steps, one for 4 more, at the mean context 8 + 3.5.
+    plain = 4 * COSTS.plain_s(2, 11.5) + 4 * COSTS.plain_s(1, 11.5)
+    ours = 2 * COSTS.cycle_s(1, 2, 11.5) + 2 * COSTS.cycle_s(1, 1, 11.5)
+    assert one.predicted == pytest.approx(plain / ours)
+
+
+def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> None:
+    predictions = [
+        Prediction("math", 1, 1, 1.5, 1.9, 1.2),
+        Prediction("math", 1, 2, 1.8, 1.4, 1.3),
+        Prediction("all", 1, 1, 1.5, 1.9, 1.2),
+        Prediction("all", 1, 2, 1.8, 1.4, 1.3),
+        Prediction("all", 8, 1, 1.5, 0.9, None),
+        Prediction("all", 8, 2, 1.8, 0.8, None),
+    ]
+    chosen = choose(predictions)
+    assert chosen["1"]["all"] == {"depth": 2, "speedup": 1.3, "speculate": True}
+    assert chosen["8"]["all"] == {"depth": 1, "speedup": 0.9, "speculate": False}
+    assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
+    assert tuned_depth(tmp_path, 1) is None
+    write_tuned(tmp_path, predictions, COSTS, {"threads": 1})
+    assert tuned_depth(tmp_path, 1) == 2
+    assert tuned_depth(tmp_path, 7) == 1  # the nearest batch that was weighed
+    written = json.loads((tmp_path / "tuned.json").read_text())
+    assert written["costs_ms"]["plain"][0] == {"batch": 1, "context": 10, "ms": 1000.0}
+    (tmp_path / "tuned.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tuned\.json must be what `tune` wrote"):
+        tuned_depth(tmp_path, 1)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "ngram"])
+def test_costs_are_measured_for_every_cell(name: str, tiny_target_dir: Path) -> None:
+    target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+    settings: dict[str, Any] = {"batches": [1, 3], "contexts": [8, 16], "rounds": 2}
+    costs = measure_costs(
+        target, random_drafter(name, target), depths=[1, 3], show=False, **settings
+    )
+    assert set(costs.plain) == {(1, 8), (1, 16), (3, 8), (3, 16)}
+    assert set(costs.verify) == {(d, *cell) for d in (1, 3) for cell in costs.plain}
+    assert set(costs.draft) == set(costs.verify)
+    assert all(value > 0 for value in [*costs.plain.values(), *costs.verify.values()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": []}, r"tune\.depths must be distinct numbers of at least 1, got \[\]"),
+        ({"batch_sizes": [0]}, r"tune\.batch_sizes must be distinct numbers of at least 1"),
+        ({"rounds": 0}, r"tune\.rounds must be at least 1, got 0"),
+    ],
+)
+def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
+    with pytest.raises(ValueError, match=message):
+        TuneConfig(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})

@@ -1,0 +1,559 @@
+"""Published drafters are recognised, compute what their authors mean, or are refused by name."""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import drafter_config, model_config
+from published import (
+    DEPTH,
+    DRAFTED,
+    LAYOUTS,
+    VOCAB,
+    WIDTH,
+    Published,
+    eagle,
+    eagle3,
+    edited,
+    faster_decoding,
+    medusa,
+    normal,
+    without,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.formats.read.admit import Admitted, AdmittedConfig, admit
+from drafttrain.formats.read.folder import open_folder
+from drafttrain.formats.read.recognise import recognise
+from drafttrain.target.model import Target, load_target
+
+PROMPT = [1, 3, 6, 20, 33, 41, 20, 7, 9]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> Target:
+    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+
+
+def admitted(folder: Path, target: Target, **changes: Any) -> Admitted:
+    settings: dict[str, Any] = {"layers": None, "allow_pickle": True} | changes
+    config = AdmittedConfig(name="theirs", path=str(folder), **settings)
+    return admit(config, target.spec, target.tokenizer, drafter_config)
+
+
+@torch.no_grad()
+def drafted_logits(
+    theirs: Admitted, target: Target, captured: Tensor, final: Tensor, tokens: list[int]
+) -> Tensor:
+    """What the drafter says along a chain after features of len(final) positions."""
+    drafter, readout = theirs.drafter.double(), target.readout.to(torch.float64)
+    layers = dict(zip(drafter.captures, captured[:, None], strict=True))
+    count, ids = len(final), torch.tensor([tokens])
+    state = drafter.begin(readout, ids[:, 0], len(tokens) + 1)
+    features = TargetFeatures(layers if drafter.captures else {}, final[None], readout)
+    drafter.observe(state, ids[:, 1 : count + 1], [count], features)
+    logits, nodes = [], None
+    for depth in range(DEPTH):
+        logits.append(drafter.expand(state, nodes).logits[0, 0])
+        nodes = Nodes(ids[:, count + 1 + depth, None], torch.tensor([[depth - 1]]))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_computes_what_its_authors_mean(
+    name: str, target: Target, tmp_path: Path
+) -> None:
+    kind, make = LAYOUTS[name]
+    published = make()
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.recognised.kind == kind
+    torch.manual_seed(5)
+    count = 30  # past the 16 positions that llama3's scaling counts from
+    tokens = torch.randint(VOCAB, (count + 1 + DEPTH,)).tolist()
+    captured, final = torch.randn(3, count, WIDTH).double(), torch.randn(count, WIDTH).double()
+    if not theirs.drafter.captures:
+        captured = captured[:0]
+    tensors = {
+        n: t.double() if t.is_floating_point() else t for n, t in published.tensors.items()
+    } | {"the target's head": target.readout.head.double()}
+    embedding = target.readout.embedding.double()
+    expected = published.reference(tensors, captured, final, embedding, tokens)
+    found = drafted_logits(theirs, target, captured, final, tokens)
+    # Rotations are computed in float32 whatever the weights are in.
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    assert expected.std() > 0.05, "a reference that says nothing would agree with anything"
+    vocab = theirs.drafter.vocab
+    assert published.says == (list(range(VOCAB)) if vocab is None else vocab.target_ids.tolist())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_output_with_a_published_drafter_is_the_plain_loops(
+    name: str, target: Target, tmp_path: Path
+) -> None:
+    theirs = admitted(LAYOUTS[name][1]().write(tmp_path), target)
+    settings: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 24, "stop_tokens": []}
+    settings["chance"] = SeededChance(0)
+    plain = autoregressive_decode(target, PROMPT, **settings)
+    drafted = speculative_decode(target, theirs.drafter, PROMPT, depth=DEPTH, **settings)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.untrimmed.num_drafts > 0
+
+
+def test_shards_are_read_together(target: Target, tmp_path: Path) -> None:
+    published = eagle("fc_bias")
+    whole = admitted(published.write(tmp_path / "whole"), target).drafter.state_dict()
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(published.config))
+    places = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(published.tensors)}
+    for part in set(places.values()):
+        chosen = {n: t for n, t in published.tensors.items() if places[n] == part}
+        save_file(chosen, folder / part)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    sharded = admitted(folder, target).drafter.state_dict()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+    (folder / "part-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names 2 shards, missing: part-1\.safetensors"):
+        admitted(folder, target)
+
+
+def test_layers_are_taken_from_where_engines_take_them(target: Target, tmp_path: Path) -> None:
+    """The top-level key, then eagle_config as vLLM reads it, and drafter.layers over both."""
+    published = eagle3()
+    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    published.config["eagle_config"] = nested
+    folder = published.write(tmp_path)
+    assert admitted(folder, target).drafter.captures == (1, 2, 3)
+    assert admitted(folder, target, layers=[4, 0, 2]).drafter.captures == (0, 2, 4)
+    del published.config["eagle_aux_hidden_state_layer_ids"]
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.drafter.captures == (0, 1, 2)
+    assert "SGLang adds 1 to each: drafter.layers=[1,2,3]" in theirs.lines()[1]
+    del published.config["eagle_config"]
+    deep = Target.__new__(Target)
+    deep.spec, deep.tokenizer = replace(target.spec, num_layers=32), target.tokenizer
+    assert admitted(published.write(tmp_path), deep).drafter.captures == (2, 16, 29)
+
+
+def test_what_was_recognised_is_said_with_its_reason(target: Target, tmp_path: Path) -> None:
+    def said(published: Published, name: str) -> str:
+        return str(recognise(open_folder(published.write(tmp_path / name), True)))
+
+    native = "EAGLE-3 in the native layout, by "
+    assert said(eagle3(), "a") == native + "architectures=['LlamaForCausalLMEagle3']"
+    safe = said(eagle3(file="pytorch_model.bin"), "b")
+    assert safe == native + "the tensor midlayer.hidden_norm.weight"
+    assert said(eagle(), "c") == "EAGLE-1 in SafeAILab's layout, by the tensor fc.weight"
+    assert said(eagle3("speculators", prefix="layers.0."), "d") == (
+        "EAGLE-3 in the speculators format, by speculators_model_type=eagle3"
+    )
+    faster = faster_decoding(1, "medusa_lm_head.pt")
+    assert said(faster, "e") == "Medusa in FasterDecoding's layout, by the tensor 0.0.linear.weight"
+    lines = admitted(tmp_path / "e", target).lines()
+    assert "  config.json counts 2 heads, the weights hold 3" in lines
+    assert "  its config.json says that it was trained for lmsys/vicuna-7b-v1.3" in lines
+
+
+def test_a_key_that_engines_read_differently_is_noted(target: Target, tmp_path: Path) -> None:
+    absent = eagle3("speculators", "norm_before_residual", prefix="layers.0.")
+    lines = admitted(absent.write(tmp_path), target).lines()
+    assert any("norm_before_residual is absent and taken as true" in line for line in lines)
+    absent.config["norm_before_residual"] = True
+    lines = admitted(absent.write(tmp_path), target).lines()
+    assert not any("norm_before_residual" in line for line in lines)
+
+
+def test_a_causal_language_model_becomes_two_model(
+    target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    assert recognise(open_folder(tiny_target_dir, False)).kind == "causal_lm"
+
+    built = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class StandIn(DrafterConfig):
+        path: str
+
+        def build(self, spec: TargetSpec) -> Drafter:
+            built.append((self.name, self.path, spec))
+            return drafter_config("ngram").build(spec)
+
+    def choice(name: str) -> DrafterConfig:
+        return StandIn(name=name, path="")
+
+    config = AdmittedConfig(name="x", path=str(tiny_target_dir), layers=None, allow_pickle=False)
+    theirs = admit(config, target.spec, target.tokenizer, choice)
+    assert built == [("x", str(tiny_target_dir), target.spec)]
+    assert str(theirs.recognised) == (
+        "a causal language model of Transformers, by architectures=['LlamaForCausalLM']"
+    )
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def foreign_width() -> Published:
+    published = eagle3(hidden=48)
+    published.tensors["fc.weight"] = normal(48, 3 * 48)
+    del published.config["target_hidden_size"]
+    return published
+
+
+def absolute_ids() -> Published:
+    published = eagle3()
+    published.tensors["d2t"] = torch.tensor(published.says)
+    return published
+
+
+def backwards() -> Published:
+    published = eagle3()
+    ids = torch.tensor(published.says).flip(0)
+    published.tensors["d2t"] = ids - torch.arange(DRAFTED)
+    return published
+
+
+def unmarked() -> Published:
+    published = eagle3()
+    published.tensors["t2d"] = published.tensors["t2d"].roll(1)
+    return published
+
+
+def without_t2d(**changes: Any) -> Published:
+    published = eagle3()
+    del published.tensors["t2d"], published.tensors["d2t"]
+    return edited(published, **changes)
+
+
+def not_finite() -> Published:
+    published = eagle3()
+    published.tensors["norm.weight"][3] = math.nan
+    return published
+
+
+def whole_numbers() -> Published:
+    return edited(eagle(), fc__weight=torch.ones(WIDTH, 2 * WIDTH, dtype=torch.int8))
+
+
+def target_as_medusa() -> Published:
+    published = medusa("bias")
+    published.tensors = {
+        f"model.layers.{i}.mlp.up_proj.weight": normal(64, WIDTH) for i in range(9)
+    } | {"lm_head.weight": normal(VOCAB, WIDTH)}
+    return published
+
+
+def repeating() -> Published:
+    published = medusa("truncated")
+    published.tensors["token_map"][1] = published.tensors["token_map"][0]
+    return published
+
+
+def odd_head() -> Published:
+    published = faster_decoding(1, "medusa_lm_head.safetensors")
+    published.tensors["0.2.weight"] = published.tensors.pop("0.1.weight")
+    return published
+
+
+REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
+    "missing": (
+        lambda: edited(eagle3(), midlayer__mlp__down_proj__weight=None, norm__weight=None),
+        r"does not fit tiny_test: missing: midlayer\.mlp\.down_proj\.weight, norm\.weight$",
+    ),
+    "missing, as the file spells": (
+        lambda: edited(eagle3(prefix="layers.0."), layers__0__mlp__down_proj__weight=None),
+        r"missing: layers\.0\.mlp\.down_proj\.weight$",
+    ),
+    "unknown": (
+        lambda: edited(eagle(), layers__0__input_layernorm__weight=normal(WIDTH)),
+        r"unknown: layers\.0\.input_layernorm\.weight$",
+    ),
+    "a bias that config.json does not announce": (
+        lambda: edited(eagle3(), midlayer__self_attn__q_proj__bias=normal(32)),
+        r"unknown: midlayer\.self_attn\.q_proj\.bias$",
+    ),
+    "misshapen": (
+        lambda: edited(eagle3(), midlayer__mlp__up_proj__weight=normal(41, WIDTH)),
+        r"misshapen: midlayer\.mlp\.up_proj\.weight \[41, 32\] instead of \[40, 32\]$",
+    ),
+    "not finite": (not_finite, r"not finite: norm\.weight$"),
+    "whole numbers": (whole_numbers, r"not of real numbers: fc\.weight$"),
+    "width": (
+        foreign_width,
+        r"it reads hidden states 48 wide, tiny_test's are 32$",
+    ),
+    "width without an embedding": (
+        lambda: eagle3(hidden=48),
+        r"missing: embed_tokens\.weight$",
+    ),
+    "vocabulary": (
+        lambda: edited(eagle("fc_bias"), vocab_size=128_256),
+        r"it is for a vocabulary of 128,256 tokens, tiny_test has 97$",
+    ),
+    "several at once": (
+        lambda: edited(
+            eagle(), vocab_size=200, hidden_size=64, layers__0__mlp__up_proj__weight=None
+        ),
+        r"vocabulary of 200 tokens, tiny_test has 97; it reads hidden states 64 wide, tiny_test's "
+        r"are 32; missing: layers\.0\.mlp\.up_proj\.weight; misshapen: fc\.weight",
+    ),
+    "d2t missing": (
+        without_t2d,
+        r"d2t is missing, which maps its 40 tokens to the target's 97; engines would draft the fi",
+    ),
+    "d2t of another size": (
+        lambda: edited(eagle3(), draft_vocab_size=39),
+        r"d2t must be 39 integers \(draft_vocab_size\), got \[40\] of torch\.int64",
+    ),
+    "d2t of ids": (absolute_ids, r"ascending ids below 97, got .*; it looks like the ids themsel"),
+    "d2t backwards": (backwards, r"that gives ascending ids below 97, got .*, not ascending$"),
+    "t2d": (unmarked, r"t2d must mark exactly the ids that d2t gives$"),
+    "default layers of a shallow target": (
+        lambda: without(eagle3(), "eagle_aux_hidden_state_layer_ids"),
+        r"the default for 4 layers \(2, L/2, L-3\) repeats a layer, \[2, 2, 1\]: name those it was",
+    ),
+    "layers out of range": (
+        lambda: edited(eagle3(), eagle_aux_hidden_state_layer_ids=[1, 2, 29]),
+        r"layer 29 is not one of tiny_test's 0\.\.4$",
+    ),
+    "too few layers": (
+        lambda: edited(eagle3(), eagle_aux_hidden_state_layer_ids=[1, 2]),
+        r"fc\.weight fuses 3 layers, but 2 are named \(\[1, 2\]\); name those it was trained",
+    ),
+    "layers that are none": (
+        lambda: edited(eagle3(), eagle_aux_hidden_state_layer_ids="1,2,3"),
+        r"eagle_aux_hidden_state_layer_ids must be a list of integers, got '1,2,3'$",
+    ),
+    "several decoder layers": (
+        lambda: edited(eagle3(), num_hidden_layers=2),
+        r"config\.json's num_hidden_layers must be 1, got 2$",
+    ),
+    "activation": (
+        lambda: edited(eagle(), hidden_act="gelu", mlp_bias=True),
+        r"hidden_act must be silu, got gelu; config\.json's mlp_bias must be False, got True$",
+    ),
+    "rotary scaling": (
+        lambda: edited(eagle3(), rope_scaling={"type": "dynamic", "factor": 2.0}),
+        r"rope_type must be one of default, linear, llama3, yarn, got dynamic$",
+    ),
+    "rotary scaling without its numbers": (
+        lambda: edited(eagle3(), rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        r"rope_scaling must hold low_freq_factor for rope_type llama3, got None; .*high_freq_fac",
+    ),
+    "half rotary": (
+        lambda: edited(eagle3(), partial_rotary_factor=0.5),
+        r"partial_rotary_factor must be 1\.0, got 0\.5$",
+    ),
+    "quantised": (
+        lambda: edited(eagle3(), quantization_config={"quant_method": "fp8"}),
+        r"quantization_config must be absent: quantised heads cannot be read$",
+    ),
+    "no shape": (
+        lambda: edited(eagle(), hidden_size=None, num_attention_heads="many"),
+        r"hidden_size must be an integer of at least 1, got None; config\.json's num_attention_hea",
+    ),
+    "both norms": (
+        lambda: edited(eagle3("norm_before_fc"), fc_norm=True),
+        r"drafter\.norm_before_fc and drafter\.fc_norm must not both be true",
+    ),
+    "no features": (
+        lambda: edited(eagle3(), eagle_config={"use_aux_hidden_state": False}),
+        r"use_aux_hidden_state must be true: EAGLE-3 reads fused layers$",
+    ),
+    "other speculators": (
+        lambda: edited(eagle3("speculators"), speculators_model_type="dflash"),
+        r"has speculators_model_type=dflash, of which only eagle3 is not known here; it must be on",
+    ),
+    "nothing known": (
+        lambda: Published(
+            {"architectures": ["MLPSpeculatorPreTrainedModel"]},
+            {"speculator.emb.0.weight": normal(3, 3)},
+            eagle,
+        ),
+        r"has architectures=\['MLPSpeculatorPreTrainedModel'\] and tensors such as speculator\.emb",
+    ),
+    "the target as Medusa": (
+        target_as_medusa,
+        r"\(Medusa in vLLM's layout, by architectures=\['MedusaModel'\]\) does not fit tiny_test: "
+        r"missing: .* and 4 more; unknown: .* and 5 more$",
+    ),
+    "Medusa's biases unannounced": (
+        lambda: edited(medusa("bias"), medusa_fc_bias=False),
+        r"medusa_fc_bias must be true, because the blocks have biases \(vLLM drops them otherwise",
+    ),
+    "token_map missing": (
+        lambda: edited(medusa(), truncated_vocab_size=DRAFTED),
+        r"token_map is missing, which names the 40 tokens of the heads; misshapen: lm_heads\.0",
+    ),
+    "token_map repeats": (
+        repeating,
+        r"token_map must name 40 different ids below 97$",
+    ),
+    "more tokens than there are": (
+        lambda: edited(medusa("bias"), truncated_vocab_size=98),
+        r"truncated_vocab_size must be in 1\.\.97, got 98$",
+    ),
+    "a head short": (
+        lambda: edited(medusa("bias"), num_heads=4),
+        r"missing: blocks\.3\.layers\.0\.weight, blocks\.3\.layers\.0\.bias, lm_heads\.3\.weight$",
+    ),
+    "a head out of place": (odd_head, r"the head of 0 must be 0\.1\.weight, got 0\.2\.weight$"),
+    "no heads": (
+        lambda: Published({"medusa_num_heads": 3}, {"x": normal(2)}, eagle),
+        r"it must hold heads I\.J\.linear\.weight and I\.J\.weight, found none$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_fit_is_named(name: str, target: Target, tmp_path: Path) -> None:
+    make, said = REFUSALS[name]
+    with pytest.raises(ValueError, match=said) as caught:
+        admitted(make().write(tmp_path), target)
+    assert str(caught.value).startswith(f"drafter.path={tmp_path}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_is_none_is_refused(target: Target, tmp_path: Path) -> None:
+    def said(folder: Path, **changes: Any) -> str:
+        with pytest.raises(ValueError, match=f"drafter.path={folder}") as caught:
+            admitted(folder, target, **changes)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "which does not exist; give the directory" in said(tmp_path / "nowhere")
+    file = tmp_path / "file"
+    file.touch()
+    assert "which is a file; give the directory" in said(file)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "must hold config.json and weights, but it is empty" in said(empty)
+    (empty / "adapter_config.json").touch()
+    assert "a LoRA adapter must be merged first" in said(empty)
+    (empty / "config.json").write_text("{")
+    assert "config.json must be valid JSON" in said(empty)
+    (empty / "config.json").write_text("[]")
+    assert "config.json must hold an object, got list" in said(empty)
+    (empty / "config.json").write_text("{}")
+    assert "must hold weights (model.safetensors, " in said(empty)
+    (empty / "model.safetensors").write_bytes(b"torn")
+    assert "model.safetensors is no safetensors file: its header cannot be read; copy" in said(
+        empty
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert f"is the folder of a run: evaluate it by run.dir={run}" in said(run)
+
+
+def test_pickle_is_read_only_if_that_is_allowed(target: Target, tmp_path: Path) -> None:
+    folder = eagle3(file="pytorch_model.bin").write(tmp_path)
+    with pytest.raises(ValueError, match=r"only as pickle .*set drafter\.allow_pickle=true"):
+        admitted(folder, target, allow_pickle=False)
+
+    class Payload:
+        def __reduce__(self) -> Any:
+            return (print, ("code that ran",))
+
+    torch.save({"fc.weight": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"torn or holds more than tensors \(weights_only\)"):
+        admitted(folder, target)
+
+
+def test_another_tokenizer_is_shown_token_by_token(target: Target, tmp_path: Path) -> None:
+    folder = eagle3().write(tmp_path)
+    target.tokenizer.save_pretrained(folder)
+    admitted(folder, target)
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    vocab = written["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(written))
+    a, b = (target.tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+    with pytest.raises(ValueError, match="its tokenizer differs in 2 tokens") as caught:
+        admitted(folder, target)
+    assert f'id {a} is "b" to the drafter and "a" to the target, id {b} is "a"' in str(caught.value)
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    vocab["new"] = 97  # in a place that the target leaves free
+    file.write_text(json.dumps(written))
+    admitted(folder, target)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+        admitted(folder, target)
+    file.unlink()
+    (folder / "tokenizer.model").touch()
+    assert any("was not compared" in line for line in admitted(folder, target).lines())
+
+
+def test_layers_are_for_drafters_that_capture(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"drafter\.layers must be null, got \[1\]: it cap"):
+        admitted(medusa("bias").write(tmp_path), target, layers=[1])
+
+
+SPECULATORS_PYTHON = os.environ.get("DRAFTTRAIN_SPECULATORS_PYTHON")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SPECULATORS_PYTHON, reason="names a Python with speculators==0.9.0")
+@pytest.mark.parametrize("variant", ["default", "3.1", "Qwen3"])
+def test_speculators_itself_gives_the_same_logits(
+    variant: str, target: Target, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    flags = {
+        "default": ("norm_before_residual", "embedding"),
+        "3.1": ("fc_norm", "norm_output", "embedding"),
+        "Qwen3": ("qk_norm", "norm_before_fc", "embedding"),
+    }[variant]
+    published = eagle3("speculators", *flags, prefix="layers.0.")
+    published.config["speculators_version"] = "0.9.0"
+    # Said, because absent it is false to speculators and true to vLLM.
+    published.config["norm_before_residual"] = "norm_before_residual" in flags
+    published.config["speculators_config"] = {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTH}],
+        "verifier": {
+            "name_or_path": str(tiny_target_dir),
+            "architectures": ["LlamaForCausalLM"],
+        },
+    }
+    folder = published.write(tmp_path / "drafter")
+    torch.manual_seed(5)
+    count = 20
+    tokens = torch.randint(VOCAB, (count + 1 + DEPTH,))
+    captured = torch.randn(3, count, WIDTH)
+    # Its unroll feeds the text's own tokens, so positions past the features only lend theirs.
+    padded = torch.cat([captured, torch.zeros(3, DEPTH, WIDTH)], dim=1)
+    given = {
+        "hidden_states": torch.cat(list(padded), dim=-1)[None],
+        "input_ids": tokens[None, 1:],
+        "position_ids": torch.arange(count + DEPTH)[None],
+        "ttt_steps": torch.tensor(DEPTH),
+    }
+    save_file({n: t.contiguous() for n, t in given.items()}, tmp_path / "in.safetensors")
+    assert SPECULATORS_PYTHON is not None
+    script = Path(__file__).with_name("speculators_forward.py")
+    call = [SPECULATORS_PYTHON, script, folder, tmp_path / "in.safetensors", tmp_path / "out"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run(call, check=True, timeout=300, env=environment)
+    theirs = load_file(tmp_path / "out")
+    expected = torch.stack([theirs[str(step)][0, count - 1] for step in range(DEPTH)])
+    final = torch.randn(count, WIDTH).double()
+    found = drafted_logits(
+        admitted(folder, target), target, captured.double(), final, tokens.tolist()
+    )
+    torch.testing.assert_close(found.float(), expected, rtol=1e-4, atol=1e-4)
