@@ -19,24 +19,26 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")
-CPU = [
-    "hardware=cpu",
-    "hardware.threads=1",
-    "hardware.dtype=float32",
-    "hardware.draft_dtype=float32",
-]
-DATA = ["data.num_conversations=16", "data.holdout=4", "data.batch_size=8",
-        "data.max_answer_tokens=48"]  # fmt: skip
-TRAINER = ["trainer.tokens_per_step=256", "trainer.validate_every=4", "trainer.save_every=4",
-           "trainer.validation_prompts=2", "trainer.validation_tokens=16", "trainer.log_every=1",
-           "hardware.train_dtype=float32", "hardware.micro_batch=4"]  # fmt: skip
-EVAL = ["eval.prompts_per_task=1", "eval.max_new_tokens=24", "eval.lossless_prompts=2",
-        "eval.resamples=100", "eval.depths=[2,4]", "eval.temperatures=[0,1]", "eval.batch_sizes=[1,3]",
-        "eval.depth=4"]  # fmt: skip
+CPU = (
+    "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
+).split()
+DATA = (
+    "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
+).split()
+TRAINER = (
+    "trainer.tokens_per_step=256 trainer.validate_every=4 trainer.save_every=4 "
+    "trainer.validation_prompts=2 trainer.validation_tokens=16 trainer.log_every=1 "
+    "hardware.train_dtype=float32 hardware.micro_batch=4"
+).split()
+EVAL = (
+    "eval.prompts_per_task=1 eval.max_new_tokens=24 eval.lossless_prompts=2 eval.resamples=100 "
+    "eval.depth=4 eval.depths=[2,4] eval.temperatures=[0,1] eval.batch_sizes=[1,3]"
+).split()
 # What depends on the clock, the machine, the place or the commit.
-UNSTEADY = ("second", "_s", "time", "date", "speed", "ms", "tokens_per", "memory", "bytes", "dir", "path", "version",
-            "commit", "command", "host", "hardware", "verdict", "block", "noise", "cost", "price", "dollar",
-            "disturb", "predict", "pays", "warn", "flag", "note", "threads")  # fmt: skip
+UNSTEADY = (
+    "second _s time date speed ms tokens_per memory bytes dir path version commit command host "
+    "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads"
+).split()
 
 
 def steady(value: Any) -> Any:
@@ -68,10 +70,10 @@ def recorded(checkout: Path, place: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def call(*arguments: str) -> None:
-        subprocess.run(
-            [sys.executable, "-m", "drafttrain", *arguments],
-            cwd=place, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "drafttrain", *arguments]
+        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{checkout}: {' '.join(arguments)}\n{done.stderr}")
 
     for family in FAMILIES:
         run = f"run.dir=run-{family}"
