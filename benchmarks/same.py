@@ -19,32 +19,32 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")
-CPU = (
-    "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
-).split()
-DATA = (
-    "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
-).split()
+CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
+DATA = "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
 TRAINER = (
     "trainer.tokens_per_step=256 trainer.validate_every=4 trainer.save_every=4 "
     "trainer.validation_prompts=2 trainer.validation_tokens=16 trainer.log_every=1 "
     "hardware.train_dtype=float32 hardware.micro_batch=4"
-).split()
+)
 EVAL = (
     "eval.prompts_per_task=1 eval.max_new_tokens=24 eval.lossless_prompts=2 eval.resamples=100 "
     "eval.depth=4 eval.depths=[2,4] eval.temperatures=[0,1] eval.batch_sizes=[1,3]"
-).split()
+)
 # What depends on the clock, the machine, the place or the commit.
 UNSTEADY = (
     "second _s time date speed ms tokens_per memory bytes dir path version commit command host "
     "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads"
-).split()
+)
 
 
 def steady(value: Any) -> Any:
     """Return plain data without what may differ between two runs of one program."""
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if not any(part in k.lower() for part in UNSTEADY)}
+        kept = {
+            k: v
+            for k, v in value.items()
+            if not any(part in k.lower() for part in UNSTEADY.split())
+        }
         return {key: steady(inner) for key, inner in kept.items()}
     return [steady(inner) for inner in value] if isinstance(value, list) else value
 
@@ -77,7 +77,8 @@ def recorded(checkout: Path, place: Path) -> dict[str, Any]:
 
     for family in FAMILIES:
         run = f"run.dir=run-{family}"
-        told = [run, f"drafter={family}", "data.cache_dir=selfgen", *CPU, *DATA, *TRAINER]
+        told = [run, f"drafter={family}", "data.cache_dir=selfgen"]
+        told += f"{CPU} {DATA} {TRAINER}".split()
         if family == "small_lm":
             told += ["drafter.layers=[0,5]"]
         call("train", *told, "trainer.max_steps=6")
@@ -89,12 +90,13 @@ def recorded(checkout: Path, place: Path) -> dict[str, Any]:
         call("export", run, "export=vllm")
         for name in ("model.safetensors", "config.json"):
             found[f"{family}: export {name}"] = digest((folder / "export" / name).read_bytes())
-        call("evaluate", run, *EVAL, *CPU[1:])
+        call("evaluate", run, *EVAL.split(), *CPU.split()[1:])
         evaluation = folder / "evaluations/default"
         found[f"{family}: report"] = steady(json.loads((evaluation / "report.json").read_text()))
         print(f"{checkout.name}: {family}", flush=True)
     found["conversations"] = lines_of(next((place / "selfgen").glob("*/conversations.jsonl")))
-    call("capture", "store.dir=store", "drafter=eagle3", "data.cache_dir=selfgen", *CPU[:2], *DATA)
+    told = f"store.dir=store drafter=eagle3 data.cache_dir=selfgen hardware=cpu {DATA}"
+    call("capture", *told.split())
     for shard in sorted((place / "store").glob("shard-*.safetensors")):
         found[f"store: {shard.name}"] = digest(shard.read_bytes())
     return found
