@@ -33,7 +33,8 @@ EVAL = (
 # What depends on the clock, the machine, the place or the commit.
 UNSTEADY = (
     "second _s time date speed ms tokens_per memory bytes dir path version commit command host "
-    "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads"
+    "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads "
+    "table statement"
 )
 
 
