@@ -16,7 +16,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.journal import Journal, Key
+from drafttrain.evaluation.measurements import Key, Measurements
 from drafttrain.report.statistics import disturbed_turns
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
@@ -219,7 +219,7 @@ def measure(
     sampling: Sampling,
     batch_size: int,
     seed: int,
-    journal: Journal | None = None,
+    journal: Measurements | None = None,
     show: bool = True,
 ) -> list[PromptResult]:
     """Decode every turn of every prompt by every method; return one result each.
@@ -260,7 +260,7 @@ def measure(
     try:
         with progress(label, len(work), show=show) as tick:
             for done, key in enumerate(work):
-                known = journal.get(key) if journal else None
+                known = journal.known.get(key) if journal else None
                 if known is None:
                     take(done, key)
                 else:

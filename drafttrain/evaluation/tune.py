@@ -14,8 +14,8 @@ from drafttrain.data.template import Template
 from drafttrain.evaluation.config import EvalConfig, TuneConfig
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
 
@@ -80,7 +80,7 @@ def tune_drafter(
 
     def results_at(batch_size: int) -> list[PromptResult]:
         point = {**conditions, **config.conditions, "depths": measured_depths}
-        journal = Journal(folder, f"batch{batch_size}", point)
+        journal = Measurements(folder, f"batch{batch_size}", point)
         results = measure(
             target,
             methods,
@@ -95,7 +95,7 @@ def tune_drafter(
         journals.append(journal)
         return results
 
-    journals: list[Journal] = []
+    journals: list[Measurements] = []
     alone = results_at(1)
     predictions: list[Prediction] = []
     for size in sorted(settings.batch_sizes):

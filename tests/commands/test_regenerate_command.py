@@ -313,7 +313,9 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
         run(strange, asked, local(target, config), config)
     with (out).open("a") as stream:
         stream.write("nonsense\n")
-    with pytest.raises(ValueError, match=r"out\.jsonl:6 must be a line as `regenerate` wrote it"):
+    with pytest.raises(
+        ValueError, match=r"out\.jsonl:6: .*a line as `regenerate` wrote"
+    ):
         run(out, asked, local(target, config), config)
 
 
@@ -596,7 +598,9 @@ def test_answers_of_another_hand_are_named_by_line(poison: str, tmp_path: Path) 
         pass
     out.write_text(poison + "\n")
     with (
-        pytest.raises(ValueError, match=r"out\.jsonl:1 must be a line as `regenerate` wrote it"),
+        pytest.raises(
+            ValueError, match=r"out\.jsonl:1: .*a line as `regenerate` wrote"
+        ),
         Answers(out, {}),
     ):
         pass

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from drafttrain.data.evaluation_prompts import prompts_sha256, read_prompts
 from drafttrain.data.prompts_to_answer import Asked, read_asked
 from drafttrain.data.records import Message
 from drafttrain.runtime.untrusted_input import typed
-from drafttrain.target.answers.answers_file import line_of, load
+from drafttrain.target.answers.answers_file import load
 from drafttrain.target.answers.dialogue import Dialogue, Failure, Row
 from drafttrain.target.answers.endpoint import Completion, Models, take
 
@@ -118,7 +119,7 @@ def test_replies_of_an_endpoint(fence: Fence, content: bytes) -> None:
     def read() -> None:
         take(dialogue, typed(Completion, content, "the reply"))
         assert dialogue.outcome is not None
-        line = line_of(dialogue.outcome).encode()
+        line = json.dumps(asdict(dialogue.outcome))
         assert typed(type(dialogue.outcome), line, "it") == dialogue.outcome
 
     fence.holds(read)

@@ -501,14 +501,14 @@ def die_after_the_first_shard() -> None:
     """Let the rank that DIES names be killed when it has written one: with the others under way."""
     import drafttrain.target.store.capture as module
 
-    append = module.append_line
+    append = module.append_records
 
-    def and_die(path: Path, record: Any) -> None:
-        append(path, record)
+    def and_die(path: Path, records: Any) -> None:
+        append(path, records)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ["DIES"] == os.environ["RANK"]:
-        module.append_line = and_die
+        module.append_records = and_die
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from torch import Tensor
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import DiskError
+from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import progress
@@ -32,7 +33,6 @@ from drafttrain.target.store.shards import (
     STORED,
     Manifest,
     Shard,
-    append_line,
     decode,
     encode,
     kept_positions,
@@ -88,7 +88,7 @@ def capture(
         with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shard_name(number), plan[number])
-                append_line(folder / f"journal-{ranks.rank}.jsonl", asdict(shard))
+                append_records(folder / f"journal-{ranks.rank}.jsonl", [asdict(shard)])
                 done += shard.tokens
                 tick(shard.tokens, f"{done / (time.monotonic() - started):,.0f} tokens/s")
                 stop.obey()

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.runtime.disk import append_text, flush, replacing, write_whole
+from drafttrain.runtime.disk import replacing, write_whole
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.untrusted_input import (
     Count,
@@ -245,12 +245,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> File:
         save_file(tensors, beside)
         beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
         return File(path.name, beside.stat().st_size, sha256(beside))
-
-
-def append_line(path: Path, record: Any) -> None:
-    """Add a record to a journal, and wait until it is on the disk."""
-    append_text(path, json.dumps(record) + "\n")
-    flush(path.parent)
 
 
 def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
