@@ -19,7 +19,7 @@ from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.limits import final_norm_of
 from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
 from drafttrain.target.vllm.config import VllmConfig
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 
 PROBE = 8  # prefixes by which the ends are compared with the engine
 EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
@@ -33,7 +33,12 @@ class ServedTarget:
     """
 
     def __init__(
-        self, engine: Engine, norm: nn.Module, readout: Readout, spec: TargetSpec, tokenizer: Any
+        self,
+        engine: VllmEngine,
+        norm: nn.Module,
+        readout: Readout,
+        spec: TargetSpec,
+        tokenizer: Any,
     ) -> None:
         self.engine, self.norm, self.readout = engine, norm, readout
         self.spec, self.tokenizer = spec, tokenizer
@@ -153,7 +158,7 @@ def open_served(
     where = torch.device(device)
     if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
         vllm = replace(vllm, devices=visible_name(where.index or 0))
-    engine = Engine(
+    engine = VllmEngine(
         place,
         vllm,
         dtype=str(dtype).removeprefix("torch."),

@@ -28,7 +28,7 @@ from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
 from drafttrain.target.served import documents_of, spec_on_disk, visible_name
 from drafttrain.target.vllm.config import VllmConfig
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import HAS_VLLM, VARIABLE, require_vllm
 
 CONF = ROOT / "conf"
@@ -137,7 +137,7 @@ def test_another_process_sees_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 # The process
 
 
-def engine_of(folder: Path, body: str, **changes: Any) -> Engine:
+def engine_of(folder: Path, body: str, **changes: Any) -> VllmEngine:
     """An engine whose worker is this Python script: it sees the request as sys.argv[-1]."""
     python = folder / "python"
     script = folder / "script.py"
@@ -146,7 +146,9 @@ def engine_of(folder: Path, body: str, **changes: Any) -> Engine:
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     values = yaml.safe_load((CONF / "vllm" / "default.yaml").read_text())
     config = VllmConfig(**values | {"python": str(python), "patience": 20.0} | changes)
-    return Engine(folder, config, dtype="float32", device="cpu", longest=9, folder=folder / "log")
+    return VllmEngine(
+        folder, config, dtype="float32", device="cpu", longest=9, folder=folder / "log"
+    )
 
 
 READY = "print(json.dumps({'event': 'ready', 'version': '1'}), flush=True)\n"

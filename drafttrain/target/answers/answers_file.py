@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.skips import SkipReport
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import hold, of_answers
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
-from drafttrain.target.answers.dialogue import Failure, Outcome, Row
+from drafttrain.target.answers.dialogue import AnsweredConversation, Failure, Outcome
 
 FORMAT = 1
 Kind = TypeVar("Kind")
@@ -33,7 +33,7 @@ class Answers:
         self.header = out.with_suffix(".settings.json")
         self.failed = out.with_suffix(".failed.jsonl")
         self.settings = {"format": FORMAT, **settings}
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, AnsweredConversation] = {}
         self.failures: dict[int, Failure] = {}
         self._open = ExitStack()
 
@@ -45,7 +45,7 @@ class Answers:
             self.check_settings()
             for file in (self.out, self.failed):
                 append_records(file, [])  # tried before anything is asked
-            self.rows = {row.index: row for row in load(self.out, Row)}
+            self.rows = {row.index: row for row in load(self.out, AnsweredConversation)}
             self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
             self._open = stack.pop_all()
         return self
@@ -76,7 +76,7 @@ class Answers:
                     f"on with {name}={shown(now)}; set it as it was, or name another file"
                 )
 
-    def missing(self, asked: Sequence[Asked]) -> list[Asked]:
+    def missing(self, asked: Sequence[Question]) -> list[Question]:
         """Return what is still to be asked; ValueError where the prompts are not what they were."""
         known: dict[int, Outcome] = {**self.failures, **self.rows}
         for index in sorted(known):
@@ -93,12 +93,12 @@ class Answers:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Put outcomes on the disk: what this returns from survives a loss of power."""
-        for file, kind in ((self.out, Row), (self.failed, Failure)):
+        for file, kind in ((self.out, AnsweredConversation), (self.failed, Failure)):
             records = [asdict(outcome) for outcome in outcomes if isinstance(outcome, kind)]
             if records:
                 append_records(file, records)
         for outcome in outcomes:
-            if isinstance(outcome, Row):
+            if isinstance(outcome, AnsweredConversation):
                 self.rows[outcome.index] = outcome
                 self.failures.pop(outcome.index, None)
             else:

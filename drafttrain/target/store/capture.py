@@ -23,7 +23,7 @@ from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
-from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.config import StoreConfig, StoreContents
 from drafttrain.target.store.features import rows_per_shard
 from drafttrain.target.store.folder import duration, finish, prepare, size_of
 from drafttrain.target.store.manifest import read_manifest
@@ -47,7 +47,7 @@ PROBE_BYTES = 32e6  # written once to learn how fast the disk is
 def capture(
     target: Target | ServedTarget,
     samples: list[Sample],
-    asked: Asked,
+    asked: StoreContents,
     config: StoreConfig,
     *,
     template: str,
