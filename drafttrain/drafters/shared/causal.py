@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.ops.chunked_losses import OutputHead
-from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
