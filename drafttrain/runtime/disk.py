@@ -1,6 +1,7 @@
 """Writing so that a kill leaves the old or the new, and a full disk is said in a plain line."""
 
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -161,6 +162,12 @@ def append_text(path: Path, text: str) -> None:
             with suppress(OSError):
                 os.truncate(path, end)
             raise
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def no_link(path: str, flags: int) -> int:

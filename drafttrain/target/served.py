@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
+from drafttrain.data.batches import documents_of
 from drafttrain.target.describe import describe, read_out
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
@@ -80,14 +81,14 @@ class ServedTarget:
                 )
         spans = documents_of(batch)
         tokens = batch.tokens.tolist()
-        texts = [tokens[row][start:stop] for row, start, stop in spans]
+        texts = [tokens[row][start:stop] for row, start, stop, *_ in spans]
         states = self.engine.read(texts).states
         shape = (*batch.tokens.shape, self.spec.hidden_size)
         gathered = {
             layer: torch.zeros(shape, dtype=self.dtype, device=self.device)
             for layer in {*captures, self.spec.num_layers}
         }
-        for (row, start, stop), document in zip(spans, states, strict=True):
+        for (row, start, stop, *_), document in zip(spans, states, strict=True):
             for layer, hidden in gathered.items():
                 hidden[row, start:stop] = document[:, known.index(layer)].to(hidden)
         final = self.norm(gathered[self.spec.num_layers])
@@ -194,21 +195,3 @@ def spec_on_disk(
     if (place / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
     return describe(config, model_config, generation, tokenizer, fingerprint)
-
-
-def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
-    """Return row, start and stop of every document: a packed row holds several."""
-    spans = []
-    for row, names in enumerate(_rows(batch.document)):
-        start = 0
-        for place in range(1, len(names) + 1):
-            if place == len(names) or names[place] != names[start]:
-                if names[start] != PAD_DOCUMENT:
-                    spans.append((row, start, place))
-                start = place
-    return spans
-
-
-def _rows(tensor: Tensor) -> list[list[int]]:
-    rows: list[list[int]] = tensor.tolist()
-    return rows

@@ -18,7 +18,7 @@ from drafttrain.__main__ import main
 from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.core.losses import REJECTION
 from drafttrain.core.types import FeatureSource, Sample, weighted_sum
-from drafttrain.data.batches import Batches, collate, pack, token_counts
+from drafttrain.data.batches import Batches, collate, documents_of, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.medusa import Medusa
@@ -26,7 +26,7 @@ from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.config import StoreContents
-from drafttrain.target.store.features import StoredTarget, runs
+from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.checkpoint import Checkpoints, load_state
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.engine import Engine
@@ -89,7 +89,7 @@ def test_features_are_those_of_the_target_wherever_a_conversation_is_packed(
         )
     assert torch.allclose(found.final_hidden[real], expected.final_hidden[real], atol=1e-5)
     assert not found.final_hidden[~real].any(), "padding is finite"
-    assert len(runs(batch)) == len(chosen)
+    assert len(documents_of(batch)) == len(chosen)
 
 
 def test_features_of_a_conversation_alone_are_the_very_bits(target: Target, tmp_path: Path) -> None:
