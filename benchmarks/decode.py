@@ -268,17 +268,14 @@ def metered(target: Target, drafter: Drafter | None) -> Iterator[Meter]:
         for child in drafter.children():
             modules += [child, *child.children()]
     readout = target.readout
-    own = [module.__dict__.get("forward") for module in modules]  # lean ones are bound to modules
     try:
         for module in modules:
             module.__dict__["forward"] = meter.wrap(module.forward)
         readout.__dict__["logits"] = meter.wrap(readout.logits)  # the dataclass is frozen
         yield meter
     finally:
-        for module, forward in zip(modules, own, strict=True):
+        for module in modules:
             del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
         del readout.__dict__["logits"]
 
 

@@ -30,7 +30,7 @@ DOORS = {
     "pydantic": {"runtime.untrusted_input"},
     "openai": {"target.answers.endpoint"},
     # which the interpreter of vLLM's environment runs
-    "vllm": {"target.vllm.worker", "evaluation.witness.worker"},
+    "vllm": {"target.vllm.worker"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -122,3 +122,20 @@ def test_an_import_from_a_folder_above_is_noticed() -> None:
 def test_a_circle_is_noticed() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == set()
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"a", "b", "c"}
+
+
+def classes_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return class names that stand for two things, with the modules that define them."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    assert classes_twice({"a": "class A: ...", "b": "class A: ...\nclass B: ..."}) == {
+        "A": ["a", "b"]
+    }
+    assert not classes_twice(MODULES)

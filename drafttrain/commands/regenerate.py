@@ -30,7 +30,7 @@ from drafttrain.target.answers.regenerate import regenerate as answer_all
 from drafttrain.target.pretrained.ends import directory
 from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
 from drafttrain.target.served import spec_on_disk
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import require_vllm
 
 
@@ -159,7 +159,7 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
     spec = spec_on_disk(model, load_model_config(model), tokenizer, fingerprint="")
     room = room_of(config, spec)
     console.print("starting vLLM")
-    with Engine(
+    with VllmEngine(
         place,
         config.vllm,
         dtype=name_of(dtype),

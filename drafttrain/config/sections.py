@@ -8,14 +8,12 @@ from drafttrain.runtime.run_folder import RunConfig
 if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
-    from drafttrain.evaluation.config import CompareConfig as ComparisonConfig
-    from drafttrain.evaluation.config import EvalConfig
-    from drafttrain.evaluation.config import TuneConfig as TuneSettings
-    from drafttrain.formats.write.config import ExportConfig as FormatConfig
-    from drafttrain.plan.config import PlanConfig as PlanSettings
+    from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
+    from drafttrain.formats.write.config import ExportSettings
+    from drafttrain.plan.config import PlanSettings
     from drafttrain.runtime.config import HardwareConfig
     from drafttrain.runtime.tracker import TrackerConfig
-    from drafttrain.target.answers.config import RegenerateConfig as RegenerateSettings
+    from drafttrain.target.answers.config import RegenerateSettings
     from drafttrain.target.pretrained.config import ModelConfig
     from drafttrain.target.store.config import FeaturesConfig, StoreConfig
     from drafttrain.target.vllm.config import VllmConfig
@@ -35,12 +33,12 @@ SECTIONS = {
     "deepspeed": "drafttrain.training.engine.config.DeepSpeedConfig",
     "tracker": "drafttrain.runtime.tracker.TrackerConfig",
     "eval": "drafttrain.evaluation.config.EvalConfig",
-    "export": "drafttrain.formats.write.config.ExportConfig",
-    "tune": "drafttrain.evaluation.config.TuneConfig",
-    "compare": "drafttrain.evaluation.config.CompareConfig",
-    "regenerate": "drafttrain.target.answers.config.RegenerateConfig",
+    "export": "drafttrain.formats.write.config.ExportSettings",
+    "tune": "drafttrain.evaluation.config.TuneSettings",
+    "compare": "drafttrain.evaluation.config.CompareSettings",
+    "regenerate": "drafttrain.target.answers.config.RegenerateSettings",
     "vllm": "drafttrain.target.vllm.config.VllmConfig",
-    "plan": "drafttrain.plan.config.PlanConfig",
+    "plan": "drafttrain.plan.config.PlanSettings",
     "accelerator": "drafttrain.plan.config.AcceleratorConfig",
 }
 
@@ -98,14 +96,14 @@ class ExportConfig:
     data: "DataConfig"
     drafter: "DrafterConfig"
     hardware: "HardwareConfig"
-    export: "FormatConfig"
+    export: "ExportSettings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
     """Everything `compare` is told; the runs say the rest."""
 
-    compare: "ComparisonConfig"
+    compare: "CompareSettings"
     tracker: "TrackerConfig"
 
 

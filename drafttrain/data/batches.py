@@ -191,3 +191,16 @@ def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, " vo
     """Count each token id among those whose prediction is trained."""
     trained = torch.cat([sample.tokens[sample.loss_mask] for sample in samples])
     return torch.bincount(trained, minlength=vocab_size)
+
+
+def documents_of(batch: Batch) -> list[tuple[int, int, int, int, int]]:
+    """Return (row, start, stop, document, position of its start) of each document of a batch."""
+    found = []
+    edges: Int[Tensor, "batch less"] = batch.document.diff(dim=1)
+    for row, changes in enumerate(edges):
+        cuts = [0, *(changes.nonzero().squeeze(1) + 1).tolist(), batch.tokens.shape[1]]
+        for start, stop in itertools.pairwise(cuts):
+            document = int(batch.document[row, start])
+            if document != PAD_DOCUMENT:
+                found.append((row, start, stop, document, int(batch.positions[row, start])))
+    return found

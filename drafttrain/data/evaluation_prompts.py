@@ -11,6 +11,7 @@ from typing import Any
 from drafttrain.data.records import Unusable, checked_text
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
+from drafttrain.runtime.disk import sha256_of
 from drafttrain.runtime.untrusted_input import Count, Sha256, read_object, read_typed
 
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
@@ -183,12 +184,6 @@ def count_overlap(
         **counts(prompts),
         "tasks": {task: counts(group) for task, group in tasks.items()},
     }
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def overlap_path(path: str | Path) -> Path:

@@ -21,7 +21,7 @@ ALL, LAST = "all", "last"  # which answers are given anew
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """One conversation to answer: `messages` end with the user turn that is answered last.
 
     Assistant turns among them are kept as they are. `index` is its place among the usable ones,
@@ -34,7 +34,7 @@ class Asked:
     digest: str
 
 
-def read_asked(config: DataConfig, turns: str) -> tuple[list[Asked], SkipReport]:
+def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipReport]:
     """Read what is asked from the files or the data set that `config` names.
 
     A record is a conversation in any spelling that training reads, with or without answers, a list
@@ -58,9 +58,9 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Asked], SkipReport]
             "use data=jsonl data.path=FILE"
         )
 
-    def take(record: Any, index: int, where: str) -> Asked:
+    def take(record: Any, index: int, where: str) -> Question:
         messages = left_open(messages_asked(record), turns)
-        return Asked(messages, index, where, digest_of(messages))
+        return Question(messages, index, where, digest_of(messages))
 
     return usable_of(records, limit, take, f"{what} must hold usable prompts")
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drafttrain.core import losses
 from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.cache import KeyValues
 from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, chunked_losses, loss_terms
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -72,10 +72,10 @@ class EagleLayer(nn.Module):
         self,
         values: Float[Tensor, "batch seq hidden"],
         turn: Rotation,
-        attend: "KeyValues | Tensor | None",
+        attend: "RaggedCache | Tensor | None",
     ) -> Float[Tensor, "batch seq hidden"]:
         """Run the layer; `attend` is the cache while decoding, else the training mask or None."""
-        if isinstance(attend, KeyValues):
+        if isinstance(attend, RaggedCache):
             mixed = self.self_attn.cached(values, turn, attend)
         else:
             mixed = self.self_attn(values, turn, attend)
@@ -87,7 +87,7 @@ class EagleLayer(nn.Module):
 class EagleState(DraftState):
     """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
 
-    cache: KeyValues
+    cache: RaggedCache
     table: Rotation
     committed: list[int]  # per row
     hidden: Float[Tensor, "batch 1 hidden"] | None = (
@@ -101,9 +101,7 @@ class EagleState(DraftState):
         """Allocate for a drafter with one layer of the given shape, EAGLE's or EAGLE-3's."""
         dtype, device = drafter.dtype, drafter.device
         table = shape.rotation(torch.arange(capacity, device=device), dtype)
-        heads = shape.num_key_value_heads
-        cache = KeyValues.empty(rows, heads, capacity, shape.head_dim, dtype, device)
-        return cls(access, cache, table, [0] * rows)
+        return cls(access, RaggedCache(rows), table, [0] * rows)
 
     def turn(self, num_tokens: int) -> Rotation:
         """Return the rotation of the next `num_tokens` positions of each row."""
@@ -111,7 +109,7 @@ class EagleState(DraftState):
             start = self.cache.lengths[0]
             stop = start + num_tokens
             return Rotation(self.table.cos[start:stop], self.table.sin[start:stop])
-        places = self.cache.places(num_tokens)
+        places = self.cache.positions(num_tokens, self.table.cos.device)
         return Rotation(self.table.cos[places], self.table.sin[places])
 
     def commit(self, counts: Sequence[int]) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.chunked_losses import Sums, TargetLaw, chunked_losses, loss_terms
-from drafttrain.core.ops.growing import additive
 from drafttrain.core.ops.layers import document_mask, within_calls
+from drafttrain.core.ops.ragged_cache import additive
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.evaluation.config import CompareConfig
+from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report import build
 from drafttrain.report.comparison import Comparison, build_comparison
 from drafttrain.report.pairs import measured_of
@@ -77,7 +77,7 @@ class _Certificate:
 
 
 @dataclass(frozen=True)
-class _Provenance:
+class _RunProvenance:
     target_fingerprint: str | None
     checkpoint: str | None = None
     hardware: dict[str, Any] | None = None
@@ -105,13 +105,13 @@ class _Report:
     sampling: _Sampling
     timing: dict[str, Any]
     prompts: _Prompts
-    provenance: _Provenance
+    provenance: _RunProvenance
     measurements: list[_Row]
     certificate: _Certificate | None = None
     batch_size: Count = 1
 
 
-def compare_runs(config: CompareConfig, provenance: Mapping[str, Any]) -> Comparison:
+def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comparison:
     """Return the comparison of the runs' evaluations.
 
     Raises ValueError in one line for a run without that evaluation or with a broken one, for runs

@@ -206,7 +206,7 @@ def _require(key: str, holds: bool, what: str, got: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig:
+class TuneSettings:
     """Which depths and batches are weighed, and how carefully."""
 
     name: str
@@ -239,7 +239,7 @@ class TuneConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig:
+class CompareSettings:
     """Which runs are compared, with what, and where the comparison goes."""
 
     runs: list[str]

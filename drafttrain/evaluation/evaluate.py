@@ -18,7 +18,6 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.footprint import extra_memory
-from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
     first_turn,
@@ -26,6 +25,7 @@ from drafttrain.evaluation.measure import (
     methods_of,
     spread,
 )
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.report.adaptation import with_adaptation
 from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_report
 from drafttrain.report.certificate import Check, certificate, certificate_rows
@@ -64,7 +64,7 @@ def evaluate_drafter(
     timing: TimingInfo,
     report_settings: Mapping[str, Any],
     seed: int,
-) -> tuple[Report, list[PromptResult], list[Journal]]:
+) -> tuple[Report, list[PromptResult], list[Measurements]]:
     """Certify and measure what `check_settings` let pass; return report, results and journals.
 
     The results are those behind the headline; the journals are to be finished when the report is on
@@ -84,7 +84,7 @@ def evaluate_drafter(
     journals = []
     for temperature, batch_size in config.points:
         sampling = Sampling(temperature, config.top_k, config.top_p)
-        journal = Journal(
+        journal = Measurements(
             folder,
             f"temperature{temperature:g}-batch{batch_size}",
             {

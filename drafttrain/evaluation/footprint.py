@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from drafttrain.core.ops.cache import KeyValues
 from drafttrain.drafters.base import Drafter
 from drafttrain.report.verdict import ExtraMemory
 from drafttrain.target.model import Target
@@ -44,9 +43,9 @@ def weight_bytes(target: Target, drafter: Drafter) -> int:
     return sum(own.values())
 
 
-def caches_of(state: Any) -> Iterator[KeyValues | DynamicCache]:
+def caches_of(state: Any) -> Iterator[DynamicCache]:
     """Yield the caches that a drafter's state holds."""
-    if isinstance(state, KeyValues | DynamicCache):
+    if isinstance(state, DynamicCache):
         yield state
     elif isinstance(state, list | tuple):
         for part in state:
@@ -56,9 +55,9 @@ def caches_of(state: Any) -> Iterator[KeyValues | DynamicCache]:
             yield from caches_of(getattr(state, part.name))
 
 
-def bytes_per_position(cache: KeyValues | DynamicCache) -> int:
+def bytes_per_position(cache: DynamicCache) -> int:
     """Return the bytes of one position of one row, keys and values of all layers."""
-    layers: list[Any] = [cache] if isinstance(cache, KeyValues) else cache.layers
+    layers: list[Any] = cache.layers
     return sum(
         tensor.shape[1] * tensor.shape[3] * tensor.element_size()
         for layer in layers

@@ -16,7 +16,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.journal import Journal, Key
+from drafttrain.evaluation.measurements import Key, Measurements
 from drafttrain.report.statistics import disturbed_turns
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
@@ -28,7 +28,7 @@ Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # pr
 
 
 @dataclass(frozen=True)
-class Method:
+class DraftMethod:
     """A drafter at a depth; its name is what reports call it."""
 
     name: str
@@ -38,11 +38,11 @@ class Method:
 
 def methods_of(
     drafters: Mapping[str, Drafter], depths: Sequence[int], reference_depth: int
-) -> list[Method]:
+) -> list[DraftMethod]:
     """Return the main drafter (the last one) at every depth, the others at the reference depth."""
     *references, main = drafters
     wanted = [(name, reference_depth) for name in references] + [(main, depth) for depth in depths]
-    return [Method(f"{name}@{depth}", drafters[name], depth) for name, depth in wanted]
+    return [DraftMethod(f"{name}@{depth}", drafters[name], depth) for name, depth in wanted]
 
 
 def check_settings(
@@ -161,7 +161,11 @@ def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:
 
 
 def decoders(
-    target: Target, methods: Sequence[Method], config: EvalConfig, sampling: Sampling, seed: int
+    target: Target,
+    methods: Sequence[DraftMethod],
+    config: EvalConfig,
+    sampling: Sampling,
+    seed: int,
 ) -> dict[str, Decode]:
     """Return the plain loop and the speculative one of each method, ready to be called."""
     chance = SeededChance(seed)
@@ -178,7 +182,7 @@ def decoders(
             stop_strings=strings,
         )
 
-    def speculative(method: Method) -> Decode:
+    def speculative(method: DraftMethod) -> Decode:
         return lambda prompts, rows: speculative_decode_batch(
             target,
             method.drafter,
@@ -211,7 +215,7 @@ def groups_of(prompts: Sequence[Prompt], size: int) -> Iterator[list[tuple[int, 
 
 def measure(
     target: Target,
-    methods: Sequence[Method],
+    methods: Sequence[DraftMethod],
     prompts: Sequence[Prompt],
     template: Template,
     config: EvalConfig,
@@ -219,7 +223,7 @@ def measure(
     sampling: Sampling,
     batch_size: int,
     seed: int,
-    journal: Journal | None = None,
+    journal: Measurements | None = None,
     show: bool = True,
 ) -> list[PromptResult]:
     """Decode every turn of every prompt by every method; return one result each.
@@ -260,7 +264,7 @@ def measure(
     try:
         with progress(label, len(work), show=show) as tick:
             for done, key in enumerate(work):
-                known = journal.get(key) if journal else None
+                known = journal.known.get(key) if journal else None
                 if known is None:
                     take(done, key)
                 else:
@@ -330,7 +334,7 @@ def _group(
 
 
 def at_depth(
-    results: Sequence[PromptResult], methods: Sequence[Method], main: str, depth: int
+    results: Sequence[PromptResult], methods: Sequence[DraftMethod], main: str, depth: int
 ) -> list[PromptResult]:
     """Return the results of the plain loop, the references and the main drafter at one depth.
 

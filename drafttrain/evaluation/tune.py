@@ -11,11 +11,11 @@ from typing import Any
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
-from drafttrain.evaluation.config import EvalConfig, TuneConfig
+from drafttrain.evaluation.config import EvalConfig, TuneSettings
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.journal import Journal
-from drafttrain.evaluation.measure import PLAIN, Method, check_settings, measure
+from drafttrain.evaluation.measure import PLAIN, DraftMethod, check_settings, measure
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
 
@@ -25,7 +25,7 @@ Choice = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TunedPoint:
     """A depth at a batch size on one task, or on all: what should be and what was."""
 
     task: str
@@ -46,12 +46,12 @@ def tune_drafter(
     prompts: Sequence[Prompt],
     template: Template,
     config: EvalConfig,
-    settings: TuneConfig,
+    settings: TuneSettings,
     *,
     folder: Path,
     conditions: Mapping[str, Any],
     seed: int,
-) -> tuple[list[Prediction], Costs]:
+) -> tuple[list[TunedPoint], Costs]:
     """Return what every depth and batch size should bring, and what it brings if that is asked for.
 
     The prompts are decoded one at a time by the deepest chains for the acceptance of all depths;
@@ -75,12 +75,14 @@ def tune_drafter(
         rounds=settings.rounds,
     )
     measured_depths = depths if settings.measure else depths[-1:]
-    methods = [Method(f"{parts.drafter_name}@{depth}", timed, depth) for depth in measured_depths]
+    methods = [
+        DraftMethod(f"{parts.drafter_name}@{depth}", timed, depth) for depth in measured_depths
+    ]
     deepest = methods[-1].name
 
     def results_at(batch_size: int) -> list[PromptResult]:
         point = {**conditions, **config.conditions, "depths": measured_depths}
-        journal = Journal(folder, f"batch{batch_size}", point)
+        journal = Measurements(folder, f"batch{batch_size}", point)
         results = measure(
             target,
             methods,
@@ -95,9 +97,9 @@ def tune_drafter(
         journals.append(journal)
         return results
 
-    journals: list[Journal] = []
+    journals: list[Measurements] = []
     alone = results_at(1)
-    predictions: list[Prediction] = []
+    predictions: list[TunedPoint] = []
     for size in sorted(settings.batch_sizes):
         here = predict(in_order(alone, prompts), deepest, costs, depths, size)
         if settings.measure:
@@ -142,7 +144,7 @@ def predict(
     costs: Costs,
     depths: Sequence[int],
     batch_size: int,
-) -> list[Prediction]:
+) -> list[TunedPoint]:
     """Return the predicted speedup of every depth at a batch size, by task and in all.
 
     results: of the plain loop and of the drafter at the deepest depth, one prompt at a time: they
@@ -165,12 +167,12 @@ def predict(
             totals[depth][0] += ours
             totals[depth][1] += theirs
             predictions.append(
-                Prediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
+                TunedPoint(task, batch_size, depth, lengths[depth], theirs / ours, None)
             )
     counters = sum((result.stats.trimmed for result in drafted), Counters())
     lengths = acceptance_lengths(counters, depths)
     predictions += [
-        Prediction("all", batch_size, depth, lengths[depth], theirs / ours, None)
+        TunedPoint("all", batch_size, depth, lengths[depth], theirs / ours, None)
         for depth, (ours, theirs) in totals.items()
     ]
     return predictions
@@ -214,7 +216,7 @@ def _until_all_end(passes: Sequence[float], seconds: Callable[[int], float]) -> 
     return total
 
 
-def decoding_speedup(results: Sequence[PromptResult], method: str, point: Prediction) -> float:
+def decoding_speedup(results: Sequence[PromptResult], method: str, point: TunedPoint) -> float:
     """Return the measured speedup of decoding on the point's task, prefill left out."""
     chosen = [result for result in results if point.task in ("all", result.task)]
 
@@ -226,7 +228,7 @@ def decoding_speedup(results: Sequence[PromptResult], method: str, point: Predic
     return per_token(PLAIN) / per_token(method)
 
 
-def choose(predictions: Sequence[Prediction]) -> dict[str, Choice]:
+def choose(predictions: Sequence[TunedPoint]) -> dict[str, Choice]:
     """Return for every batch size the depth that should be fastest, by task and in all.
 
     What was measured outweighs what was predicted, where both are there.
@@ -235,7 +237,7 @@ def choose(predictions: Sequence[Prediction]) -> dict[str, Choice]:
     for size in dict.fromkeys(prediction.batch_size for prediction in predictions):
         here = [p for p in predictions if p.batch_size == size]
 
-        def best(task: str, here: list[Prediction] = here) -> Choice:
+        def best(task: str, here: list[TunedPoint] = here) -> Choice:
             rows = [p for p in here if p.task == task]
             top = max(rows, key=lambda p: p.predicted if p.measured is None else p.measured)
             speedup = top.predicted if top.measured is None else top.measured
@@ -251,7 +253,7 @@ def choose(predictions: Sequence[Prediction]) -> dict[str, Choice]:
 
 def write_tuned(
     folder: Path,
-    predictions: Sequence[Prediction],
+    predictions: Sequence[TunedPoint],
     costs: Costs,
     conditions: Mapping[str, Any],
 ) -> Path:
@@ -271,7 +273,7 @@ def write_tuned(
     return file
 
 
-def as_rows(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
+def as_rows(predictions: Sequence[TunedPoint]) -> list[dict[str, Any]]:
     """Return predictions as plain data."""
     return [asdict(p) | {"error": p.error} for p in predictions]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from drafttrain.plan.config import PlanConfig
+from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job, Plan, cost, memory_of
 from drafttrain.plan.memory import Memory
 from drafttrain.plan.serving import affordable, fitting
@@ -22,7 +22,7 @@ SMALL_VOCABULARY = 8_000  # what a draft vocabulary can be cut to
 WHOLE_VOCABULARY = 50_000  # draft vocabularies beyond it are worth a word
 
 
-def advise(plan: Plan, settings: PlanConfig) -> Iterator[str]:
+def advise(plan: Plan, settings: PlanSettings) -> Iterator[str]:
     """Yield sentences that say what to do, numbers in them."""
     yield from about_target(plan)
     yield from about_micro_batch(plan)
@@ -131,7 +131,7 @@ def about_features(plan: Plan) -> Iterator[str]:
     )
 
 
-def about_drafter(plan: Plan, settings: PlanConfig) -> Iterator[str]:
+def about_drafter(plan: Plan, settings: PlanSettings) -> Iterator[str]:
     """Which size a drafter should have: what a drafted token costs beside a target pass."""
     job, host = plan.job, plan.host
     share = job.parts.num_parameters / job.shape.num_parameters
@@ -171,7 +171,7 @@ def about_drafter(plan: Plan, settings: PlanConfig) -> Iterator[str]:
         )
 
 
-def about_speculation(plan: Plan, settings: PlanConfig) -> Iterator[str]:
+def about_speculation(plan: Plan, settings: PlanSettings) -> Iterator[str]:
     """Up to which batch speculation pays, and what acceptance it needs beyond."""
     length = plan.serving[0].acceptance_length
     given = f"at depth {settings.depth} and an acceptance length of {length:.2f}"

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from drafttrain.plan.advice import advise
-from drafttrain.plan.config import PlanConfig
+from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job, Plan, cost, memory_of, place
 from drafttrain.plan.memory import Sharding, combinations
 from drafttrain.plan.serving import Host, break_even, serve, spread_of
 
 
-def host_of(job: Job, settings: PlanConfig) -> Host:
+def host_of(job: Job, settings: PlanSettings) -> Host:
     """Return target and drafter as they are served, on as few accelerators as hold them."""
     width = 2 if job.load.dtype == "bfloat16" else 4
     return Host(
@@ -27,7 +27,7 @@ def host_of(job: Job, settings: PlanConfig) -> Host:
 
 def build_plan(
     job: Job,
-    settings: PlanConfig,
+    settings: PlanSettings,
     sharding: Sharding,
     placement: str,
     shardings: Sequence[Sharding],

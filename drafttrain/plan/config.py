@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanSettings:
     """What a plan counts with beside the sections of `train`."""
 
     dir: str | None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.plan.accelerator import Accelerator
 from drafttrain.plan.activations import feature_bytes
-from drafttrain.plan.config import PlanConfig
+from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.drafter import DrafterParts, drafter_parts
 from drafttrain.plan.memory import Memory, Sharding, memory
 from drafttrain.plan.serving import Host, Serving
@@ -72,7 +72,7 @@ def describe_job(
     model: ModelConfig,
     drafter: DrafterConfig,
     hardware: HardwareConfig,
-    settings: PlanConfig,
+    settings: PlanSettings,
     chip: Accelerator,
     *,
     dtype: str,

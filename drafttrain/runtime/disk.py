@@ -1,6 +1,7 @@
 """Writing so that a kill leaves the old or the new, and a full disk is said in a plain line."""
 
 import errno
+import hashlib
 import os
 import shutil
 import tempfile
@@ -148,16 +149,25 @@ def append_text(path: Path, text: str) -> None:
     took is cut off again. A link is not followed: a folder of others could lead anywhere.
     """
     left = text.encode()
+    new = not os.path.lexists(path)
     with writing(path), open(path, "ab", 0, opener=no_link) as file:  # a buffer is written on close
-        end = cut_torn_line(path)
+        end = _cut_torn_line(path)
         try:
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
+            if new:
+                _sync(path.parent)
         except OSError:
             with suppress(OSError):
                 os.truncate(path, end)
             raise
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def no_link(path: str, flags: int) -> int:
@@ -165,12 +175,13 @@ def no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def cut_torn_line(path: Path) -> int:
+def _cut_torn_line(path: Path) -> int:
     """Cut off a last line without its end; return the bytes that are left."""
     end = path.stat().st_size
     with path.open("rb") as file:
-        whole = end
-        while whole:  # backwards, a block at a time: a file may be larger than memory
+        file.seek(max(0, end - 1))
+        whole = end if file.read() == b"\n" else max(0, end - 1)
+        while 0 < whole < end:  # backwards, a block at a time: a file may be larger than memory
             begin = max(0, whole - (1 << 20))
             file.seek(begin)
             block = file.read(whole - begin)

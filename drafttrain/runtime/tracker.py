@@ -1,6 +1,5 @@
 """The curves of a run: metrics.jsonl always, a mirror when asked; Weights & Biases' only door."""
 
-import json
 import math
 import netrc
 import os
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlparse
 
-from drafttrain.runtime.disk import append_text, write_whole
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import alone
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.untrusted_input import lines_of, parse_json, shown
+from drafttrain.runtime.untrusted_input import shown
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb/run_id"
@@ -130,12 +130,14 @@ class Tracker:
             self._step = max((row["step"] for row in read_metrics(path)), default=0)
             return
         with alone(path):
-            _rewrite(path, [row for row in read_metrics(path) if row["step"] <= self._resume_step])
+            rows = read_metrics(path)
+            replace_records(path, [row for row in rows if row["step"] <= self._resume_step])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; one that is not finite becomes null."""
         self._step = step
-        self._append({"step": step, "time": round(time.time(), 3), **values})
+        finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._append({"step": step, "time": round(time.time(), 3), **finite})
         self._mirrored(lambda mirror: mirror.log(step, values))
 
     def table(
@@ -163,8 +165,9 @@ class Tracker:
             if row["step"] == self._resume_step and self._path.exists():
                 # The step that a run goes on from is validated again: its new row replaces the old.
                 rows = read_metrics(self._path)
-                _rewrite(self._path, [old for old in rows if _subject(old) != _subject(row)])
-            append_text(self._path, _line(row))
+                others = [old for old in rows if _subject(old) != _subject(row)]
+                replace_records(self._path, others)
+            append_records(self._path, [row])
 
     def _mirrored(self, action: Callable[[Mirror], None]) -> None:
         if self._mirror is None:
@@ -221,31 +224,11 @@ class WandbMirror:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
-    rows = []
-    with path.open("rb") as stream:
-        for number, line in enumerate(lines_of(stream), 1):
-            if line is None or line.endswith(b"\n"):
-                row = None if line is None else parse_json(line, f"{path}:{number}")
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number} must be an object, as this program writes")
-                rows.append(row)
-    return rows
+    return list(read_records(path, dict[str, Any]))
 
 
 def _subject(row: dict[str, Any]) -> tuple[Any, ...]:
     return (row["step"], row.get("table"), *sorted(row))
-
-
-def _line(row: dict[str, Any]) -> str:
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-    return json.dumps(plain) + "\n"
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(_line(row) for row in rows))
 
 
 def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool) -> Any:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.growing import RaggedCache, additive, run_decoder
+from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 from drafttrain.target.describe import describe, read_out

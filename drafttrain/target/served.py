@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
+from drafttrain.data.batches import documents_of
 from drafttrain.target.describe import describe, read_out
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.limits import final_norm_of
 from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
 from drafttrain.target.vllm.config import VllmConfig
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 
 PROBE = 8  # prefixes by which the ends are compared with the engine
 EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
@@ -33,7 +34,12 @@ class ServedTarget:
     """
 
     def __init__(
-        self, engine: Engine, norm: nn.Module, readout: Readout, spec: TargetSpec, tokenizer: Any
+        self,
+        engine: VllmEngine,
+        norm: nn.Module,
+        readout: Readout,
+        spec: TargetSpec,
+        tokenizer: Any,
     ) -> None:
         self.engine, self.norm, self.readout = engine, norm, readout
         self.spec, self.tokenizer = spec, tokenizer
@@ -75,14 +81,14 @@ class ServedTarget:
                 )
         spans = documents_of(batch)
         tokens = batch.tokens.tolist()
-        texts = [tokens[row][start:stop] for row, start, stop in spans]
+        texts = [tokens[row][start:stop] for row, start, stop, *_ in spans]
         states = self.engine.read(texts).states
         shape = (*batch.tokens.shape, self.spec.hidden_size)
         gathered = {
             layer: torch.zeros(shape, dtype=self.dtype, device=self.device)
             for layer in {*captures, self.spec.num_layers}
         }
-        for (row, start, stop), document in zip(spans, states, strict=True):
+        for (row, start, stop, *_), document in zip(spans, states, strict=True):
             for layer, hidden in gathered.items():
                 hidden[row, start:stop] = document[:, known.index(layer)].to(hidden)
         final = self.norm(gathered[self.spec.num_layers])
@@ -153,7 +159,7 @@ def open_served(
     where = torch.device(device)
     if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
         vllm = replace(vllm, devices=visible_name(where.index or 0))
-    engine = Engine(
+    engine = VllmEngine(
         place,
         vllm,
         dtype=str(dtype).removeprefix("torch."),
@@ -189,21 +195,3 @@ def spec_on_disk(
     if (place / "generation_config.json").is_file():
         generation = transformers.GenerationConfig.from_pretrained(place)
     return describe(config, model_config, generation, tokenizer, fingerprint)
-
-
-def documents_of(batch: Batch) -> list[tuple[int, int, int]]:
-    """Return row, start and stop of every document: a packed row holds several."""
-    spans = []
-    for row, names in enumerate(_rows(batch.document)):
-        start = 0
-        for place in range(1, len(names) + 1):
-            if place == len(names) or names[place] != names[start]:
-                if names[start] != PAD_DOCUMENT:
-                    spans.append((row, start, place))
-                start = place
-    return spans
-
-
-def _rows(tensor: Tensor) -> list[list[int]]:
-    rows: list[list[int]] = tensor.tolist()
-    return rows

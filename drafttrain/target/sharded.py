@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.runtime.deepspeed import import_deepspeed, quiet
 from drafttrain.runtime.ranks import Ranks

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.runtime.disk import DiskError, MachineError, flush, reason, write_whole
+from drafttrain.runtime.disk import DiskError, MachineError, flush, reason, sha256_of, write_whole
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
     Count,
@@ -316,7 +316,7 @@ def verify(folder: Path, only: str | None = None) -> None:
                 f"{path} must have the {recorded.bytes} bytes that were written, got {size}: "
                 f"it was cut off or changed; {way_out}"
             )
-        if (found := _sha256(path)) != recorded.sha256:
+        if (found := sha256_of(path)) != recorded.sha256:
             raise CheckpointError(
                 f"{path} must match its recorded checksum {recorded.sha256[:12]}..., got "
                 f"{found[:12]}...: it is damaged or changed; {way_out}"
@@ -353,7 +353,7 @@ def _step_and_visit(name: str) -> tuple[int, int]:
 def _write_state(folder: Path, state: TrainState) -> None:
     """Write the last file of a checkpoint, which records the others."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.iterdir())
     }
     content: dict[str, Any] = {"state": asdict(state), "files": files}
@@ -386,8 +386,3 @@ def _read_state(folder: Path) -> _Record:
 
 def _digest(plain: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

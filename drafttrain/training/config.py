@@ -1,8 +1,9 @@
 """How long and how fast to train."""
 
+import math
 from dataclasses import dataclass
 
-from drafttrain.training.schedule import SCHEDULES, lr_at
+SCHEDULES = ("cosine", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,22 @@ class TrainerConfig:
         )
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, from 0."""
-        return lr_at(
-            step,
-            peak=self.lr,
-            warmup_steps=self.warmup_steps,
-            total_steps=self.max_steps,
-            final_ratio=self.final_lr_ratio,
-            schedule=self.schedule,
-        )
+        """Return the learning rate of the update that follows `step` finished ones.
+
+        Linear warm-up reaches `lr` with the last of `warmup_steps` updates; then "constant" stays
+        there and "cosine" falls to `final_lr_ratio * lr` at `max_steps` (Loshchilov & Hutter 2017).
+        The first update already has a rate above zero, and the last one has one above the final
+        rate, so that no update is wasted.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        final = self.final_lr_ratio
+        if step >= self.max_steps:
+            return final * self.lr
+        progress = (step - self.warmup_steps) / (self.max_steps - self.warmup_steps)
+        return self.lr * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def _require(key: str, holds: bool, what: str, got: object) -> None:

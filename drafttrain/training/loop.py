@@ -101,7 +101,7 @@ def train(
     meter = Meter(engine)
     meter.load_state_dict(state.extra.get("meter", {}))
     saved = state.step
-    agreement = Agreement(engine.ranks, stop)
+    agreement = StopVote(engine.ranks, stop)
     with (
         progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
         stop.deferred(),
@@ -171,7 +171,7 @@ def optimizer_step(
     chance: TrainingChance,
     lr: float,
     meter: "Meter",
-    agreement: "Agreement",
+    agreement: "StopVote",
 ) -> float:
     """Accumulate the micro batches of one step and take it; return the gradient's norm."""
     drafter = engine.module
@@ -211,7 +211,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
     random.seed(int(words[1]))
 
 
-class Agreement:
+class StopVote:
     """Whether any rank was asked to stop, known to all after the same step.
 
     The question travels beside the step, over the network of messages: no rank waits for it, and

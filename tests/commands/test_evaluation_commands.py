@@ -11,7 +11,7 @@ from builders import draft_model_dir
 
 from drafttrain.__main__ import main
 from drafttrain.evaluation import tune
-from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import keep, require_same
 
 PROMPTS = [
@@ -195,7 +195,12 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
     assert list((run / "tune").glob("batch1.*.measurements.partial.jsonl"))
     monkeypatch.setattr(tune, "measure", real)
     known = []
-    monkeypatch.setattr(tune, "Journal", lambda *given: known.append(Journal(*given)) or known[-1])
+
+    def noted(*given: Any) -> Measurements:
+        known.append(Measurements(*given))
+        return known[-1]
+
+    monkeypatch.setattr(tune, "Measurements", noted)
     assert main(arguments) == 0
     assert known[0].num_known == len(PROMPTS)
     (run / "tuned.json").unlink()  # the next test begins without

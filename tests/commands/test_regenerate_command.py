@@ -24,13 +24,13 @@ from drafttrain import __main__ as cli
 from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import JsonlConfig, read
-from drafttrain.data.prompts_to_answer import Asked, read_asked
+from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.answers.answers_file import Answers
-from drafttrain.target.answers.config import RegenerateConfig
-from drafttrain.target.answers.dialogue import Dialogue, Outcome, Row
+from drafttrain.target.answers.config import RegenerateSettings
+from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Outcome
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, take_tokens
 from drafttrain.target.answers.regenerate import regenerate
@@ -51,9 +51,9 @@ def endpoint() -> Iterator[chat_server.Endpoint]:
         yield server
 
 
-def settings(**changes: Any) -> RegenerateConfig:
+def settings(**changes: Any) -> RegenerateSettings:
     values = yaml.safe_load((CONF / "regenerate.yaml").read_text())["regenerate"]
-    return RegenerateConfig(**values | {"max_new_tokens": 12, "max_retries": 3} | changes)
+    return RegenerateSettings(**values | {"max_new_tokens": 12, "max_retries": 3} | changes)
 
 
 def data(path: Path, **changes: Any) -> JsonlConfig:
@@ -82,12 +82,12 @@ PROMPTS = [
 ]
 
 
-def asked_of(folder: Path, records: Sequence[Any] = PROMPTS, turns: str = "all") -> list[Asked]:
+def asked_of(folder: Path, records: Sequence[Any] = PROMPTS, turns: str = "all") -> list[Question]:
     return read_asked(data(written(folder, records)), turns)[0]
 
 
 def run(
-    out: Path, asked: Sequence[Asked], backend: Any, config: RegenerateConfig
+    out: Path, asked: Sequence[Question], backend: Any, config: RegenerateSettings
 ) -> list[dict[str, Any]]:
     with Answers(out, config.identity()) as answers:
         regenerate(asked, answers, backend, StopRequest(), show=False)
@@ -98,7 +98,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def local(target: Target, config: RegenerateConfig) -> Any:
+def local(target: Target, config: RegenerateSettings) -> Any:
     return partial(
         by_transformers,
         target,
@@ -109,7 +109,7 @@ def local(target: Target, config: RegenerateConfig) -> Any:
     )
 
 
-def remote(config: RegenerateConfig) -> Any:
+def remote(config: RegenerateSettings) -> Any:
     return partial(by_endpoint, config=config, template=BY_TEMPLATE)
 
 
@@ -203,7 +203,7 @@ def test_the_token_that_ends_an_answer_is_no_part_of_its_text(
     for tokens, text, finished in ((letters, "ab", True), (letters[:2], "ab", False)):
         dialogue = Dialogue(asked_of(tmp_path)[0], keep_answers=False)
         take_tokens(dialogue, tokens, spec, target.tokenizer)
-        assert isinstance(dialogue.outcome, Row)
+        assert isinstance(dialogue.outcome, AnsweredConversation)
         assert dialogue.outcome.messages[1]["content"] == text
         assert dialogue.outcome.answers[0]["finished"] is finished
         assert dialogue.outcome.answers[0]["tokens"] == tokens
@@ -265,7 +265,7 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
     asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
 
-    def stopping(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
+    def stopping(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
         for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE)):
             if number == 1:
                 raise KeyboardInterrupt
@@ -284,7 +284,7 @@ def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None
     asked, config = asked_of(tmp_path), settings()
     run(tmp_path / "a.jsonl", asked, local(target, config), config)
 
-    def backwards(missing: Sequence[Asked]) -> Iterator[list[Outcome]]:
+    def backwards(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
         for one in reversed(missing):
             yield from local(target, config)([one])
 
@@ -313,7 +313,7 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
         run(strange, asked, local(target, config), config)
     with (out).open("a") as stream:
         stream.write("nonsense\n")
-    with pytest.raises(ValueError, match=r"out\.jsonl:6 must be a line as `regenerate` wrote it"):
+    with pytest.raises(ValueError, match=r"out\.jsonl:6: .*a line as `regenerate` wrote"):
         run(out, asked, local(target, config), config)
 
 
@@ -596,7 +596,7 @@ def test_answers_of_another_hand_are_named_by_line(poison: str, tmp_path: Path) 
         pass
     out.write_text(poison + "\n")
     with (
-        pytest.raises(ValueError, match=r"out\.jsonl:1 must be a line as `regenerate` wrote it"),
+        pytest.raises(ValueError, match=r"out\.jsonl:1: .*a line as `regenerate` wrote"),
         Answers(out, {}),
     ):
         pass

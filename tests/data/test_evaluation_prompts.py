@@ -15,9 +15,9 @@ from drafttrain.data.evaluation_prompts import (
     overlap_path,
     overlap_record,
     read_prompts,
-    sha256_of,
 )
 from drafttrain.data.skips import NothingUsable
+from drafttrain.runtime.disk import sha256_of
 
 
 def prompt(text: str, task: str = "math") -> Prompt:

@@ -22,7 +22,7 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.shared.on_policy import answers_to_rewrite, in_own_words
 from drafttrain.drafters.small_lm import SmallLMConfig, narrow_image
 from drafttrain.formats.write import layout
-from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.vllm import Exported, export_vllm
 from drafttrain.report.card import CardData
 from drafttrain.target.model import Target, load_target
@@ -397,7 +397,7 @@ def test_the_denominator_of_own_words_is_their_number(
 
 def exported(drafter: Any, target: Target, folder: Path, **changes: Any) -> Exported:
     values = yaml.safe_load((ROOT / "conf/export/vllm.yaml").read_text())
-    config = ExportConfig(**{**values, "dtype": "float32", **changes})
+    config = ExportSettings(**{**values, "dtype": "float32", **changes})
     card = CardData("a draft", "small_lm", None, "tiny", None, "other", {}, {}, {})
     return export_vllm(drafter, "tiny", folder, config, card, lambda: target.tokenizer)
 

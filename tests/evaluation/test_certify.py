@@ -10,7 +10,7 @@ from builders import model_config
 from test_drafters import random_drafter
 from test_evaluate import settings
 
-from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS, Lenience, Typical
 from drafttrain.evaluation.certify import certify, near_tie

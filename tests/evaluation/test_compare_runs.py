@@ -23,7 +23,7 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
-from drafttrain.evaluation.config import CompareConfig
+from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
 from drafttrain.report.certificate import Check, certificate
 from drafttrain.report.comparison_pages import (
@@ -145,7 +145,7 @@ def compared(*runs: str, **changes: Any) -> dict[str, Any]:
         "name": "ours",
         "dir": "unused",
     }
-    return compare_runs(CompareConfig(**{**told, **changes}), {"command": "compare"})
+    return compare_runs(CompareSettings(**{**told, **changes}), {"command": "compare"})
 
 
 def row_of(comparison: dict[str, Any], method: str) -> dict[str, Any]:
@@ -748,7 +748,7 @@ def test_help_shows_how_runs_are_given(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["compare", "--config", "runs=[a/b,/c/d]"]) == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["compare"]["runs"] == ["a/b", "/c/d"]
-    assert set(config["compare"]) == set(CompareConfig.__dataclass_fields__)
+    assert set(config["compare"]) == set(CompareSettings.__dataclass_fields__)
 
 
 def test_weights_and_biases_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from drafttrain.drafters.ngram import Ngram
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import (
     at_depth,
     check_depths,
@@ -34,6 +33,7 @@ from drafttrain.evaluation.measure import (
     methods_of,
     spread,
 )
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
@@ -265,9 +265,9 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
     config = settings(blocks=2, repeats=2, max_new_tokens=4)
     conditions = {"seed": 0}
-    whole = Journal(tmp_path / "whole", "point", conditions)
+    whole = Measurements(tmp_path / "whole", "point", conditions)
     expected = results_of(target, drafters, config, journal=whole)
-    journal = Journal(tmp_path, "point", conditions)
+    journal = Measurements(tmp_path, "point", conditions)
     added = journal.add
 
     def stopped(key: Any, results: Any) -> None:
@@ -281,7 +281,7 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     file = next(tmp_path.glob("*.partial.jsonl"))
     content = file.read_text()
     file.write_text(content + '{"key": [1, 0], "resu')  # killed while it wrote
-    again = Journal(tmp_path, "point", conditions)
+    again = Measurements(tmp_path, "point", conditions)
     assert again.num_known == 3
     known = [result for results in again.known.values() for result in results]
     resumed = results_of(target, drafters, config, journal=again)
@@ -294,8 +294,8 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
         )
     assert {id(r.stats) for r in known} <= {id(r.stats) for r in resumed}  # not measured again
     again.finish()
-    assert Journal(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
-    other = Journal(tmp_path / "whole", "point", {"seed": 1})
+    assert Measurements(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
+    other = Measurements(tmp_path / "whole", "point", {"seed": 1})
     assert other.num_known == 0  # measured under other conditions
 
 
@@ -318,14 +318,14 @@ def test_what_was_disturbed_is_measured_again(
     target: Target, drafters: dict[str, Drafter], tmp_path: Path
 ) -> None:
     slow = Interrupted(drafter_config("ngram"), target.spec)  # type: ignore[arg-type]
-    journal = Journal(tmp_path, "point", {})
+    journal = Measurements(tmp_path, "point", {})
     results = results_of(
         target, {**drafters, "ngram": slow}, settings(blocks=3, repeats=3), journal=journal
     )
     assert slow.slept
     assert max(r.stats.total_s for r in results) < slow.slept, "the disturbed batch was replaced"
     assert len(results) == len(TURNS) * len(METHODS) * 3
-    again = Journal(tmp_path, "point", {})
+    again = Measurements(tmp_path, "point", {})
     stored = [r for group in again.known.values() for r in group]
     assert max(r.stats.total_s for r in stored) < slow.slept, "a resumed evaluation has the new one"
 

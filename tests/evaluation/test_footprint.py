@@ -8,8 +8,7 @@ import torch
 from builders import model_config
 from test_drafters import random_drafter
 
-from drafttrain.core.ops.cache import KeyValues
-from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.evaluation.footprint import bytes_per_position, caches_of, extra_memory
 from drafttrain.target.model import Target, load_target
 
@@ -49,7 +48,7 @@ def test_weights_of_the_target_are_not_counted(target: Target) -> None:
 
 @dataclass
 class Nested:
-    caches: list[KeyValues]
+    caches: list[RaggedCache]
     name: str
 
 
@@ -61,6 +60,8 @@ def test_a_cache_of_transformers_counts_every_layer(target: Target) -> None:
     wide = 2 * spec.num_key_value_heads * spec.head_dim * 4
     assert bytes_per_position(cache) == spec.num_layers * wide
     assert list(caches_of({"no": "state"})) == []
-    own = KeyValues.empty(3, 2, 7, 4, torch.bfloat16, "cpu")
+    own = RaggedCache(3)
+    own.begin_pass(3, 7, torch.device("cpu"))
+    own.update(*torch.zeros(2, 3, 2, 7, 4, dtype=torch.bfloat16), 0)
     assert list(caches_of(Nested([own], "x"))) == [own]
     assert bytes_per_position(own) == 2 * 2 * 4 * 2

@@ -12,10 +12,10 @@ from test_drafters import random_drafter
 
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.evaluation.config import TuneConfig
+from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.tune import (
-    Prediction,
+    TunedPoint,
     acceptance_lengths,
     choose,
     in_order,
@@ -96,12 +96,12 @@ def test_rows_of_a_batch_leave_as_they_end() -> None:
 
 def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> None:
     predictions = [
-        Prediction("math", 1, 1, 1.5, 1.9, 1.2),
-        Prediction("math", 1, 2, 1.8, 1.4, 1.3),
-        Prediction("all", 1, 1, 1.5, 1.9, 1.2),
-        Prediction("all", 1, 2, 1.8, 1.4, 1.3),
-        Prediction("all", 8, 1, 1.5, 0.9, None),
-        Prediction("all", 8, 2, 1.8, 0.8, None),
+        TunedPoint("math", 1, 1, 1.5, 1.9, 1.2),
+        TunedPoint("math", 1, 2, 1.8, 1.4, 1.3),
+        TunedPoint("all", 1, 1, 1.5, 1.9, 1.2),
+        TunedPoint("all", 1, 2, 1.8, 1.4, 1.3),
+        TunedPoint("all", 8, 1, 1.5, 0.9, None),
+        TunedPoint("all", 8, 2, 1.8, 0.8, None),
     ]
     chosen = choose(predictions)
     assert chosen["1"]["all"] == {"depth": 2, "speedup": 1.3, "speculate": True}
@@ -142,4 +142,4 @@ def test_costs_are_measured_for_every_cell(name: str, tiny_target_dir: Path) -> 
 def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
     values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
     with pytest.raises(ValueError, match=message):
-        TuneConfig(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+        TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})

@@ -33,23 +33,23 @@ from drafttrain.evaluation.witness.compare import (
 from drafttrain.evaluation.witness.engine import (
     SPECULATIVE,
     BatchWitness,
-    Measured,
+    EngineMeasurement,
     speculation,
     witness,
 )
 from drafttrain.evaluation.witness.section import (
-    Asked,
-    Served,
+    ServedDrafter,
+    WitnessPrompt,
     asked_of,
     check_witness,
     witness_section,
 )
-from drafttrain.evaluation.witness.worker import batches_of, difference
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
 from drafttrain.report.witness import with_witness, witness_table
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.vllm.process import find_python, meaningful_line
+from drafttrain.target.vllm.worker import batches_of, difference
 
 CONF = ROOT / "conf"
 DEPTH, LIMIT = 3, 12
@@ -152,7 +152,7 @@ def test_the_request_says_all_that_the_worker_needs(tmp_path: Path) -> None:
     ask(replay(tmp_path, whole(*answer)), tmp_path, batch_sizes=(1,), lookup=(1, 3))
     request = json.loads((tmp_path / "vllm" / "vllm_request.json").read_text())
     assert request["max_model_len"] == 3 + LIMIT + DEPTH + 1
-    assert request["stop_token_ids"] == [5]
+    assert request["stop_tokens"] == [5]
     assert request["speculative_config"] == {
         "method": "ngram",
         "num_speculative_tokens": DEPTH,
@@ -350,7 +350,7 @@ def test_the_prediction_is_exact_where_times_and_acceptance_hold() -> None:
     cycles = tuple(4 + place for place in range(7))
     decode = [tuple(0.010 * 3 * n for n in cycles), tuple(0.015 * n for n in cycles)]
     engines = [
-        Measured(tokens, tuple(s + prefill for s in spent), spent, 0)
+        EngineMeasurement(tokens, tuple(s + prefill for s in spent), spent, 0)
         for spent, prefill in zip(decode, (0.020, 0.025), strict=True)
     ]
     alone = BatchWitness(1, engines[0], engines[1], Counters(), None, cycles)
@@ -436,7 +436,7 @@ def test_later_turns_are_asked_as_our_loop_was(
     assert answer in target.tokenizer.decode(later[0].tokens)
 
 
-def echo(asked: Sequence[Asked], results: Sequence[PromptResult]) -> list[dict[str, Any]]:
+def echo(asked: Sequence[WitnessPrompt], results: Sequence[PromptResult]) -> list[dict[str, Any]]:
     """Return the events of an engine that says and counts what our loop did."""
     mine = {(r.prompt_id, r.turn): r for r in results if r.method == "ngram"}
     events = []
@@ -468,7 +468,7 @@ def section_of(
         target,
         target,
         lookup,
-        Served(folder, None, "ngram", (1, 3), True, python),
+        ServedDrafter(folder, None, "ngram", (1, 3), True, python),
         asked_of(PROMPTS, results, target, BY_TEMPLATE),
         results,
         drafter_name="ngram",
@@ -584,7 +584,7 @@ def test_the_report_shows_the_table_in_every_form(
 # What vLLM cannot be asked
 
 
-def checked(target: Target, lookup: Drafter, **changes: Any) -> Served:
+def checked(target: Target, lookup: Drafter, **changes: Any) -> ServedDrafter:
     settings: dict[str, Any] = {
         "drafter": lookup,
         "drafter_name": "ngram",

@@ -22,7 +22,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.formats.write import layout
-from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.vllm import Exported, export_vllm, read_back
 from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
@@ -87,9 +87,9 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
     return drafter
 
 
-def config_of(**changes: Any) -> ExportConfig:
+def config_of(**changes: Any) -> ExportSettings:
     file = ROOT / "conf" / "export" / "vllm.yaml"
-    return ExportConfig(**{**yaml.safe_load(file.read_text()), **changes})
+    return ExportSettings(**{**yaml.safe_load(file.read_text()), **changes})
 
 
 def export(drafter: Drafter, folder: Path, **changes: Any) -> Exported:

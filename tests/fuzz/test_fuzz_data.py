@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from test_conversations import jsonl
 
 from drafttrain.data.conversations import read_jsonl
 from drafttrain.data.evaluation_prompts import prompts_sha256, read_prompts
-from drafttrain.data.prompts_to_answer import Asked, read_asked
+from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.data.records import Message
 from drafttrain.runtime.untrusted_input import typed
-from drafttrain.target.answers.answers_file import line_of, load
-from drafttrain.target.answers.dialogue import Dialogue, Failure, Row
+from drafttrain.target.answers.answers_file import load
+from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Failure
 from drafttrain.target.answers.endpoint import Completion, Models, take
 
 __all__ = ["fence"]
@@ -103,8 +104,8 @@ def test_evaluation_prompts(fence: Fence, content: bytes) -> None:
 
 
 @FUZZ
-@given(content=lines([ROW, FAILURE]), kind=st.sampled_from((Row, Failure)))
-def test_answers(fence: Fence, content: bytes, kind: type[Row | Failure]) -> None:
+@given(content=lines([ROW, FAILURE]), kind=st.sampled_from((AnsweredConversation, Failure)))
+def test_answers(fence: Fence, content: bytes, kind: type[AnsweredConversation | Failure]) -> None:
     place = fence.fresh() / "a.jsonl"
     place.write_bytes(content)
     fence.holds(lambda: load(place, kind))
@@ -113,12 +114,12 @@ def test_answers(fence: Fence, content: bytes, kind: type[Row | Failure]) -> Non
 @FUZZ
 @given(content=damaged(st.one_of(edited(COMPLETION), nasty_json().map(json.dumps).map(str.encode))))
 def test_replies_of_an_endpoint(fence: Fence, content: bytes) -> None:
-    dialogue = Dialogue(Asked((Message("user", "Hi"),), 0, "a:1", "0"), keep_answers=False)
+    dialogue = Dialogue(Question((Message("user", "Hi"),), 0, "a:1", "0"), keep_answers=False)
 
     def read() -> None:
         take(dialogue, typed(Completion, content, "the reply"))
         assert dialogue.outcome is not None
-        line = line_of(dialogue.outcome).encode()
+        line = json.dumps(asdict(dialogue.outcome))
         assert typed(type(dialogue.outcome), line, "it") == dialogue.outcome
 
     fence.holds(read)

@@ -18,7 +18,7 @@ from test_compare_runs import results, write_run
 from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.types import DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import read_run
-from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune import TUNED, tuned_depth
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest
@@ -67,12 +67,12 @@ def test_states_and_indexes_of_checkpoints(
 @given(data=st.data())
 def test_journals_of_evaluations(fence: Fence, data: st.DataObject) -> None:
     folder = fence.fresh()
-    journal = Journal(folder, "x", {"a": 1})
+    journal = Measurements(folder, "x", {"a": 1})
     line = {"key": [0, 1], "results": [asdict(RESULT)]}
     lines = [data.draw(damaged(edited(line))) for _ in range(data.draw(st.integers(1, 3)))]
     with journal.file.open("ab") as stream:
         stream.write(b"\n".join(lines) + data.draw(st.sampled_from((b"\n", b""))))
-    fence.holds(lambda: Journal(folder, "x", {"a": 1}))
+    fence.holds(lambda: Measurements(folder, "x", {"a": 1}))
 
 
 @FUZZ

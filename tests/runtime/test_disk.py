@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from drafttrain.runtime.disk import DiskError, append_text, require_writable, write_whole
-from drafttrain.target.store.shards import append_line, write_tensors
+from drafttrain.runtime.journal import append_records
+from drafttrain.target.store.shards import write_tensors
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_link_under_a_name_that_can_be_guessed_is_not_followed(
     assert not (folder / "a.safetensors").is_symlink()
 
 
-@pytest.mark.parametrize("append", [append_text, append_line])
+@pytest.mark.parametrize("append", [append_text, append_records])
 def test_a_log_that_is_a_link_is_refused(append, victim: Path, tmp_path: Path) -> None:
     (tmp_path / "train.log").symlink_to(victim)
     with pytest.raises(DiskError, match=r"train\.log could not be written: it is a link, which"):

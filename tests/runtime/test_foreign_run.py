@@ -15,7 +15,7 @@ from test_checkpoint import make_engine, saved
 from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.data.evaluation_prompts import overlap_path, overlap_record
-from drafttrain.evaluation.journal import Journal
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune import TUNED, tuned_depth
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
@@ -134,10 +134,10 @@ def test_an_overlap_record_is_typed(text: str, tmp_path: Path) -> None:
      '{"key": [0, 0], "results": [{"stats": 1}]}', "\xff"],
 )  # fmt: skip
 def test_measurements_that_are_none_are_measured_again(line: str, tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "x", {"a": 1})
+    journal = Measurements(tmp_path, "x", {"a": 1})
     with journal.file.open("a") as stream:
         stream.write(line + "\n")
-    assert Journal(tmp_path, "x", {"a": 1}).num_known == 0
+    assert Measurements(tmp_path, "x", {"a": 1}).num_known == 0
 
 
 def small_lm_settings(**changes: Any) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_afresh(tmp_pat
 
 def test_metrics_that_are_not_ours_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("step,loss\n1,2\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:1 must be valid JSON"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:1: Invalid JSON"):
         jsonl(tmp_path, resume_step=3)
 
 

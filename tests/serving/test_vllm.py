@@ -23,11 +23,12 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.card import CardData
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
+from drafttrain.target.vllm.process import DEFAULTS, IN_PROCESS
 
 pytestmark = pytest.mark.serving
 
@@ -161,9 +162,9 @@ def prompts_of(name: str, target: Target) -> list[list[int]]:
     ]
 
 
-def export_config() -> ExportConfig:
+def export_config() -> ExportSettings:
     values = yaml.safe_load((CONF / "export" / "vllm.yaml").read_text())
-    return ExportConfig(**{**values, "dtype": "float32"})
+    return ExportSettings(**{**values, "dtype": "float32"})
 
 
 def card_of(family: str) -> CardData:
@@ -210,6 +211,7 @@ def ask_vllm(
     paths[0].write_text(json.dumps({"max_tokens": max_new_tokens, "cases": requests}))
     client = Path(__file__).with_name("vllm_client.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= DEFAULTS | IN_PROCESS | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [python, str(client), *map(str, paths)],
         env=environment,

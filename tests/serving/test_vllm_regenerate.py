@@ -29,12 +29,12 @@ from drafttrain.core.types import Batch, Sample
 from drafttrain.data.batches import collate, pack
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.conversations import JsonlConfig
-from drafttrain.data.prompts_to_answer import Asked, read_asked
+from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.answers.answers_file import Answers
-from drafttrain.target.answers.config import RegenerateConfig
+from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.endpoint import by_endpoint
 from drafttrain.target.answers.local import by_transformers, by_vllm
 from drafttrain.target.answers.regenerate import regenerate
@@ -42,7 +42,8 @@ from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.vllm.config import VllmConfig
-from drafttrain.target.vllm.engine import ENVIRONMENT, Engine
+from drafttrain.target.vllm.engine import VllmEngine
+from drafttrain.target.vllm.process import DEFAULTS
 
 pytestmark = pytest.mark.serving
 
@@ -66,9 +67,9 @@ QUESTIONS = (
 )
 
 
-def settings(**changes: Any) -> RegenerateConfig:
+def settings(**changes: Any) -> RegenerateSettings:
     values = yaml.safe_load((CONF / "regenerate.yaml").read_text())["regenerate"]
-    return RegenerateConfig(**values | {"max_new_tokens": LIMIT, "concurrency": 4} | changes)
+    return RegenerateSettings(**values | {"max_new_tokens": LIMIT, "concurrency": 4} | changes)
 
 
 def vllm_config() -> VllmConfig:
@@ -84,7 +85,7 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": list(turns)}) + "\n" for turns in QUESTIONS))
     values = yaml.safe_load((CONF / "data" / "jsonl.yaml").read_text())
@@ -106,7 +107,7 @@ class Server:
     def start(self) -> None:
         """Start it and wait until it answers."""
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        environment |= ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+        environment |= DEFAULTS | {"OMP_NUM_THREADS": "1"}
         python = os.environ["DRAFTTRAIN_VLLM_PYTHON"]
         call = [python, "-I", "-m", "vllm.entrypoints.openai.api_server", "--model", str(EMBEDDED)]
         call += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32"]
@@ -144,8 +145,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with Engine(
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    with VllmEngine(
         EMBEDDED,
         vllm_config(),
         dtype="float32",
@@ -157,7 +158,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def run(
-    out: Path, asked: Sequence[Asked], config: RegenerateConfig, backend: Callable[..., Any]
+    out: Path, asked: Sequence[Question], config: RegenerateSettings, backend: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     with Answers(out, config.identity()) as answers:
         work = regenerate(
@@ -167,7 +168,7 @@ def run(
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def engine_backend(engine: Engine, target: Target) -> Callable[..., Any]:
+def engine_backend(engine: VllmEngine, target: Target) -> Callable[..., Any]:
     return partial(
         by_vllm,
         engine,
@@ -180,7 +181,7 @@ def engine_backend(engine: Engine, target: Target) -> Callable[..., Any]:
 
 
 def test_three_backends_give_the_same_greedy_answers(
-    target: Target, engine: Engine, server: Server, asked: list[Asked], tmp_path: Path
+    target: Target, engine: VllmEngine, server: Server, asked: list[Question], tmp_path: Path
 ) -> None:
     here = partial(
         by_transformers, target, template=BY_TEMPLATE, room=ROOM, decode=autoregressive_decode_batch
@@ -229,7 +230,7 @@ def gap_where_they_part(target: Target, row: dict[str, Any], turn: int, others: 
 
 
 def test_an_engine_samples_by_seed(
-    target: Target, engine: Engine, asked: list[Asked], tmp_path: Path
+    target: Target, engine: VllmEngine, asked: list[Question], tmp_path: Path
 ) -> None:
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -241,7 +242,7 @@ def test_an_engine_samples_by_seed(
 
 
 def test_a_prompt_that_the_server_refuses_is_a_failure_of_its_own(
-    server: Server, asked: list[Asked], tmp_path: Path
+    server: Server, asked: list[Question], tmp_path: Path
 ) -> None:
     long = replace(asked[0], messages=(Message("user", "word " * 3 * ROOM),))
     config = settings(backend="openai", base_url=server.url)
@@ -255,13 +256,13 @@ def test_a_prompt_that_the_server_refuses_is_a_failure_of_its_own(
 
 
 def test_a_server_that_dies_costs_nothing_that_was_answered(
-    server: Server, asked: list[Asked], tmp_path: Path
+    server: Server, asked: list[Question], tmp_path: Path
 ) -> None:
     config = settings(backend="openai", base_url=server.url, concurrency=1, max_retries=0)
     whole = run(tmp_path / "whole.jsonl", asked, config, SERVED)
     out = tmp_path / "out.jsonl"
 
-    def dying(missing: Sequence[Asked], config: RegenerateConfig) -> Iterator[Any]:
+    def dying(missing: Sequence[Question], config: RegenerateSettings) -> Iterator[Any]:
         for number, outcomes in enumerate(SERVED(missing, config=config)):
             if number == 3:
                 server.kill()

@@ -23,7 +23,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram, NgramConfig, NgramState
-from drafttrain.evaluation.witness.section import Asked, check_witness, witness_section
+from drafttrain.evaluation.witness.section import WitnessPrompt, check_witness, witness_section
 from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -58,9 +58,9 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def asked(target: Target) -> list[Asked]:
+def asked(target: Target) -> list[WitnessPrompt]:
     texts = decisive_texts(target, prompts_of("embedded", target), 8, LIMIT)
-    return [Asked(f"p{n}", 0, "talk", tuple(text.prompt)) for n, text in enumerate(texts)]
+    return [WitnessPrompt(f"p{n}", 0, "talk", tuple(text.prompt)) for n, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,9 @@ def eagle3(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Dr
     return drafter, folder
 
 
-def ours(target: Target, drafter: Drafter, asked: list[Asked], name: str) -> list[PromptResult]:
+def ours(
+    target: Target, drafter: Drafter, asked: list[WitnessPrompt], name: str
+) -> list[PromptResult]:
     results = []
     settings: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": LIMIT}
     for one in asked:
@@ -96,7 +98,7 @@ def section_of(
     drafter: Drafter,
     name: str,
     serving_dir: Path | None,
-    asked: list[Asked],
+    asked: list[WitnessPrompt],
     folder: Path,
 ) -> dict[str, Any]:
     served = check_witness(
@@ -150,14 +152,14 @@ def check(section: dict[str, Any], num_outputs: int) -> None:
 
 
 def test_eagle3_is_witnessed(
-    target: Target, eagle3: tuple[Drafter, Path], asked: list[Asked], tmp_path: Path
+    target: Target, eagle3: tuple[Drafter, Path], asked: list[WitnessPrompt], tmp_path: Path
 ) -> None:
     drafter, folder = eagle3
     check(section_of(target, drafter, "eagle3", folder, asked, tmp_path), len(asked))
 
 
 def test_prompt_lookup_is_witnessed_and_its_difference_named(
-    target: Target, asked: list[Asked], tmp_path: Path
+    target: Target, asked: list[WitnessPrompt], tmp_path: Path
 ) -> None:
     config = load_choice("drafter", "ngram")
     assert isinstance(config, NgramConfig)
@@ -166,7 +168,7 @@ def test_prompt_lookup_is_witnessed_and_its_difference_named(
 
 
 def test_a_vllm_that_refuses_says_why_in_one_line(
-    target: Target, eagle3: tuple[Drafter, Path], asked: list[Asked], tmp_path: Path
+    target: Target, eagle3: tuple[Drafter, Path], asked: list[WitnessPrompt], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "llama"}')
     with pytest.raises(ValueError, match=r"vLLM ended with code 1: .+; the log is ") as raised:

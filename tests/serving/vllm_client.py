@@ -21,18 +21,17 @@ Prompts run one at a time, so that each one's counters are the difference of two
 import gc
 import importlib.util
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from paths import ROOT
+ROOT = Path(__file__).parents[2]
 
 
 def worker_of_the_package() -> Any:
     """Load the script that drafttrain itself has run by vLLM's interpreter; it imports no other."""
-    file = ROOT / "drafttrain" / "witness" / "worker.py"
+    file = ROOT / "drafttrain" / "target" / "vllm" / "worker.py"
     spec = importlib.util.spec_from_file_location("worker", file)
     assert spec is not None
     assert spec.loader is not None
@@ -46,40 +45,29 @@ WORKER = worker_of_the_package()
 
 def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """Start one engine, decode every prompt greedily, and shut it down."""
-    from vllm import LLM, SamplingParams
-
-    speculative = case["speculative_config"]
-    llm = LLM(
-        model=case["target"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=case.get("max_model_len", 512),
-        max_num_seqs=1,
-        disable_log_stats=False,
-        enable_prefix_caching=False,
-        **({"speculative_config": speculative} if speculative else {}),
-    )
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-    )
-    tokens, counters = [], []
-    before = WORKER.read_counters(llm)
-    for prompt in case["prompts"]:
-        outputs = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
-        tokens.append(list(outputs[0].outputs[0].token_ids))
-        after = WORKER.read_counters(llm)
-        counters.append(WORKER.difference(after, before))
-        before = after
+    request = {
+        **case,
+        "device": "cpu",
+        "dtype": "float32",
+        "max_num_seqs": 1,
+        "sampling": {"temperature": 0.0},
+        "max_new_tokens": max_tokens,
+        "stop_tokens": [],
+    }
+    llm = WORKER.start_counted(request, 1.0, case["speculative_config"])
+    places = range(len(case["prompts"]))
+    answers = [WORKER.decode(llm, request, [place], counted=True) for place in places]
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
-    return {"tokens": tokens, "counters": counters}
+    return {
+        "tokens": [answer["tokens"][0] for answer in answers],
+        "counters": [answer["counters"] for answer in answers],
+    }
 
 
 def main(request_path: str, answer_path: str) -> None:
     """Serve every case of the request; a case that fails is answered by its error."""
-    os.environ.update(WORKER.SETTINGS)
     request = json.loads(Path(request_path).read_text())
     import vllm
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from law_support import Case
 from torch import Tensor
 
 from drafttrain.core import sampling
 from drafttrain.core.chance import Purpose, draw_of
-from drafttrain.core.ops import growing
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode import draft, loop, rows, verify
 from drafttrain.decode.verify import Rejection
@@ -129,7 +130,7 @@ def _as_the_worst(self: Any, cache: Any, lengths: list[int]) -> None:
     cache.rollback([old - max(drops) for old in cache.lengths])
 
 
-_residual, _visible = verify.residual, growing.visible
+_residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
 
 SPLIT = "num_nodes = torch.full((len(drafted),), depth)"
 CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(laws, tokens)]
@@ -276,22 +277,20 @@ CONTROLS = [
     Control("one accepted token is lost", sets(target.Target, "rollback", _one_short)),
     Control(
         "positions one further after the prompt",
-        edits(
-            growing.run_decoder,
-            "torch.arange(longest, longest + new,",
-            "(longest > 0) + torch.arange(longest, longest + new,",
-            target,
+        sets(
+            RaggedCache,
+            "positions",
+            lambda self, new, device: (max(self.lengths) > 0) + _positions(self, new, device),
         ),
         drafter="ngram",
         width=1,
     ),
     Control(
         "drafts see each other both ways",
-        edits(
-            growing.run_decoder,
-            "cache.causal(new, tokens.device)",
-            "torch.ones(1, 1, new, longest + new, dtype=torch.bool)",
-            target,
+        sets(
+            RaggedCache,
+            "causal",
+            lambda self, new, device: torch.ones(1, 1, new, self.past + new, dtype=torch.bool),
         ),
         drafter="ngram",
         width=1,
@@ -337,9 +336,9 @@ CONTROLS = [
     Control(
         "a short row sees what lies past its end",
         sets(
-            growing,
+            RaggedCache,
             "visible",
-            lambda lengths, new, device: _visible([max(lengths)] * len(lengths), new, device),
+            lambda self, places: _visible(self, places.amax(0).expand_as(places)),
         ),
         Case(TWO, limit=2, depth=1, sampling=Sampling(1.0, 2, 1.0)),
         drafter="ngram",

@@ -35,7 +35,7 @@ from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store import shards
 from drafttrain.target.store.capture import Writer, capture
-from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.config import StoreConfig, StoreContents
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.target.store.manifest import read_journals, read_manifest
 from drafttrain.target.store.shards import (
@@ -45,7 +45,7 @@ from drafttrain.target.store.shards import (
 )
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
-EVERYTHING = Asked((1, 2), None)
+EVERYTHING = StoreContents((1, 2), None)
 RECORD = {"command": "python -m drafttrain capture store.dir=here"}
 
 
@@ -71,7 +71,7 @@ def settings(folder: Path, **changes: Any) -> StoreConfig:
 def write(
     target: Target,
     folder: Path,
-    asked: Asked = EVERYTHING,
+    asked: StoreContents = EVERYTHING,
     lines: list[str] | None = None,
     **changes: Any,
 ) -> Manifest:
@@ -299,8 +299,8 @@ def test_a_disk_that_fills_up_is_a_plain_message_and_nothing_is_lost(
         ({"dtype": "bfloat16"}, "store.dtype must be float32, with which"),
         ({"shard_mb": 1.0}, "store.shard_mb must be 0.025"),
         ({"final_hidden": False}, "store.final_hidden must be True"),
-        ({"asked": Asked((1, 3), None)}, r"store.layers must be \[1, 2\], with which"),
-        ({"asked": Asked((1, 2), 3)}, "store.assistant_only must be False"),
+        ({"asked": StoreContents((1, 3), None)}, r"store.layers must be \[1, 2\], with which"),
+        ({"asked": StoreContents((1, 2), 3)}, "store.assistant_only must be False"),
     ],
 )
 def test_a_store_goes_on_with_its_own_settings_only(
@@ -352,10 +352,10 @@ def test_several_drafters_are_asked_what_they_read(target: Target, tmp_path: Pat
     spec = target.spec
     eagle3, medusa = build("eagle3", spec, layers=[1, 3]), build("medusa", spec)
     other = build("eagle3", spec, layers=[0, 3])
-    assert asked_by([eagle3, medusa, other], settings(tmp_path)) == Asked((0, 1, 3), None)
-    assert asked_by([medusa], settings(tmp_path, layers=[4, 2])) == Asked((2, 4), None)
+    assert asked_by([eagle3, medusa, other], settings(tmp_path)) == StoreContents((0, 1, 3), None)
+    assert asked_by([medusa], settings(tmp_path, layers=[4, 2])) == StoreContents((2, 4), None)
     only = settings(tmp_path, assistant_only=True)
-    assert asked_by([medusa, build("small_lm", spec)], only) == Asked((), 5)
+    assert asked_by([medusa, build("small_lm", spec)], only) == StoreContents((), 5)
     for name in ("eagle", "eagle3"):
         said = rf"store\.assistant_only must be false for drafter={name}, which attends"
         with pytest.raises(ValueError, match=said):
@@ -501,14 +501,14 @@ def die_after_the_first_shard() -> None:
     """Let the rank that DIES names be killed when it has written one: with the others under way."""
     import drafttrain.target.store.capture as module
 
-    append = module.append_line
+    append = module.append_records
 
-    def and_die(path: Path, record: Any) -> None:
-        append(path, record)
+    def and_die(path: Path, records: Any) -> None:
+        append(path, records)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ["DIES"] == os.environ["RANK"]:
-        module.append_line = and_die
+        module.append_records = and_die
 
 
 if __name__ == "__main__":

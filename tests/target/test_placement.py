@@ -331,10 +331,8 @@ def test_two_ranks_with_a_part_each_say_what_the_whole_target_says(
         assert found["held"] == pytest.approx(found["in all"] / 2, rel=0.01)
         assert found["left gathered"] <= 32  # vectors
         assert found["linear is torch's"]
-    # Features are bitwise equal; steps differ in rounding, since the whole one decodes leanly.
     for found in outputs:
-        told = found["differences"].items()
-        assert all(not value for name, value in told if "packed" in name), told
+        assert not any(found["differences"].values()), found["differences"]
     whole = load_target(model_config(folders / "llama"), torch.float32, "cpu")
     expected, _ = selfgen(whole, selfgen_config(tmp_path / "one"), show=False)
     metrics, table = validated(whole)

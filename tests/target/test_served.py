@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from drafttrain.__main__ import PLACES, main
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Sample
-from drafttrain.data.batches import collate, pack
+from drafttrain.data.batches import collate, documents_of, pack
 from drafttrain.target.describe import read_out
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.config import RandomModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
-from drafttrain.target.served import documents_of, spec_on_disk, visible_name
+from drafttrain.target.served import spec_on_disk, visible_name
 from drafttrain.target.vllm.config import VllmConfig
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import HAS_VLLM, VARIABLE, require_vllm
 
 CONF = ROOT / "conf"
@@ -118,11 +118,12 @@ def test_documents_are_found_in_padded_and_in_packed_rows() -> None:
         Sample(torch.arange(length), torch.ones(length) > 0, index)
         for index, length in enumerate((3, 5, 2))
     ]
-    assert documents_of(collate(samples)) == [(0, 0, 3), (1, 0, 5), (2, 0, 2)]
+    apart = [span[:3] for span in documents_of(collate(samples))]
+    assert apart == [(0, 0, 3), (1, 0, 5), (2, 0, 2)]
     packed = pack(samples, 8)
     found = [
         (int(packed.document[row, start]), stop - start)
-        for row, start, stop in documents_of(packed)
+        for row, start, stop, *_ in documents_of(packed)
     ]
     assert sorted(found) == [(0, 3), (1, 5), (2, 2)]
 
@@ -137,7 +138,7 @@ def test_another_process_sees_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 # The process
 
 
-def engine_of(folder: Path, body: str, **changes: Any) -> Engine:
+def engine_of(folder: Path, body: str, **changes: Any) -> VllmEngine:
     """An engine whose worker is this Python script: it sees the request as sys.argv[-1]."""
     python = folder / "python"
     script = folder / "script.py"
@@ -146,7 +147,9 @@ def engine_of(folder: Path, body: str, **changes: Any) -> Engine:
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     values = yaml.safe_load((CONF / "vllm" / "default.yaml").read_text())
     config = VllmConfig(**values | {"python": str(python), "patience": 20.0} | changes)
-    return Engine(folder, config, dtype="float32", device="cpu", longest=9, folder=folder / "log")
+    return VllmEngine(
+        folder, config, dtype="float32", device="cpu", longest=9, folder=folder / "log"
+    )
 
 
 READY = "print(json.dumps({'event': 'ready', 'version': '1'}), flush=True)\n"

@@ -18,15 +18,15 @@ from drafttrain.__main__ import main
 from drafttrain.commands.setup.store_contents import asked_by
 from drafttrain.core.losses import REJECTION
 from drafttrain.core.types import FeatureSource, Sample, weighted_sum
-from drafttrain.data.batches import Batches, collate, pack, token_counts
+from drafttrain.data.batches import Batches, collate, documents_of, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.medusa import Medusa
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
 from drafttrain.target.model import Target, load_target
-from drafttrain.target.store.config import Asked
-from drafttrain.target.store.features import StoredTarget, runs
+from drafttrain.target.store.config import StoreContents
+from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.checkpoint import Checkpoints, load_state
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.engine import Engine
@@ -45,7 +45,7 @@ def target(tiny_target_dir: Path) -> Target:
 def folder(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of every layer, in float32."""
     place = tmp_path_factory.mktemp("store")
-    write(target, place, Asked((0, 1, 2, 3, 4), None))
+    write(target, place, StoreContents((0, 1, 2, 3, 4), None))
     return place
 
 
@@ -89,7 +89,7 @@ def test_features_are_those_of_the_target_wherever_a_conversation_is_packed(
         )
     assert torch.allclose(found.final_hidden[real], expected.final_hidden[real], atol=1e-5)
     assert not found.final_hidden[~real].any(), "padding is finite"
-    assert len(runs(batch)) == len(chosen)
+    assert len(documents_of(batch)) == len(chosen)
 
 
 def test_features_of_a_conversation_alone_are_the_very_bits(target: Target, tmp_path: Path) -> None:
@@ -106,14 +106,18 @@ def test_features_of_a_conversation_alone_are_the_very_bits(target: Target, tmp_
 
 
 def store_samples(
-    target: Target, samples: list[Sample], folder: Path, asked: Asked | None = None, **changes: Any
+    target: Target,
+    samples: list[Sample],
+    folder: Path,
+    asked: StoreContents | None = None,
+    **changes: Any,
 ) -> None:
     from drafttrain.target.store.capture import capture
 
     capture(
         target,
         samples,
-        asked or Asked((1, 2), None),
+        asked or StoreContents((1, 2), None),
         settings(folder, **changes),
         template="",
         record={},
@@ -248,7 +252,7 @@ def test_what_reads_single_positions_loses_nothing_by_assistant_only(
         if len(s.tokens) > 12
     ]
     store_samples(target, texts, tmp_path / "some", asked, assistant_only=True, shard_mb=1.0)
-    store_samples(target, texts, tmp_path / "all", Asked((), None), shard_mb=1.0)
+    store_samples(target, texts, tmp_path / "all", StoreContents((), None), shard_mb=1.0)
     some, every = open_store(tmp_path / "some"), open_store(tmp_path / "all")
     assert some.manifest.num_rows < every.manifest.num_rows
     some.require(name, drafter.captures, drafter.reach)
@@ -270,7 +274,7 @@ def test_what_reads_single_positions_loses_nothing_by_assistant_only(
 
 
 def test_what_a_drafter_lacks_in_a_store_is_named(target: Target, tmp_path: Path) -> None:
-    write(target, tmp_path / "some", Asked((1, 2), None), final_hidden=False)
+    write(target, tmp_path / "some", StoreContents((1, 2), None), final_hidden=False)
     store = open_store(tmp_path / "some")
     said = r"must hold layers \[1, 3\] for drafter=x, but lacks \[3\] .*store\.layers=\[1, 2, 3\]"
     with pytest.raises(ValueError, match=said):

@@ -1,15 +1,25 @@
 """The learning rate follows its formula, and only matrices decay."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from paths import ROOT
 from torch import nn
 
+from drafttrain.training.config import TrainerConfig
 from drafttrain.training.optim import parameter_groups
-from drafttrain.training.schedule import lr_at
 
-COSINE = dict(peak=3.0e-4, warmup_steps=5, total_steps=40, final_ratio=0.1, schedule="cosine")
+VALUES = yaml.safe_load((ROOT / "conf" / "trainer" / "default.yaml").read_text())
+COSINE = VALUES | dict(
+    lr=3.0e-4, warmup_steps=5, max_steps=40, final_lr_ratio=0.1, schedule="cosine"
+)
+
+
+def lr_at(step: int, **settings: Any) -> float:
+    return TrainerConfig(**settings).lr_at(step)
 
 
 def torch_rates(optimizer: torch.optim.Optimizer, scheduler, steps: int) -> list[float]:
@@ -40,7 +50,7 @@ def test_constant_stays_at_the_peak_after_warm_up() -> None:
 
 
 def test_no_update_has_a_rate_of_zero_even_when_the_final_ratio_is_zero() -> None:
-    rates = [lr_at(step, **{**COSINE, "final_ratio": 0.0}) for step in range(40)]
+    rates = [lr_at(step, **{**COSINE, "final_lr_ratio": 0.0}) for step in range(40)]
     assert min(rates) > 0
     assert max(rates) == 3.0e-4
 
@@ -55,7 +65,7 @@ def test_warm_up_of_zero_steps_starts_at_the_peak() -> None:
 
 
 def test_an_unknown_schedule_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="schedule must be one of cosine, constant, got linear"):
+    with pytest.raises(ValueError, match=r"trainer\.schedule must be .* got linear"):
         lr_at(0, **{**COSINE, "schedule": "linear"})
 
 

@@ -32,7 +32,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.tune import tuned_depth
-from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.adaptation import BEFORE
 from drafttrain.report.build import TimingInfo
 from drafttrain.runtime.hardware import choose_device, choose_draft_dtype
@@ -179,7 +179,7 @@ def tuned(settings: EvalConfig, folder: Path) -> EvalConfig:
     return replace(settings, depth=_tuned_depth("eval", folder, settings.batch_size))
 
 
-def tuned_export(settings: ExportConfig, folder: Path) -> ExportConfig:
+def tuned_export(settings: ExportSettings, folder: Path) -> ExportSettings:
     """Return the settings of an export at the depth that `tune` chose, if that is asked for."""
     if not settings.tuned:
         return settings

@@ -15,8 +15,7 @@ from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, find_accelerator
 from drafttrain.plan.build import build_plan
-from drafttrain.plan.config import AcceleratorConfig
-from drafttrain.plan.config import PlanConfig as PlanSettings
+from drafttrain.plan.config import AcceleratorConfig, PlanSettings
 from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.job import Job, Plan, cost, describe_job, place
 from drafttrain.plan.memory import Sharding
@@ -158,7 +157,7 @@ class _Machine:
 
 
 @dataclass(frozen=True)
-class _Provenance:
+class _HardwareProvenance:
     hardware: _Machine
 
 
@@ -179,7 +178,7 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
         )
     if not (folder / PROVENANCE).is_file():
         raise ValueError(f"plan.measured must be a run with a {PROVENANCE}, got {folder}")
-    machine = read_typed(_Provenance, folder / PROVENANCE).hardware
+    machine = read_typed(_HardwareProvenance, folder / PROVENANCE).hardware
     if bool(machine.gpus) == chip.is_cpu:
         raise ValueError(
             f"plan.measured must be a run on the accelerator that is planned, {chip.name}, got "

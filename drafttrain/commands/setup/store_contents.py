@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.config import StoreConfig, StoreContents
 
 
-def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> Asked:
+def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
     """Return what drafters read; ValueError for those that no store can serve, by name."""
     for drafter in drafters:
         refuse_without_store(drafter)
@@ -25,7 +25,7 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> Asked:
             "be stored"
         )
     if not config.assistant_only:
-        return Asked(tuple(layers), None)
+        return StoreContents(tuple(layers), None)
     reach = 1
     for drafter in drafters:
         if drafter.reach is None:
@@ -35,7 +35,7 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> Asked:
                 "positions: medusa, small_lm"
             )
         reach = max(reach, drafter.reach)
-    return Asked(tuple(layers), reach)
+    return StoreContents(tuple(layers), reach)
 
 
 def refuse_without_store(drafter: Drafter) -> None:

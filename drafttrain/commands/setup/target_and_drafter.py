@@ -206,7 +206,7 @@ def served_to(
 
 
 @dataclass(frozen=True)
-class _Provenance:
+class _TargetProvenance:
     target: TargetSpec
 
 
@@ -214,7 +214,7 @@ def recorded_spec(run: Path) -> TargetSpec:
     """Return what a run recorded of its target, so that an export need not load a 70B model."""
     file = run / PROVENANCE
     try:
-        spec = read_typed(_Provenance, file).target
+        spec = read_typed(_TargetProvenance, file).target
         wrong = next(wrong_spec(spec), None)
         if wrong is not None:
             raise UntrustedError(wrong)

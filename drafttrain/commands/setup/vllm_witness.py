@@ -10,7 +10,12 @@ from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.decode.loop import is_lossless
 from drafttrain.drafters.two_model import TwoModelConfig
-from drafttrain.evaluation.witness.section import Served, asked_of, check_witness, witness_section
+from drafttrain.evaluation.witness.section import (
+    ServedDrafter,
+    asked_of,
+    check_witness,
+    witness_section,
+)
 from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import recognise
@@ -24,7 +29,7 @@ from drafttrain.target.pretrained.models import find
 SERVED_AS = {"fasterdecoding": "medusa", "causal_lm": "two_model"}
 
 
-def served_by_vllm(config: EvaluateConfig, setup: Setup) -> Served:
+def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     """Export the drafter for vLLM and return what it serves; ValueError where it cannot.
 
     Before anything is decoded. A drafter that others trained is served from its own directory.
@@ -89,7 +94,7 @@ def witnessed(
     results: Sequence[PromptResult],
     config: EvaluateConfig,
     setup: Setup,
-    served: Served,
+    served: ServedDrafter,
     folder: Path,
 ) -> Report:
     """Return the report with what vLLM decoded, counted and took for the same prompts."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.ops.cache import KeyValues
+from drafttrain.core.ops.ragged_cache import RaggedCache
 
 
 class RMSNorm(nn.Module):
@@ -216,18 +216,20 @@ class Attention(nn.Module):
         return self.merge(mixed)
 
     def cached(
-        self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: KeyValues
+        self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
     ) -> Float[Tensor, "batch new width"]:
-        """Append to the cache and attend to everything in it, causally."""
-        mask, first = cache.visible(values.shape[1]), max(cache.lengths) == 0
+        """Append to the cache, whose only layer this is, and attend to all in it, causally."""
+        rows, new, _ = values.shape
+        mask = cache.begin_pass(rows, new, values.device)
         queries, keys, own = self.project(values, turn)
-        all_keys, all_values = cache.append(keys, own)
+        all_keys, all_values = cache.update(keys, own, 0)
+        cache.end_pass([new] * rows)
         mixed = functional.scaled_dot_product_attention(
             queries,
             all_keys,
             all_values,
             attn_mask=mask,
-            is_causal=mask is None and first and values.shape[1] > 1,
+            is_causal=mask is None and new > 1,
             enable_gqa=True,
         )
         return self.merge(mixed)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.ops.chunked_losses import OutputHead
-from drafttrain.core.ops.growing import RaggedCache, run_decoder
+from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
@@ -21,7 +21,6 @@ from drafttrain.drafters.base import (
     Expansion,
     last_of,
 )
-from drafttrain.target.pretrained.lean import make_lean
 from drafttrain.target.pretrained.limits import exact_positions
 
 
@@ -64,7 +63,6 @@ class CausalDrafter(Drafter):
 
     def take(self, model: Any) -> None:
         """Draft with this model; where it has fewer ids than the target, only with those."""
-        make_lean(model)
         self.model = model
         self._decoder = (model.get_decoder(),)  # in a tuple: not a second place for its weights
         self._head = (model.get_output_embeddings(),)

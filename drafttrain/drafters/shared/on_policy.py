@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
-from drafttrain.core.ops.growing import RaggedCache
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PAD_DOCUMENT, Batch

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drafttrain.core.types import Counters
-from drafttrain.evaluation.witness.engine import BatchWitness, Measured
+from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
 
 # Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 was met in 4000 tokens.
 TIE_GAP = 1e-3
@@ -171,6 +171,6 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
     )
 
 
-def _speed(engine: Measured, places: Sequence[int]) -> float:
+def _speed(engine: EngineMeasurement, places: Sequence[int]) -> float:
     tokens = sum(len(engine.tokens[place]) for place in places)
     return tokens / sum(engine.seconds[place] for place in places)

@@ -1,6 +1,5 @@
-"""vLLM beside our loop: its own interpreter runs worker.py, we read what it says line by line."""
+"""vLLM beside our loop: what a worker decodes by a plain and a speculative engine, as numbers."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,18 +8,15 @@ from typing import Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters
-from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.terminal import progress
-from drafttrain.target.vllm.process import Event, Process
+from drafttrain.target.vllm.process import LOG, Event, Process
 
-WORKER = Path(__file__).with_name("worker.py")
-REQUEST, LOG = "vllm_request.json", "vllm.log"
 PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 @dataclass(frozen=True)
-class Measured:
+class EngineMeasurement:
     """What one engine said at one batch size, by prompt.
 
     seconds: those of a batch shared out equally to its prompts, the median over repeats;
@@ -38,8 +34,8 @@ class BatchWitness:
     """Both engines at one batch size; counters are vLLM's own, of one repeat."""
 
     batch_size: int
-    plain: Measured
-    speculative: Measured
+    plain: EngineMeasurement
+    speculative: EngineMeasurement
     counters: Counters
     by_prompt: tuple[Counters, ...] | None  # at batch 1, where each prompt's can be told apart
     passes: tuple[int, ...] | None  # at batch 1: engine steps of a prompt after its prefill
@@ -121,10 +117,11 @@ def witness(
         "dtype": dtype,
         "device": device,
         "max_model_len": min(needed, max_positions or needed),
+        "max_num_seqs": max(sizes),
         "speculative_config": speculation(method, serving_dir, depth, lookup, greedy_drafts),
         "sampling": vars(sampling),
         "max_new_tokens": max_new_tokens,
-        "stop_token_ids": list(eos_ids),
+        "stop_tokens": list(eos_ids),
         "prompts": [list(prompt) for prompt in prompts],
         "batch_sizes": sizes,
         "repeats": repeats,
@@ -149,8 +146,6 @@ def run_worker(
     show: bool,
 ) -> list[Event]:
     """Run the worker to its end and return what it said; its own words go into the log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / REQUEST, json.dumps(request))
     num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
     total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
     events: list[Event] = []
@@ -158,9 +153,8 @@ def run_worker(
         progress("vLLM", total, show=show) as tick,
         Process(
             python,
-            WORKER,
-            folder / REQUEST,
-            folder / LOG,
+            request,
+            folder,
             key="eval.vllm_python",
             patience_s=patience_s,
             environment={"OMP_NUM_THREADS": str(threads)},
@@ -195,7 +189,7 @@ def _batch(events: Sequence[Event], size: int, num_prompts: int, depth: int) -> 
     )
 
 
-def _measured(events: Sequence[Event], num_prompts: int) -> Measured:
+def _measured(events: Sequence[Event], num_prompts: int) -> EngineMeasurement:
     tokens: list[list[tuple[int, ...]]] = [[] for _ in range(num_prompts)]
     seconds: list[list[float]] = [[] for _ in range(num_prompts)]
     decode: list[list[float]] = [[] for _ in range(num_prompts)]
@@ -204,7 +198,7 @@ def _measured(events: Sequence[Event], num_prompts: int) -> Measured:
             tokens[place].append(tuple(event["tokens"][row]))
             seconds[place].append(event["seconds"] / len(event["prompts"]))
             decode[place].append(event["decode_seconds"][row])
-    return Measured(
+    return EngineMeasurement(
         tokens=tuple(said[0] for said in tokens),
         seconds=tuple(statistics.median(values) for values in seconds),
         decode_seconds=tuple(statistics.median(values) for values in decode),

@@ -18,7 +18,7 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
 from drafttrain.evaluation.witness.compare import Agreement, Ours, compare_with_ours, predict
-from drafttrain.evaluation.witness.engine import BatchWitness, Measured, Witness, witness
+from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement, Witness, witness
 from drafttrain.report.rows import method_row
 from drafttrain.report.statistics import (
     PLAIN,
@@ -49,7 +49,7 @@ NGRAM_NOTE = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class WitnessPrompt:
     """One prompt as our loop decoded it: one turn, every token."""
 
     prompt_id: str
@@ -59,7 +59,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedDrafter:
     """What vLLM serves: the target's directory, the drafter's (None: it has no weights), how.
 
     method: vLLM's name, None where the directory says it. lookup: the shortest and the longest
@@ -85,7 +85,7 @@ def check_witness(
     lossless: bool,
     stop_strings: Sequence[str],
     vllm_python: str | None,
-) -> Served:
+) -> ServedDrafter:
     """Return what vLLM will serve; ValueError, before anything is decoded, where it cannot."""
     if drafter_name not in METHODS:
         raise ValueError(
@@ -118,12 +118,12 @@ def check_witness(
         serving_dir = None
     method = METHODS[drafter_name]
     python = find_python(vllm_python)
-    return Served(target_dir, serving_dir, method, lookup, greedy_drafts, python)
+    return ServedDrafter(target_dir, serving_dir, method, lookup, greedy_drafts, python)
 
 
 def asked_of(
     prompts: Sequence[Prompt], results: Sequence[PromptResult], target: Target, template: Template
-) -> list[Asked]:
+) -> list[WitnessPrompt]:
     """Return the prompts, token for token, that our loop decoded, later turns too.
 
     Later turns follow the plain loop's answers, which stand in the results.
@@ -139,7 +139,7 @@ def asked_of(
             messages.append(Message("user", text))
             tokens = tuple(prompt_tokens(messages, target.tokenizer, template))
             assert len(tokens) == result.num_prompt_tokens, (prompt.id, turn)
-            asked.append(Asked(prompt.id, turn, prompt.task, tokens))
+            asked.append(WitnessPrompt(prompt.id, turn, prompt.task, tokens))
             answer = target.tokenizer.decode(result.tokens, skip_special_tokens=True)
             messages.append(Message("assistant", answer))
     return asked
@@ -149,8 +149,8 @@ def witness_section(
     target: Target,
     exact: Target,
     drafter: Drafter,
-    served: Served,
-    asked: Sequence[Asked],
+    served: ServedDrafter,
+    asked: Sequence[WitnessPrompt],
     results: Sequence[PromptResult],
     *,
     drafter_name: str,
@@ -179,7 +179,11 @@ def witness_section(
     mine = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == drafter_name}
 
     def run(
-        dtype: torch.dtype, law: Sampling, sizes: Sequence[int], asked: Sequence[Asked], name: str
+        dtype: torch.dtype,
+        law: Sampling,
+        sizes: Sequence[int],
+        asked: Sequence[WitnessPrompt],
+        name: str,
     ) -> Witness:
         return witness(
             served.target_dir,
@@ -253,13 +257,18 @@ def witness_section(
     return section
 
 
-def _ours(asked: Asked, result: PromptResult) -> Ours:
+def _ours(asked: WitnessPrompt, result: PromptResult) -> Ours:
     name = asked.prompt_id if asked.turn == 0 else f"{asked.prompt_id}, turn {asked.turn}"
     return Ours(name, result.tokens, result.stats.untrimmed, result.stats.num_target_passes)
 
 
 def _decoded(
-    target: Target, drafter: Drafter, asked: Asked, depth: int, max_new_tokens: int, seed: int
+    target: Target,
+    drafter: Drafter,
+    asked: WitnessPrompt,
+    depth: int,
+    max_new_tokens: int,
+    seed: int,
 ) -> Ours:
     decoded = speculative_decode(
         target,
@@ -276,7 +285,7 @@ def _decoded(
 
 
 def _gap(
-    target: Target, asked: Sequence[Asked], ours: Sequence[Ours]
+    target: Target, asked: Sequence[WitnessPrompt], ours: Sequence[Ours]
 ) -> Callable[[int, int], float]:
     @torch.inference_mode()
     def gap_at(place: int, position: int) -> float:
@@ -308,7 +317,9 @@ def _beside(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def _row(batch: BatchWitness, asked: Sequence[Asked], resampling: Resampling) -> dict[str, Any]:
+def _row(
+    batch: BatchWitness, asked: Sequence[WitnessPrompt], resampling: Resampling
+) -> dict[str, Any]:
     """Return one batch size's numbers of vLLM, by the arithmetic of every report."""
     counters = batch.counters
     totals = collect(
@@ -341,9 +352,9 @@ def _row(batch: BatchWitness, asked: Sequence[Asked], resampling: Resampling) ->
 
 def _as_results(
     method: str,
-    measured: Measured,
+    measured: EngineMeasurement,
     counters: Sequence[Counters] | None,
-    asked: Sequence[Asked],
+    asked: Sequence[WitnessPrompt],
 ) -> list[PromptResult]:
     results = []
     for place, one in enumerate(asked):

@@ -8,7 +8,7 @@ REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks th
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportSettings:
     """Where and how an export is written, and whether it is pushed."""
 
     name: str

@@ -20,7 +20,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter
 from drafttrain.formats.write import layout
-from drafttrain.formats.write.config import ExportConfig
+from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.engines import SGLANG_ALGORITHMS, cannot_serve
 from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
 
@@ -83,7 +83,7 @@ def export_vllm(
     drafter: Drafter,
     target: str,
     folder: Path,
-    config: ExportConfig,
+    config: ExportSettings,
     card: CardData,
     load_tokenizer: Callable[[], Any] | None = None,
 ) -> Exported:
@@ -129,7 +129,7 @@ def export_vllm(
     return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
 
 
-def _check_depth(drafter: Drafter, config: ExportConfig) -> None:
+def _check_depth(drafter: Drafter, config: ExportSettings) -> None:
     deepest = drafter.capabilities.max_depth
     if deepest is not None and config.num_speculative_tokens > deepest:
         raise ValueError(

@@ -1,20 +1,20 @@
 """The file of answers: a line as soon as a conversation is answered, in input order at the end."""
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
-from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.skips import SkipReport
-from drafttrain.runtime.disk import cut_torn_line, no_link, write_whole
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import hold, of_answers
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.untrusted_input import UntrustedError, lines_of, read_object, shown, typed
-from drafttrain.target.answers.dialogue import Failure, Outcome, Row
+from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
+from drafttrain.target.answers.dialogue import AnsweredConversation, Failure, Outcome
 
 FORMAT = 1
 Kind = TypeVar("Kind")
@@ -33,9 +33,8 @@ class Answers:
         self.header = out.with_suffix(".settings.json")
         self.failed = out.with_suffix(".failed.jsonl")
         self.settings = {"format": FORMAT, **settings}
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, AnsweredConversation] = {}
         self.failures: dict[int, Failure] = {}
-        self.streams: dict[Path, TextIO] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> "Answers":
@@ -45,18 +44,14 @@ class Answers:
             stack.enter_context(hold(self.out, key, command, console.print, file=lock))
             self.check_settings()
             for file in (self.out, self.failed):
-                stream = open(file, "a", encoding="utf-8", opener=no_link)
-                self.streams[file] = stack.enter_context(stream)
-            self._read()
+                append_records(file, [])  # tried before anything is asked
+            self.rows = {row.index: row for row in load(self.out, AnsweredConversation)}
+            self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
-
-    def _read(self) -> None:
-        self.rows = {row.index: row for row in load(self.out, Row)}
-        self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
 
     def check_settings(self) -> None:
         """Write the header, or refuse to add to answers that were given under other settings."""
@@ -81,7 +76,7 @@ class Answers:
                     f"on with {name}={shown(now)}; set it as it was, or name another file"
                 )
 
-    def missing(self, asked: Sequence[Asked]) -> list[Asked]:
+    def missing(self, asked: Sequence[Question]) -> list[Question]:
         """Return what is still to be asked; ValueError where the prompts are not what they were."""
         known: dict[int, Outcome] = {**self.failures, **self.rows}
         for index in sorted(known):
@@ -98,15 +93,12 @@ class Answers:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Put outcomes on the disk: what this returns from survives a loss of power."""
-        for file, kind in ((self.out, Row), (self.failed, Failure)):
-            lines = [line_of(outcome) for outcome in outcomes if isinstance(outcome, kind)]
-            if lines:
-                stream = self.streams[file]
-                stream.write("".join(lines))
-                stream.flush()
-                os.fsync(stream.fileno())
+        for file, kind in ((self.out, AnsweredConversation), (self.failed, Failure)):
+            records = [asdict(outcome) for outcome in outcomes if isinstance(outcome, kind)]
+            if records:
+                append_records(file, records)
         for outcome in outcomes:
-            if isinstance(outcome, Row):
+            if isinstance(outcome, AnsweredConversation):
                 self.rows[outcome.index] = outcome
                 self.failures.pop(outcome.index, None)
             else:
@@ -116,14 +108,14 @@ class Answers:
         """Put the lines into input order, in one step; the same answers give the same bytes."""
         for file, found in ((self.out, self.rows), (self.failed, self.failures)):
             kept: dict[int, Outcome] = {**found}
-            lines = [
-                line_of(kept[index])
-                for index in sorted(kept)
-                if file == self.out or index not in self.rows
-            ]
-            text = "".join(lines)
-            if file.read_text(encoding="utf-8") != text:
-                write_whole(file, text)
+            replace_records(
+                file,
+                [
+                    asdict(kept[index])
+                    for index in sorted(kept)
+                    if file == self.out or index not in self.rows
+                ],
+            )
 
     def report(self, num_asked: int) -> SkipReport:
         """Return how many conversations have no answer, and why."""
@@ -134,24 +126,11 @@ class Answers:
         return report
 
 
-def line_of(outcome: Outcome) -> str:
-    """Return a line of the output."""
-    return json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
-
-
 def load(file: Path, kind: type[Kind]) -> list[Kind]:
-    """Read lines; a torn one, which an interrupted run leaves last, is cut off."""
-    cut_torn_line(file)
-    found = []
-    with file.open("rb") as stream:
-        for number, line in enumerate(lines_of(stream), 1):
-            try:
-                if line is None:
-                    raise UntrustedError("it is longer than any answer")
-                found.append(typed(kind, line, "it"))
-            except UntrustedError as error:
-                raise ValueError(
-                    f"{file}:{number} must be a line as `regenerate` wrote it, got another: "
-                    f"{error}; remove that line, and it is asked again"
-                ) from None
-    return found
+    """Return what was answered; ValueError for a line that is no answer."""
+    try:
+        return list(read_records(file, kind))
+    except UntrustedError as error:
+        raise ValueError(
+            f"{error}; it must be a line as `regenerate` wrote it: remove it, and it is asked again"
+        ) from None

@@ -13,7 +13,7 @@ TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateConfig:
+class RegenerateSettings:
     """Who answers, how, and where the answers go."""
 
     backend: str

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.core.chance import Purpose, SeededChance, draw_of
-from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.records import Message
 from drafttrain.runtime.untrusted_input import Count
 
@@ -13,7 +13,7 @@ EMPTY = "an empty answer"
 
 
 @dataclass(frozen=True)
-class Row:
+class AnsweredConversation:
     """A conversation that is answered: a line of the output."""
 
     index: Count
@@ -41,13 +41,13 @@ class Failure:
     digest: str
 
 
-Outcome = Row | Failure
+Outcome = AnsweredConversation | Failure
 
 
 class Dialogue:
     """One conversation: what is asked next, and what has become of it."""
 
-    def __init__(self, asked: Asked, keep_answers: bool) -> None:
+    def __init__(self, asked: Question, keep_answers: bool) -> None:
         self.asked = asked
         self.messages: list[Message] = []
         self.answers: list[dict[str, Any]] = []
@@ -104,6 +104,6 @@ class Dialogue:
     def _end(self, cut: str | None) -> None:
         asked = self.asked
         messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
-        self.outcome = Row(
+        self.outcome = AnsweredConversation(
             asked.index, messages, self.answers, cut, asked.source, asked.digest
         )  # fmt: skip

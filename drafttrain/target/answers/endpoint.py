@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.data.prompts_to_answer import LAST, Asked
+from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.template import Template
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown, typed
-from drafttrain.target.answers.config import RegenerateConfig
-from drafttrain.target.answers.dialogue import Dialogue, Failure, Outcome, Row
+from drafttrain.target.answers.config import RegenerateSettings
+from drafttrain.target.answers.dialogue import Dialogue, Failure, Outcome
 
 GIVE_UP_AFTER = 8  # failed conversations in a row: then it is the endpoint, not the prompts
 NONE_OF = 32  # refused before any answer: then it is the settings
@@ -79,12 +79,12 @@ class Served:
     model: str
     owner: str  # "vllm" for a vLLM server, which takes and tells more than others
 
-    def extra(self, config: RegenerateConfig, template: Template) -> dict[str, Any]:
+    def extra(self, config: RegenerateSettings, template: Template) -> dict[str, Any]:
         """Return what is asked beyond the protocol: nothing, unless it is needed or known."""
         told = {"chat_template_kwargs": template.kwargs} if template.kwargs else {}
         return told | self._sampling(config)
 
-    def _sampling(self, config: RegenerateConfig) -> dict[str, Any]:
+    def _sampling(self, config: RegenerateSettings) -> dict[str, Any]:
         if self.owner == VLLM:
             # The model's generation_config would set what is not said; 0 is off. The tokens come
             # back as they were chosen: a text tokenises to others.
@@ -98,7 +98,7 @@ class Served:
 
 
 def by_endpoint(
-    asked: Sequence[Asked], config: RegenerateConfig, template: Template
+    asked: Sequence[Question], config: RegenerateSettings, template: Template
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes as they come, with `concurrency` conversations under way at a time.
 
@@ -133,18 +133,19 @@ def by_endpoint(
                 outcomes = [task.result() for task in done]
                 yield outcomes
                 for outcome in outcomes:
-                    answered = answered or isinstance(outcome, Row)
-                    failed = 0 if isinstance(outcome, Row) else failed + (not outcome.final)
                     if isinstance(outcome, Failure):
+                        failed += not outcome.final
                         refused += outcome.final
                         give_up(outcome, failed, 0 if answered else refused, config)
+                    else:
+                        answered, failed = True, 0
         finally:
             for task in tasks:
                 task.cancel()
             runner.run(_close(client, tasks))
 
 
-def give_up(last: Failure, failed: int, refused: int, config: RegenerateConfig) -> None:
+def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings) -> None:
     """Raise where going on would give more of the same.
 
     failed: conversations in a row that could be asked again; refused: those that could not, where
@@ -164,7 +165,7 @@ def give_up(last: Failure, failed: int, refused: int, config: RegenerateConfig) 
         )
 
 
-def served_by(config: RegenerateConfig) -> Served:
+def served_by(config: RegenerateSettings) -> Served:
     """Return what the endpoint serves; ValueError if it cannot be asked, or must be told which."""
 
     async def ask() -> Served:
@@ -177,7 +178,7 @@ def served_by(config: RegenerateConfig) -> Served:
     return asyncio.run(ask())
 
 
-def open_client(config: RegenerateConfig) -> Any:
+def open_client(config: RegenerateSettings) -> Any:
     """Return the client; ValueError where the package is not installed."""
     try:
         import openai
@@ -197,7 +198,7 @@ def open_client(config: RegenerateConfig) -> Any:
     )
 
 
-def _key(config: RegenerateConfig) -> str | None:
+def _key(config: RegenerateSettings) -> str | None:
     return os.environ.get(config.api_key_variable)
 
 
@@ -228,7 +229,7 @@ class _Bounded:
         await self.stream.aclose()
 
 
-async def find_model(client: Any, config: RegenerateConfig) -> Served:
+async def find_model(client: Any, config: RegenerateSettings) -> Served:
     """Ask the endpoint for its models and return the one to use; an answer takes seconds."""
     import openai
 
@@ -286,7 +287,7 @@ async def converse(
     client: Any,
     served: Served,
     dialogue: Dialogue,
-    config: RegenerateConfig,
+    config: RegenerateSettings,
     template: Template,
 ) -> Outcome:
     """Ask every turn of a conversation in order and return what it has become."""
@@ -337,7 +338,7 @@ def take(dialogue: Dialogue, completion: Completion) -> None:
     return dialogue.take(said.content or "", tokens or None, count, choice.finish_reason == "stop")
 
 
-def describe(error: BaseException, config: RegenerateConfig) -> str:
+def describe(error: BaseException, config: RegenerateSettings) -> str:
     """Return what is wrong with an answer of the endpoint, in one line, without the key."""
     status = getattr(error, "status_code", None)
     body = getattr(error, "body", None)

@@ -6,19 +6,19 @@ from typing import Any
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.types import TargetSpec
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.prompts_to_answer import LAST, Asked
+from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.records import Unusable
 from drafttrain.data.template import Template
-from drafttrain.target.answers.config import RegenerateConfig
+from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.dialogue import Dialogue, Outcome
 from drafttrain.target.model import Target
-from drafttrain.target.vllm.engine import Engine
+from drafttrain.target.vllm.engine import VllmEngine
 
 
 def by_transformers(
     target: Target,
-    asked: Sequence[Asked],
-    config: RegenerateConfig,
+    asked: Sequence[Question],
+    config: RegenerateSettings,
     template: Template,
     room: int,
     decode: Callable[..., Sequence[Any]],
@@ -58,11 +58,11 @@ def by_transformers(
 
 
 def by_vllm(
-    engine: Engine,
+    engine: VllmEngine,
     spec: TargetSpec,
     tokenizer: Any,
-    asked: Sequence[Asked],
-    config: RegenerateConfig,
+    asked: Sequence[Question],
+    config: RegenerateSettings,
     template: Template,
     room: int,
     in_flight: int,
@@ -112,7 +112,7 @@ def by_vllm(
 
 
 def next_prompt(
-    dialogue: Dialogue, tokenizer: Any, config: RegenerateConfig, template: Template, room: int
+    dialogue: Dialogue, tokenizer: Any, config: RegenerateSettings, template: Template, room: int
 ) -> list[int] | None:
     """Return the tokens of what is asked next; None, with its outcome, where they do not fit."""
     try:

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from drafttrain.data.prompts_to_answer import Asked
+from drafttrain.data.prompts_to_answer import Question
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.answers.answers_file import Answers
-from drafttrain.target.answers.dialogue import Outcome, Row
+from drafttrain.target.answers.dialogue import AnsweredConversation, Outcome
 
-Backend = Callable[[Sequence[Asked]], Iterator[list[Outcome]]]
+Backend = Callable[[Sequence[Question]], Iterator[list[Outcome]]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Work:
 
 
 def regenerate(
-    asked: Sequence[Asked],
+    asked: Sequence[Question],
     answers: Answers,
     backend: Backend,
     stop: StopRequest,
@@ -45,7 +45,7 @@ def regenerate(
     with progress("regenerate", len(asked), done, show and bool(missing)) as tick:
         for outcomes in backend(missing) if missing else ():
             answers.add(outcomes)
-            rows = [outcome for outcome in outcomes if isinstance(outcome, Row)]
+            rows = [outcome for outcome in outcomes if isinstance(outcome, AnsweredConversation)]
             num_answered += len(rows)
             num_tokens += sum(row.num_tokens for row in rows)
             if outcomes:

@@ -22,11 +22,12 @@ from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template, chat_format, template_fingerprint
-from drafttrain.runtime.disk import append_text, write_whole
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.journal import append_records, read_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.ranks import ALONE, Ranks
 from drafttrain.runtime.terminal import console, progress
-from drafttrain.runtime.untrusted_input import Count, UntrustedError, lines_of, typed
+from drafttrain.runtime.untrusted_input import Count, UntrustedError
 from drafttrain.target.model import Target
 
 FORMAT = 1  # of the cache: a higher number makes old caches be written anew
@@ -306,7 +307,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
     """Add a batch to the cache: tokens for training, and messages, which data=jsonl reads too."""
-    lines = []
+    records = []
     for conversation in batch:
         user = conversation.tokens[
             len(frame.opening) : conversation.num_prompt_tokens - len(frame.closing)
@@ -316,9 +317,8 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
         messages = [
             {"role": role, "content": tokenizer.decode(turn)} for role, turn in turns.items()
         ]
-        record = {"messages": messages, **vars(conversation)}
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-    append_text(folder / "conversations.jsonl", "".join(lines))
+        records.append({"messages": messages, **vars(conversation)})
+    append_records(folder / "conversations.jsonl", records)
 
 
 def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
@@ -327,21 +327,16 @@ def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
     if not file.is_file():
         return {}
     written = {}
-    with file.open("rb") as stream:
-        for number, line in enumerate(lines_of(stream), 1):
-            if line is not None and not line.endswith(b"\n"):
-                break
-            try:
-                if line is None:
-                    raise UntrustedError("it is longer than any conversation")
-                found = typed(Written, line, "it")
-                whole = 0 < found.num_prompt_tokens < len(found.tokens)
-                if not whole or max(found.tokens) >= spec.vocab_size:
-                    raise UntrustedError(f"its tokens are none of {spec.name}")
-            except UntrustedError as error:
-                raise ValueError(
-                    f"{file}:{number} must be a line as selfgen wrote it, got another: {error}; "
-                    f"remove that line, or {folder}, and it is written again"
-                ) from None
+    try:
+        for found in read_records(file, Written):
+            whole = 0 < found.num_prompt_tokens < len(found.tokens)
+            if not whole or max(found.tokens) >= spec.vocab_size:
+                where = f"{file}: conversation {found.index}"
+                raise UntrustedError(f"{where} has tokens that are none of {spec.name}")
             written[found.index] = found
+    except UntrustedError as error:
+        raise ValueError(
+            f"{error}; it must be a line as selfgen wrote it: remove that line, or {folder}, and "
+            "it is written again"
+        ) from None
     return written

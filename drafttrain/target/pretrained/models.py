@@ -14,7 +14,6 @@ from drafttrain.target.pretrained import files, hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
 from drafttrain.target.pretrained.inflate import inflate, plan_inflation
-from drafttrain.target.pretrained.lean import make_lean
 from drafttrain.target.pretrained.quantize import quantization_of
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "tiny"
@@ -128,8 +127,6 @@ def load_model(
         model = _read(config, folder, model_config, attention, dtype, spread or whole)
     if plan is not None:
         inflate(model, plan, config.name)
-    if spread is None:  # lean layers would go past the hooks that fetch their weights
-        make_lean(model)
     return model.eval().requires_grad_(False)
 
 

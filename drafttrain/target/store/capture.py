@@ -17,12 +17,13 @@ from torch import Tensor
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import DiskError
+from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
-from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.config import StoreConfig, StoreContents
 from drafttrain.target.store.features import rows_per_shard
 from drafttrain.target.store.folder import duration, finish, prepare, size_of
 from drafttrain.target.store.manifest import read_manifest
@@ -32,7 +33,6 @@ from drafttrain.target.store.shards import (
     STORED,
     Manifest,
     Shard,
-    append_line,
     decode,
     encode,
     kept_positions,
@@ -47,7 +47,7 @@ PROBE_BYTES = 32e6  # written once to learn how fast the disk is
 def capture(
     target: Target | ServedTarget,
     samples: list[Sample],
-    asked: Asked,
+    asked: StoreContents,
     config: StoreConfig,
     *,
     template: str,
@@ -88,7 +88,7 @@ def capture(
         with target.in_step(), progress("capture", total, show=ranks.is_main) as tick:
             for number in mine:
                 shard = writer.write(shard_name(number), plan[number])
-                append_line(folder / f"journal-{ranks.rank}.jsonl", asdict(shard))
+                append_records(folder / f"journal-{ranks.rank}.jsonl", [asdict(shard)])
                 done += shard.tokens
                 tick(shard.tokens, f"{done / (time.monotonic() - started):,.0f} tokens/s")
                 stop.obey()

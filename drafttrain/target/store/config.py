@@ -68,7 +68,7 @@ class StoreConfig:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StoreContents:
     """What of the target is kept: layers, and how far before a trained token (None: all)."""
 
     layers: tuple[int, ...]

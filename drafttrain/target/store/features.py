@@ -1,18 +1,17 @@
 """Features from the disk: what the target said once, for any number of drafters and runs."""
 
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample, TargetFeatures
+from drafttrain.core.types import Batch, Sample, TargetFeatures
+from drafttrain.data.batches import documents_of
 from drafttrain.runtime.lock import require_free
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import header_of
@@ -119,7 +118,7 @@ class StoredTarget:
         shape = (*batch.tokens.shape, self.spec.hidden_size)
         pinned = self.device.type == "cuda"
         out = {name: torch.zeros(shape, dtype=self.dtype, pin_memory=pinned) for name in names}
-        for row, start, stop, document, position in runs(batch):
+        for row, start, stop, document, position in documents_of(batch):
             place = self.ordinals[document]
             length = stop - start
             sample = self.samples[place]
@@ -246,16 +245,3 @@ def read_samples(folder: Path, manifest: Manifest) -> list[Sample]:
         raise StoreError(f"{path}: index must name each conversation once, from 0, got {twice[0]}")
     parts = zip(tokens.split(lengths), stored["loss_mask"].split(lengths), index, strict=True)
     return [Sample(tokens.long(), mask, index) for tokens, mask, index in parts]
-
-
-def runs(batch: Batch) -> list[tuple[int, int, int, int, int]]:
-    """Return (row, start, stop, document, position of its start) of each document of a batch."""
-    found = []
-    edges: Int[Tensor, "batch less"] = batch.document.diff(dim=1)
-    for row, changes in enumerate(edges):
-        cuts = [0, *(changes.nonzero().squeeze(1) + 1).tolist(), batch.tokens.shape[1]]
-        for start, stop in itertools.pairwise(cuts):
-            document = int(batch.document[row, start])
-            if document != PAD_DOCUMENT:
-                found.append((row, start, stop, document, int(batch.positions[row, start])))
-    return found

@@ -15,7 +15,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.run_folder import MANIFEST
-from drafttrain.target.store.config import Asked, StoreConfig
+from drafttrain.target.store.config import StoreConfig, StoreContents
 from drafttrain.target.store.features import rows_per_shard, samples_to_tensors
 from drafttrain.target.store.manifest import read_journals, read_manifest
 from drafttrain.target.store.shards import (
@@ -52,7 +52,7 @@ def prepare(
     target: FeatureSource,
     samples: list[Sample],
     rows: list[int],
-    asked: Asked,
+    asked: StoreContents,
     config: StoreConfig,
     template: str,
     record: dict[str, Any],
@@ -111,7 +111,7 @@ def prepare(
 def settings_of(
     target: FeatureSource,
     tensors: dict[str, Tensor],
-    asked: Asked,
+    asked: StoreContents,
     config: StoreConfig,
     template: str,
 ) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from drafttrain.core.types import TargetSpec
+from drafttrain.runtime.journal import read_records
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
@@ -172,10 +173,7 @@ def read_journals(folder: Path, names: Sequence[str]) -> list[Shard]:
     found = []
     for path in own_files(folder, JOURNAL):
         try:
-            content = read_bytes(path, MAX_JSON_BYTES)
-            whole = content.rfind(b"\n") + 1
-            for line in content[:whole].splitlines():
-                shard = typed(Shard, line, "a line")
+            for shard in read_records(path, Shard):
                 wrong = next(_wrong_shard(shard, names), None)
                 if wrong is not None:
                     raise UntrustedError(wrong)

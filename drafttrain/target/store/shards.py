@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.runtime.disk import append_text, flush, replacing, write_whole
+from drafttrain.runtime.disk import replacing, sha256_of, write_whole
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.untrusted_input import (
     Count,
@@ -244,13 +244,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> File:
     with replacing(path) as beside:
         save_file(tensors, beside)
         beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
-        return File(path.name, beside.stat().st_size, sha256(beside))
-
-
-def append_line(path: Path, record: Any) -> None:
-    """Add a record to a journal, and wait until it is on the disk."""
-    append_text(path, json.dumps(record) + "\n")
-    flush(path.parent)
+        return File(path.name, beside.stat().st_size, sha256_of(beside))
 
 
 def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
@@ -261,7 +255,7 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
         size = path.stat().st_size
         if size != record.bytes:
             return f"must have the {record.bytes:,} bytes that were written, got {size:,}"
-        if checksum and (found := sha256(path)) != record.sha256:
+        if checksum and (found := sha256_of(path)) != record.sha256:
             return f"must have the checksum {record.sha256[:12]}..., got {found[:12]}..."
     except OSError as error:
         return f"must be readable, got {error.strerror}"
@@ -271,9 +265,3 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
 def digest(plain: Any) -> str:
     """Return a fingerprint of plain data."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def sha256(path: Path) -> str:
-    """Return the checksum of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

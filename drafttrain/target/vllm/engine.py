@@ -1,6 +1,5 @@
 """The engine as seen from here: prompts in, answers or hidden states out."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -14,29 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.runtime.disk import write_whole
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import Event, Process, find_python
 
-WORKER = Path(__file__).with_name("worker.py")
-REQUEST, LOG = "vllm_request.json", "vllm.log"
 MEMORY_FOLDER = Path("/dev/shm")  # hidden states change hands here where it has room
 MEMORY_ROOM = 2 << 30
-ENVIRONMENT = {
-    # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the worker's own process
-    # A document as long as the context is read; the token after it is never fed.
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """What the engine said to one prompt, or why it did not."""
 
     name: int
@@ -53,7 +38,7 @@ class Documents:
     firsts: list[tuple[int, float]]
 
 
-class Engine:
+class VllmEngine:
     """A vLLM engine with one model, at work until `close`.
 
     captures: layers whose input it hands over (id num_layers: the final norm's input); none makes
@@ -75,7 +60,6 @@ class Engine:
         asked: str = "regenerate.backend=vllm",
     ) -> None:
         python = find_python(config.python, "vllm.python", asked)
-        folder.mkdir(parents=True, exist_ok=True)
         self.exchange = Path(tempfile.mkdtemp(prefix="drafttrain_", dir=_exchange_folder()))
         self.captures = tuple(sorted(set(captures)))
         request = {
@@ -90,17 +74,14 @@ class Engine:
             "memory": config.memory,
             "trust_remote_code": trust_remote_code,
         }
-        write_whole(folder / REQUEST, json.dumps(request))
         threads = os.environ.get("OMP_NUM_THREADS") or str(torch.get_num_threads())
-        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": threads}
-        environment["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_cache)
+        environment = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache)}
         if config.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = config.devices
         self.process = Process(
             python,
-            WORKER,
-            folder / REQUEST,
-            folder / LOG,
+            request,
+            folder,
             key="vllm.python",
             patience_s=config.patience,
             environment=environment,
@@ -112,7 +93,7 @@ class Engine:
             self.close()
             raise
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "VllmEngine":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -141,12 +122,12 @@ class Engine:
             }
         )
 
-    def next_answer(self) -> Answer:
+    def next_answer(self) -> EngineAnswer:
         """Wait for the next answer of those handed in."""
         event = self._next("answer", "refused")
         if event["event"] == "refused":
-            return Answer(event["name"], (), False, event["text"])
-        return Answer(event["name"], tuple(event["tokens"]), event["finished"], None)
+            return EngineAnswer(event["name"], (), False, event["text"])
+        return EngineAnswer(event["name"], tuple(event["tokens"]), event["finished"], None)
 
     def read(self, documents: Sequence[Sequence[int]]) -> Documents:
         """Return the hidden states of documents, each read on its own; last axis but one: capture.

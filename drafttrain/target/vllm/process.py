@@ -1,4 +1,4 @@
-"""A script run by vLLM's own interpreter: JSON lines in and out, its other words in a log."""
+"""Our worker, run by vLLM's own interpreter: JSON lines in and out, vLLM's other words in a log."""
 
 import importlib.util
 import json
@@ -15,8 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drafttrain.runtime.disk import MachineError, no_link
+from drafttrain.runtime.disk import MachineError, no_link, write_whole
 
+WORKER = Path(__file__).with_name("worker.py")
+REQUEST, LOG = "vllm_request.json", "vllm.log"
 VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
 # vLLM says this where the cause stands further up in its log.
@@ -39,6 +41,22 @@ PASSED_FAMILIES = re.compile(
     r"TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|NUMBA)_\w+"
 )
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # VLLM_API_KEY, say
+# What vLLM is given unless the user's environment says otherwise.
+DEFAULTS = {
+    # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Prompt lookup is compiled by numba, whose second thread makes every later pass of an engine
+    # ten times slower.
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # A document as long as the context is read; the token after it is never fed.
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # counters and hidden states are read there
 
 Event = dict[str, Any]
 
@@ -101,31 +119,34 @@ def require_vllm(configured: str | None, asked: str) -> None:
 
 
 class Process:
-    """A worker script at work; use it in a `with` block, which ends it and all that it started.
+    """The worker at work; use it in a `with` block, which ends it and all that it started.
 
-    python: vLLM's interpreter. key: the setting that named it, for messages. environment: variables
-    for the worker beside those that it is given of this process's.
+    python: vLLM's interpreter. folder: where request and log are left. key: the setting that named
+    the interpreter, for messages. environment: variables beside those that the worker is given of
+    this process's.
     """
 
     def __init__(
         self,
         python: str,
-        script: Path,
-        request: Path,
-        log: Path,
+        request: Mapping[str, Any],
+        folder: Path,
         *,
         key: str,
         patience_s: float,
         environment: Mapping[str, str],
     ) -> None:
-        self.log, self.key, self.patience_s = log, key, patience_s
-        with open(log, "w", opener=no_link) as stderr:
+        self.log, self.key, self.patience_s = folder / LOG, key, patience_s
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / REQUEST, json.dumps(request))
+        given = DEFAULTS | environment_of_worker(os.environ) | IN_PROCESS | dict(environment)
+        with open(self.log, "w", opener=no_link) as stderr:
             self.process = subprocess.Popen(
-                [python, "-I", str(script), str(request)],
+                [python, "-I", str(WORKER), str(folder / REQUEST)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 stdin=subprocess.PIPE,
-                env=environment_of_worker(os.environ) | dict(environment),
+                env=given,
                 text=True,
                 start_new_session=True,  # so that what it started ends with it
             )

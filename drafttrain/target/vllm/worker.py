@@ -1,28 +1,41 @@
-"""A vLLM engine that answers and hands over hidden states, run by its own interpreter.
+"""A vLLM engine that answers and hands over hidden states, or two that decode in turns.
 
     VLLM_PYTHON -I drafttrain/target/vllm/worker.py REQUEST.json
 
-It imports nothing of drafttrain (`-I` keeps this folder off its path). Work arrives on standard
-input, one JSON object a line, and runs side by side; the end of the input ends the worker:
+It is run by vLLM's own interpreter and imports nothing of drafttrain (`-I` keeps this folder off
+its path). Standard output has one JSON object a line, each with an "event"; whatever vLLM prints
+goes to standard error, and {"event": "error", "text": ONE_LINE} comes last where it fails.
+
+A request with "captures" starts one engine. Work for it arrives on standard input, one JSON object
+a line, and runs side by side; the end of the input ends the worker:
 
     {"op": "answer", "name": N, "tokens": [...], "sampling": {temperature, top_k, top_p},
      "seed": N | null, "max_new_tokens": N, "stop_tokens": [...]}
     {"op": "features", "name": N, "documents": [[token ids], ...]}
 
-Standard output has one JSON object a line; whatever vLLM prints goes to standard error:
-
     {"event": "ready", "version": TEXT, "seconds": TO_START}
     {"event": "answer", "name": N, "tokens": [...], "finished": whether it ended by itself}
     {"event": "features", "name": N, "file": safetensors, "firsts": [[token, logprob], ...]}
     {"event": "refused", "name": N, "text": ONE_LINE}
-    {"event": "error", "text": ONE_LINE}
 
 The file holds, per document, "0", "1", ...: hidden states (token, captured layer, hidden), in the
 order of request["captures"]: id i is the input of layer i, id num_layers the input of the final
 norm. `firsts` is the likeliest next token after each document, with its log-probability, by which
 the reader checks the head it has read from the disk.
+
+A request with "speculative_config" starts a plain engine and a speculative one, which decode the
+same batches of prompts in turns:
+
+    {"event": "vllm", "version": TEXT, "together": whether both engines live at once}
+    {"event": "engine", "method": "plain" | "speculative", "seconds": TO_START}
+    {"event": "warm", "method": ...}
+    {"event": "batch", "method": ..., "batch_size": N, "repeat": N, "prompts": [places],
+     "tokens": [[new token ids], ...], "seconds": WALL, "decode_seconds": [after the first token],
+     "num_steps": engine steps (speculative only), "counters": {...} (speculative only)}
+    {"event": "done"}
 """
 
+import gc
 import json
 import os
 import queue
@@ -30,14 +43,56 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 CONNECTOR = "HiddenStatesHere"
 ENDED = {"stop", "eos"}
+PLAIN, SPECULATIVE = "plain", "speculative"
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+STEPS = "vllm:iteration_tokens_total"  # a histogram with one observation per engine step
+ROOM = 2.5  # two engines live at once if memory holds their weights this many times
 
 
-class Work:
+def start(request: dict[str, Any], memory: float, **settings: Any) -> Any:
+    """Start an engine. memory: its share of a GPU's."""
+    from vllm import LLM
+
+    on_cpu = request["device"] == "cpu"
+    if not on_cpu:
+        settings["gpu_memory_utilization"] = memory
+    return LLM(
+        model=request["target"],
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # the model's own would add penalties and a temperature
+        enforce_eager=on_cpu,
+        dtype=request["dtype"],
+        max_model_len=request["max_model_len"],
+        max_num_seqs=request["max_num_seqs"],
+        **settings,
+    )
+
+
+def sampling_of(asked: dict[str, Any], seed: int | None) -> Any:
+    """Return vLLM's sampling of an answer that ends by `asked["stop_tokens"]` or its limit."""
+    from vllm import SamplingParams
+
+    stops = asked["stop_tokens"]
+    return SamplingParams(
+        **asked["sampling"],
+        seed=seed,
+        max_tokens=asked["max_new_tokens"],
+        stop_token_ids=stops,
+        ignore_eos=not stops,
+        detokenize=False,
+    )
+
+
+# One engine that answers and hands over hidden states
+
+
+class OpenRequests:
     """What was asked and is not yet answered; `states` are hidden states by vLLM's request id."""
 
     def __init__(self, say: Any, folder: Path) -> None:
@@ -50,16 +105,21 @@ class Work:
 
     def add(self, llm: Any, asked: dict[str, Any]) -> None:
         """Give the engine what was asked; a prompt that it refuses is said and forgotten."""
+        from vllm import SamplingParams
+
         features = asked["op"] == "features"
-        prompts = asked["documents"] if features else [asked["tokens"]]
+        if features:
+            prompts = asked["documents"]
+            sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
+        else:
+            prompts = [asked["tokens"]]
+            sampling = sampling_of(asked, asked["seed"])
         added: list[str] = []
         try:
             for prompt in prompts:
                 request_id = str(self.num_requests)
                 self.num_requests += 1
-                llm.llm_engine.add_request(
-                    request_id, {"prompt_token_ids": prompt}, sampling_of(asked)
-                )
+                llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
                 added.append(request_id)
         except ValueError as error:
             llm.llm_engine.abort_request(added)
@@ -95,23 +155,6 @@ class Work:
         save_file({str(place): states for place, (_, states) in enumerate(parts)}, file)
         firsts = [first for first, _ in parts]
         self.say(event="features", name=name, file=str(file), firsts=firsts)
-
-
-def sampling_of(asked: dict[str, Any]) -> Any:
-    """Return vLLM's sampling of a request."""
-    from vllm import SamplingParams
-
-    if asked["op"] == "features":
-        return SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
-    stops = asked["stop_tokens"]
-    return SamplingParams(
-        **asked["sampling"],
-        seed=asked["seed"],
-        max_tokens=asked["max_new_tokens"],
-        stop_token_ids=stops,
-        ignore_eos=not stops,
-        detokenize=False,
-    )
 
 
 def hidden_of(output: Any, states: dict[str, Any]) -> Any:
@@ -160,49 +203,30 @@ def register_connector(states: dict[str, Any]) -> None:
     KVConnectorFactory._registry[CONNECTOR] = lambda: Connector
 
 
-def start(request: dict[str, Any], states: dict[str, Any]) -> Any:
-    """Start the engine."""
-    from vllm import LLM
-
-    on_cpu = request["device"] == "cpu"
-    settings: dict[str, Any] = {}
-    if request["captures"]:
-        alone = request["tensor_parallel"] == 1
-        if alone:
-            register_connector(states)
-        settings = {
-            "speculative_config": {
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {
-                    "hf_config": {"eagle_aux_hidden_state_layer_ids": request["captures"]}
-                },
+def extraction(request: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an engine that hands over hidden states; in `states` if it can."""
+    alone = request["tensor_parallel"] == 1
+    if alone:
+        register_connector(states)
+    return {
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": request["captures"]}
             },
-            "kv_transfer_config": {
-                "kv_connector": CONNECTOR if alone else "ExampleHiddenStatesConnector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {
-                    "shared_storage_path": request["folder"],
-                    "use_synchronization_lock": not alone,
-                },
+        },
+        "kv_transfer_config": {
+            "kv_connector": CONNECTOR if alone else "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": request["folder"],
+                "use_synchronization_lock": not alone,
             },
-            # Hidden states of a prefix that was found in the cache would be missing.
-            "enable_prefix_caching": False,
-        }
-    if not on_cpu:
-        settings["gpu_memory_utilization"] = request["memory"]
-    return LLM(
-        model=request["target"],
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # the model's own would add penalties and a temperature
-        enforce_eager=on_cpu,
-        dtype=request["dtype"],
-        max_model_len=request["max_model_len"],
-        max_num_seqs=request["max_num_seqs"],
-        tensor_parallel_size=request["tensor_parallel"],
-        trust_remote_code=request["trust_remote_code"],
-        **settings,
-    )
+        },
+        # Hidden states of a prefix that was found in the cache would be missing.
+        "enable_prefix_caching": False,
+    }
 
 
 def serve(request: dict[str, Any], say: Any) -> None:
@@ -210,8 +234,14 @@ def serve(request: dict[str, Any], say: Any) -> None:
     import vllm
 
     began = time.perf_counter()
-    work = Work(say, Path(request["folder"]))
-    llm = start(request, work.states)
+    work = OpenRequests(say, Path(request["folder"]))
+    llm = start(
+        request,
+        request["memory"],
+        tensor_parallel_size=request["tensor_parallel"],
+        trust_remote_code=request["trust_remote_code"],
+        **(extraction(request, work.states) if request["captures"] else {}),
+    )
     say(event="ready", version=vllm.__version__, seconds=time.perf_counter() - began)
     inbox: queue.Queue[str | None] = queue.Queue()
 
@@ -235,6 +265,134 @@ def serve(request: dict[str, Any], say: Any) -> None:
     engine.engine_core.shutdown()
 
 
+# Two engines in turns
+
+
+def read_counters(llm: Any) -> dict[str, Any]:
+    """Return vLLM's speculative counters so far; zero where it has not counted yet."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:spec_decode_")
+        if name in COUNTERS:
+            found[name] = list(metric.values) if hasattr(metric, "values") else int(metric.value)
+    return found
+
+
+def read_steps(llm: Any) -> int:
+    """Return how many steps the engine has made so far."""
+    return sum(int(metric.count) for metric in llm.get_metrics() if metric.name == STEPS)
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return what was counted between two readings."""
+    counted: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, list):
+            earlier = before.get(name) or [0] * len(value)
+            counted[name] = [int(a) - int(b) for a, b in zip(value, earlier, strict=True)]
+        else:
+            counted[name] = value - before.get(name, 0)
+    return counted
+
+
+def start_counted(
+    request: dict[str, Any], memory: float, speculative: dict[str, Any] | None
+) -> Any:
+    """Start an engine whose counters can be read, speculative unless None."""
+    return start(
+        request,
+        memory,
+        disable_log_stats=False,
+        enable_prefix_caching=False,  # the second repeat would find the first one's prefill
+        **({"speculative_config": speculative} if speculative else {}),
+    )
+
+
+def decode(llm: Any, request: dict[str, Any], places: list[int], counted: bool) -> dict[str, Any]:
+    """Decode the prompts at these places together; return tokens, seconds and counters.
+
+    A prompt's seed is its place. counted: metrics are of the process, and the engine that was
+    started last owns them.
+    """
+    prompts = [{"prompt_token_ids": request["prompts"][place]} for place in places]
+    greedy = request["sampling"]["temperature"] == 0
+    sampling = [sampling_of(request, None if greedy else place) for place in places]
+    before = read_counters(llm) if counted else {}
+    steps = read_steps(llm) if counted else 0
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    times = [output.metrics for output in outputs]
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "seconds": seconds,
+        "decode_seconds": [time.last_token_ts - time.first_token_ts for time in times],
+        "num_steps": read_steps(llm) - steps if counted else None,
+        "counters": difference(read_counters(llm), before) if counted else None,
+    }
+
+
+def batches_of(request: dict[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (batch size, repeat, places) of everything that both engines decode."""
+    places = list(range(len(request["prompts"])))
+    for size in request["batch_sizes"]:
+        for repeat in range(request["repeats"]):
+            for first in range(0, len(places), size):
+                yield size, repeat, places[first : first + size]
+
+
+def fits_twice(request: dict[str, Any]) -> bool:
+    """Whether memory holds both engines at once, judged by the size of the weights."""
+    import torch
+
+    files = [*Path(request["target"]).glob("*.safetensors"), *Path(request["target"]).glob("*.bin")]
+    weights = sum(file.stat().st_size for file in files)
+    if request["device"] != "cpu":
+        return bool(ROOM * weights < 0.84 * torch.cuda.mem_get_info()[0])
+    if request["dtype"] == "float32":
+        weights *= 2  # they may lie in half that precision
+    cache = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return ROOM * weights + 2 * cache < free
+
+
+def compare(request: dict[str, Any], say: Any) -> None:
+    """Decode everything by both engines, in turns where both can live at once."""
+    import vllm
+
+    together = fits_twice(request)
+    say(event="vllm", version=vllm.__version__, together=together)
+    # The speculative engine last: it owns the metrics.
+    for methods in [[PLAIN, SPECULATIVE]] if together else [[PLAIN], [SPECULATIVE]]:
+        engines = {}
+        for method in methods:
+            started = time.perf_counter()
+            engines[method] = start_counted(
+                request,
+                0.42 if together else 0.85,
+                request["speculative_config"] if method == SPECULATIVE else None,
+            )
+            say(event="engine", method=method, seconds=time.perf_counter() - started)
+        for method, llm in engines.items():
+            for size in request["batch_sizes"]:
+                decode(llm, request, list(range(len(request["prompts"])))[:size], counted=False)
+                say(event="warm", method=method)
+        gc.collect()
+        gc.disable()  # a collection inside a timed batch would be charged to one engine
+        for turn, (size, repeat, places) in enumerate(batches_of(request)):
+            for method in methods if turn % 2 else methods[::-1]:
+                answer = decode(engines[method], request, places, method == SPECULATIVE)
+                where = {"batch_size": size, "repeat": repeat, "prompts": places}
+                say(event="batch", method=method, **where, **answer)
+            gc.collect(0)  # what is new; all that vLLM holds takes a second
+        gc.enable()
+        for llm in engines.values():
+            llm.llm_engine.engine_core.shutdown()
+        del engines, llm
+        gc.collect()
+    say(event="done")
+
+
 def one_line(error: Exception) -> str:
     """Return what an error says, in one line."""
     return " ".join(str(error).split())[:500]
@@ -249,8 +407,9 @@ def main(request_path: str) -> None:
         said.write(json.dumps(event) + "\n")
         said.flush()
 
+    request = json.loads(Path(request_path).read_text())
     try:
-        serve(json.loads(Path(request_path).read_text()), say)
+        (compare if "speculative_config" in request else serve)(request, say)
     except Exception as error:
         traceback.print_exc()
         say(event="error", text=f"{type(error).__name__}: {one_line(error)}")

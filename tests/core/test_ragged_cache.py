@@ -6,7 +6,7 @@ import torch
 from builders import model_config
 from transformers import DynamicCache
 
-from drafttrain.core.ops.growing import ROOM
+from drafttrain.core.ops.ragged_cache import ROOM
 from drafttrain.target.model import load_target
 
 
@@ -14,7 +14,7 @@ def test_steps_rollbacks_and_selections_give_the_logits_of_the_plain_cache(
     tiny_target_dir: Path,
 ) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-    plain, growing = DynamicCache(), target.begin()
+    plain, ragged = DynamicCache(), target.begin()
     generator = torch.Generator().manual_seed(0)
     rows, capacities = 4, set()
     for step in range(ROOM + 20):
@@ -29,15 +29,15 @@ def test_steps_rollbacks_and_selections_give_the_logits_of_the_plain_cache(
                 attention_mask=mask if past and new > 1 else None,
                 position_ids=torch.arange(past, past + new)[None],
             ).logits
-        logits, _ = target.step(growing, tokens)
+        logits, _ = target.step(ragged, tokens)
         assert torch.equal(logits, expected)
-        capacities.add(growing.layers[0].room[0].shape[2])
+        capacities.add(ragged.layers[0].room[0].shape[2])
         if step % 7 == 3:
             plain.crop(-2)
-            target.rollback(growing, [length - 2 for length in growing.lengths])
+            target.rollback(ragged, [length - 2 for length in ragged.lengths])
         if step == 40:
             plain.batch_select_indices(torch.tensor([3, 0, 2]))
-            target.select(growing, [3, 0, 2])
+            target.select(ragged, [3, 0, 2])
         rows = 3 if step >= 40 else 4
-    assert plain.get_seq_length() == growing.get_seq_length() > ROOM
+    assert plain.get_seq_length() == ragged.get_seq_length() > ROOM
     assert 2 <= len(capacities) <= 4  # it grew, but not at every step

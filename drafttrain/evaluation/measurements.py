@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.core.types import PromptResult
-from drafttrain.runtime.disk import append_text, cut_torn_line, write_whole
-from drafttrain.runtime.untrusted_input import UntrustedError, lines_of, typed
+from drafttrain.runtime.journal import append_records, read_records, replace_records
+from drafttrain.runtime.untrusted_input import UntrustedError
 
 Key = tuple[int, int]  # block, batch of prompts
 
@@ -18,12 +18,12 @@ PARTIAL = "measurements.partial.jsonl"
 WHOLE = "measurements.jsonl"
 
 
-class Journal:
+class Measurements:
     """A file of JSON lines: first what it was measured with, then one line a batch.
 
     Results measured with other settings, weights, prompts, dtype or threads are not taken up, and
     not lost: what they were measured with names their file. A torn last line, which a killed run
-    leaves, is cut off.
+    leaves, is left out.
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
@@ -33,9 +33,7 @@ class Journal:
         self.known: dict[Key, list[PromptResult]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self._load():
-            write_whole(
-                self.file, json.dumps({"mark": self.mark, "conditions": dict(conditions)}) + "\n"
-            )
+            replace_records(self.file, [{"mark": self.mark, "conditions": dict(conditions)}])
 
     @property
     def others(self) -> list[Path]:
@@ -48,14 +46,10 @@ class Journal:
         """How many batches were measured before."""
         return len(self.known)
 
-    def get(self, key: Key) -> list[PromptResult] | None:
-        """Return what was measured of a batch in a block, if it was."""
-        return self.known.get(key)
-
     def add(self, key: Key, results: Sequence[PromptResult]) -> None:
         """Write down what was measured; it is on the disk when this returns."""
-        line = json.dumps({"key": key, "results": [asdict(result) for result in results]})
-        append_text(self.file, line + "\n")
+        record = {"key": key, "results": [asdict(result) for result in results]}
+        append_records(self.file, [record])
 
     def finish(self) -> None:
         """Keep the measurements under their final name: the next evaluation begins anew."""
@@ -64,16 +58,11 @@ class Journal:
     def _load(self) -> bool:
         if self.file.is_symlink() or not self.file.is_file():
             return False  # a link is replaced, and what it stands for is not touched
-        cut_torn_line(self.file)
-        with suppress(UntrustedError), self.file.open("rb") as stream:
-            lines = lines_of(stream)
-            if typed(_Head, next(lines, None) or b"", "a line").mark != self.mark:
-                return False
-            for line in lines:
-                batch = typed(_Batch, line or b"", "a line")
-                self.known[batch.key] = batch.results
-            return True
-        self.known = {}
+        with suppress(UntrustedError, StopIteration):
+            if next(read_records(self.file, _Head)).mark == self.mark:
+                batches = read_records(self.file, _Batch, first=1)
+                self.known = {batch.key: batch.results for batch in batches}
+                return True
         return False
 
 

@@ -1,4 +1,8 @@
-"""A key-value cache for decoders of Transformers: room to grow, and rows of different lengths."""
+"""The key-value cache of decoding: room to grow, and rows of different lengths.
+
+One for decoders of Transformers, which ask it layer by layer, and for a drafter's own layer, which
+is its layer 0. A pass is `begin_pass`, `update` by every layer, `end_pass`.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -74,12 +78,15 @@ def grown(filled: Tensor | None, like: Tensor, capacity: int) -> Tensor:
 
 
 class RaggedCache(DynamicCache):
-    """`DynamicCache` whose rows have lengths of their own; every layer keeps every position."""
+    """`DynamicCache` whose rows have lengths of their own; every layer keeps every position.
 
-    def __init__(self) -> None:
+    rows: how many; where none are given, as many as the first pass has.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
         # Without a configuration every layer keeps all positions, so all can be rolled back.
         super().__init__()
-        self.lengths: list[int] = []
+        self.lengths = [0] * rows
         self.band: Tensor | None = None  # what a token sees from `reach` positions before it on
         self.reach = 0
         self.past = 0  # of the pass that is running: the longest row before it
@@ -90,13 +97,33 @@ class RaggedCache(DynamicCache):
     @property
     def even(self) -> bool:
         """Whether all rows are equally long."""
-        return self.lengths.count(self.lengths[0]) == len(self.lengths)
+        return len(set(self.lengths)) < 2
 
-    def places(self, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the indices (rows, positions), each "batch new", of the next `new` positions."""
+    def begin_pass(self, rows: int, new: int, device: torch.device) -> Tensor | None:
+        """Make ready for `new` tokens in each row; return what they see, None for causality alone.
+
+        The mask of even rows is one for all, "1 1 new total", else "batch 1 new total".
+        """
+        if not self.lengths:
+            self.lengths = [0] * rows
+        self.past, self.spots = max(self.lengths), None
+        if self.even:
+            return self.causal(new, device) if self.past and new > 1 else None
+        places = self.positions(new, device)
+        self.spots = torch.arange(rows, device=device)[:, None].expand_as(places), places
+        return self.visible(places)
+
+    def end_pass(self, counts: Sequence[int]) -> None:
+        """Count so many tokens of the pass to each row; what follows them there is garbage."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def positions(self, new: int, device: torch.device) -> Int[Tensor, "rows new"]:
+        """Return the positions of the next `new` tokens; of even rows they are one for all."""
+        if self.even:
+            past = max(self.lengths, default=0)
+            return torch.arange(past, past + new, device=device)[None]
         starts = torch.tensor(self.lengths, device=device)
-        positions = starts[:, None] + torch.arange(new, device=device)
-        return torch.arange(len(starts), device=device)[:, None].expand_as(positions), positions
+        return starts[:, None] + torch.arange(new, device=device)
 
     def causal(self, new: int, device: torch.device) -> Bool[Tensor, "1 1 new total"]:
         """Return what `new` tokens after `past` positions see, where rows are even.
@@ -109,6 +136,11 @@ class RaggedCache(DynamicCache):
             band = torch.ones(shape, dtype=torch.bool, device=device).tril_(self.reach)
             self.band = band[None, None]
         return self.band[:, :, :new, self.reach - self.past : self.reach + new]
+
+    def visible(self, places: Int[Tensor, "batch new"]) -> Bool[Tensor, "batch 1 new total"]:
+        """Return what new tokens at `places` see: their row's own past, and themselves."""
+        total = self.past + places.shape[1]
+        return torch.arange(total, device=places.device) <= places[:, None, :, None]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget what stands past these lengths, one per row."""
@@ -126,16 +158,6 @@ class RaggedCache(DynamicCache):
             layer.select(index.to(layer.device))
 
 
-def visible(
-    lengths: Sequence[int], new: int, device: torch.device
-) -> Bool[Tensor, "batch 1 new total"]:
-    """Return which positions each new token sees: its row's own past, and itself."""
-    total = max(lengths) + new
-    starts = torch.tensor(lengths, device=device)[:, None, None, None]
-    queries = starts + torch.arange(new, device=device)[:, None]
-    return torch.arange(total, device=device) <= queries
-
-
 def run_decoder(
     decoder: Any,
     cache: RaggedCache,
@@ -146,25 +168,13 @@ def run_decoder(
     """Append tokens to the cache and return the decoder's output for them.
 
     Row r has counts[r] real tokens, the rest of the row is padding on the right that nothing sees
-    (None: all are real). The first call fixes the number of rows. eager: the decoder adds its mask
-    to scores instead of reading booleans.
+    (None: all are real). eager: the decoder adds its mask to scores instead of reading booleans.
     """
     rows, new = tokens.shape
-    if not cache.lengths:
-        cache.lengths = [0] * rows
-    lengths = cache.lengths
-    longest = cache.past = max(lengths)
-    cache.spots = None if cache.even else cache.places(new, tokens.device)
-    mask = None
-    if cache.spots is None:
-        positions = torch.arange(longest, longest + new, device=tokens.device)[None]
-        if longest and new > 1:
-            mask = cache.causal(new, tokens.device)
-    else:
-        positions = cache.spots[1]
-        mask = visible(lengths, new, tokens.device)
+    mask = cache.begin_pass(rows, new, tokens.device)
     if mask is not None and eager:
         mask = additive(mask, next(decoder.parameters()).dtype)
+    positions = cache.spots[1] if cache.spots else cache.positions(new, tokens.device)
     output = decoder(
         input_ids=tokens,
         position_ids=positions,
@@ -172,8 +182,7 @@ def run_decoder(
         past_key_values=cache,
         use_cache=True,
     )
-    added = [new] * rows if counts is None else counts
-    cache.lengths = [length + count for length, count in zip(lengths, added, strict=True)]
+    cache.end_pass([new] * rows if counts is None else counts)
     return output
 
 
