@@ -17,7 +17,8 @@ read yet. So the first drafted token always stands two positions after the newes
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,7 @@ from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
+from drafttrain.drafters.serving.layout import ServedLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,12 @@ class DrafterConfig:
     name: str
 
     trainable: ClassVar[bool] = True
+    layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves them
+
+    @property
+    def served_from(self) -> Path | None:
+        """What an engine loads as it is; None: what an export writes."""
+        return None
 
     def build(self, spec: TargetSpec) -> "Drafter":
         """Make the drafter for a target, weights at their initial values."""
@@ -118,6 +126,7 @@ class Drafter(nn.Module, ABC):
     config: DrafterConfig
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
+    lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if so
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
     recompute = False
     compiled: "Compiled | None" = None
@@ -248,12 +257,18 @@ class Drafter(nn.Module, ABC):
         """Keep only these rows, in this order; the others have finished."""
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config.json and tensors as serving engines expect them (formats: see `export`)."""
-        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        """Return config.json and tensors as engines expect them: as `config.layout` says.
+
+        Without a layout: every weight under its own name, beside the settings.
+        """
+        if not self.config.trainable:
+            raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        settings = {"architectures": [type(self).__name__], "drafter": asdict(self.config)}
+        return settings, dict(self.state_dict())
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors."""
-        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        self.load_weights(tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Moving the module must move the vocabulary's maps, which are no parameters.

@@ -26,6 +26,7 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.layer import (
     LayerConfig,
     LayerShape,
@@ -46,6 +47,8 @@ class EagleConfig(TokenLossConfig, LayerConfig):
     feature_weight: float
     token_weight: float
     feature_noise: float
+
+    layout = EagleLayout()
 
     def __post_init__(self) -> None:
         TokenLossConfig.__post_init__(self)
@@ -261,16 +264,3 @@ class Eagle(Drafter):
         if self.embed_tokens is None:
             held = rescaled(held, 1 / self.spec.embedding_scale)
         load_exactly(self, held)
-
-
-def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Return the weights with the half of fc that reads embeddings multiplied.
-
-    Engines' drafters look embeddings up in the target's table and leave out what the target
-    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
-    """
-    fused = tensors.get("fc.weight")
-    if factor == 1.0 or fused is None or fused.dim() != 2:
-        return tensors
-    embedding, feature = fused.float().chunk(2, dim=1)
-    return tensors | {"fc.weight": torch.cat([embedding * factor, feature], dim=1).to(fused.dtype)}

@@ -33,6 +33,7 @@ from drafttrain.drafters.base import (
     positions_to_predict,
 )
 from drafttrain.drafters.eagle import EagleState
+from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, embed, own_embedding, serving_keys
 
@@ -51,6 +52,8 @@ class Eagle3Config(TokenLossConfig, LayerConfig):
     draft_vocab_coverage: float
     unroll: int
     depth_decay: float
+
+    layout = Eagle3Layout()
 
     def __post_init__(self) -> None:
         TokenLossConfig.__post_init__(self)

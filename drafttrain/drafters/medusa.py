@@ -33,6 +33,7 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
     shared_head: bool
     logit_scale: float
     head_decay: float
+
+    layout = MedusaLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()

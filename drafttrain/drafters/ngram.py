@@ -65,6 +65,7 @@ class Ngram(Drafter):
         super().__init__()
         self.config: NgramConfig = config
         self.spec = spec
+        self.lookup = config.min_ngram, config.max_ngram
 
     @property
     def capabilities(self) -> Capabilities:

@@ -24,6 +24,7 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
@@ -58,6 +59,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
     on_policy_temperature: float
     lora_rank: int
     lora_alpha: int
+
+    layout = CausalLMLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()

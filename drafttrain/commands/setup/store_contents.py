@@ -32,7 +32,7 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> Asked:
             raise ValueError(
                 f"store.assistant_only must be false for drafter={drafter.config.name}, which "
                 "attends to the whole conversation, got true; it suits drafters that read single "
-                "positions: medusa, small_lm"
+                "positions (Drafter.reach)"
             )
         reach = max(reach, drafter.reach)
     return Asked(tuple(layers), reach)
