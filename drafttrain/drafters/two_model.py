@@ -124,8 +124,8 @@ class TwoModel(CausalDrafter):
         )
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> CausalState:
         """Keep the first token of each row for the first reading."""
         assert self.attached, "attach comes before decoding"
-        return super().begin(access, first_tokens, capacity)
+        return super().begin(readout, first_tokens, capacity)

@@ -45,7 +45,7 @@ def refuse_without_store(drafter: Drafter) -> None:
             f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
             "another drafter"
         )
-    if drafter.rewrites:
+    if drafter.text_source is not None:
         raise ValueError(
             f"drafter={drafter.config.name} trains on words of its own, which no store has "
             "features of; use features=online, or drafter.on_policy=0"

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Nodes, TargetFeatures
 from drafttrain.drafters.base import Drafter
@@ -96,7 +97,7 @@ def export_vllm(
     settings, trained = drafter.to_serving()
     layout, spec = drafter.config.layout, drafter.spec
     _check_depth(drafter, config)
-    dtype = drafter.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
+    dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
     settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     # Engines pass over it; whoever loads it here again is told when the target has changed.
