@@ -1,6 +1,6 @@
 """From a directory to a drafter that drafts as its authors meant, or to every reason why not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -68,17 +68,16 @@ def admit(
     spec: TargetSpec,
     tokenizer: Any,
     choice: Callable[[str], DrafterConfig],
-    own: Sequence[Layout] = (),
 ) -> Admitted:
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 
     choice: gives the entry of conf/drafter of a family, whose values stand where a directory has
-    nothing to say. own: layouts of the user's.
+    nothing to say.
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
     tensors, vocabulary, tokenizer, hidden size, captured layers, settings that cannot be followed.
     """
     folder = open_folder(Path(config.path), config.allow_pickle)
-    recognised = recognise(folder, own)
+    recognised = recognise(folder)
     origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
     layout = recognised.layout
     base = replace(choice(layout.family), name=config.name)

@@ -1,6 +1,5 @@
 """Which kind of drafter a directory holds, and what that is seen by."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drafttrain.drafters.serving.known import LAYOUTS
@@ -25,17 +24,15 @@ class Recognised:
         return f"{self.layout.title}, by {self.because}"
 
 
-def recognise(folder: Folder, own: Sequence[Layout] = ()) -> Recognised:
+def recognise(folder: Folder) -> Recognised:
     """Say what a directory holds, by the strongest sign that any layout sees in it.
 
-    own: layouts of the user's, asked before ours. Raises ValueError for what no part of this
-    package can draft with, by its name.
+    Raises ValueError for what no part of this package can draft with, by its name.
     """
-    layouts = [*own, *LAYOUTS]
     try:
-        signs = [(layout.recognises(folder), layout) for layout in layouts]
+        signs = [(layout.recognises(folder), layout) for layout in LAYOUTS]
     except UnknownKind as error:
-        raise _unknown(folder, layouts, str(error)) from None
+        raise _unknown(folder, str(error)) from None
     found = [(sign, layout) for sign, layout in signs if sign is not None]
     if found:
         sign, layout = max(found, key=lambda pair: pair[0].strength)
@@ -45,11 +42,11 @@ def recognise(folder: Folder, own: Sequence[Layout] = ()) -> Recognised:
     if architectures:
         what = f"architectures={architectures}"
     names = shown(", ".join(sorted(folder.names)[:3]))
-    raise _unknown(folder, layouts, f"{what} and tensors such as {names}, which are")
+    raise _unknown(folder, f"{what} and tensors such as {names}, which are")
 
 
-def _unknown(folder: Folder, layouts: Sequence[Layout], what: str) -> ValueError:
-    known = "; ".join(layout.title for layout in layouts)
+def _unknown(folder: Folder, what: str) -> ValueError:
+    known = "; ".join(layout.title for layout in LAYOUTS)
     return ValueError(
         f"drafter.path={folder.path} has {what} not known here; it must be one of: {known}"
     )
