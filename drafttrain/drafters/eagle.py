@@ -212,7 +212,7 @@ class Eagle(Drafter[EagleState]):
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
-        """Replace own nodes by pairs of true features, the root's among them."""
+        """Replace own nodes by pairs of true features, the last token's among them."""
         state.cache.rollback(state.committed)
         state.hidden = last_of(self._advance(state, tokens, features.final_hidden), counts)
         state.commit(counts)

@@ -234,7 +234,7 @@ class Eagle3(Drafter[EagleState]):
         rows, ahead = positions_to_predict(batch, 2)
         depths = torch.arange(len(states), device=rows.device)[:, None]
         places = rows * (batch.tokens.shape[1] - 1) + ahead - 2 - depths
-        # Deeper than this, the root would lie before the text.
+        # Deeper than this, the last token would lie before the text.
         places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
@@ -300,7 +300,7 @@ class Eagle3(Drafter[EagleState]):
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
-        """Replace own nodes by pairs of true features, the root's among them."""
+        """Replace own nodes by pairs of true features, the last token's among them."""
         state.cache.rollback(state.committed)
         self._advance(state, tokens, self._fuse(features), counts)
         state.commit(counts)

@@ -203,7 +203,7 @@ class Medusa(Drafter[MedusaState]):
         state.depth = 0
 
     def expand(self, state: MedusaState, nodes: Nodes | None) -> Expansion:
-        """Answer depth by depth from what the heads said at the root, whatever was drafted."""
+        """Answer depth by depth from what the heads said at once, whatever was drafted."""
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(dtype_of(self))
