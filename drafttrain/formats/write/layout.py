@@ -30,7 +30,10 @@ def check(
     layout = layout or written_layout(config)
     complaints = _check_config(config, layout, spec)
     if not complaints:
-        complaints = _check_tensors(layout.expected_tensors(config), tensors)
+        try:
+            complaints = _check_tensors(layout.expected_tensors(config), tensors)
+        except KeyError as error:  # a key that the table is derived from
+            complaints = [f"config.json must hold {error.args[0]}"]
     if not complaints:
         complaints = [*not_finite(tensors), *layout.misread(config, tensors, spec, captures)]
     if complaints:
