@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from plain_training import plain_losses  # noqa: E402
 
+from drafttrain.core.ops.layer_calls import LayerCalls  # noqa: E402
 from drafttrain.core.readout import Readout  # noqa: E402
 from drafttrain.core.types import (  # noqa: E402
     Batch,
@@ -42,7 +43,7 @@ from drafttrain.core.types import (  # noqa: E402
     TargetSpec,
     weighted_sum,
 )
-from drafttrain.drafters.base import Compiled, TrainingChance  # noqa: E402
+from drafttrain.drafters.base import TrainingChance  # noqa: E402
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Config  # noqa: E402
 
 HIDDEN, INNER, HEADS = 256, 1024, 4
@@ -164,11 +165,11 @@ def synchronise(device: str) -> None:
 def ours(setting: Any, dtype: str, recompute: bool = False, compiled: str | None = None) -> Form:
     """Return the drafter's own form, as `hardware` may ask for it."""
     drafter, batch, features = setting
-    programs = Compiled(compiled) if compiled else None
+    calls = LayerCalls(recompute, compiled)
 
     def losses() -> Losses:
-        drafter.recompute, drafter.compiled = recompute, programs
-        return drafter(batch, features, NoChance())
+        with calls.active():
+            return drafter(batch, features, NoChance())
 
     return Form(losses, drafter, batch, dtype)
 

@@ -1,6 +1,7 @@
 """Imports point down, and each heavy dependency has its door."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,3 +140,62 @@ def test_a_class_name_stands_for_one_class() -> None:
         "A": ["a", "b"]
     }
     assert not classes_twice(MODULES)
+
+
+FAMILIES = re.compile(r"eagle|medusa|ngram|small_?lm|two_?model", re.IGNORECASE)
+# Where one of these words is not a family that code knows by name, and why.
+SPOKEN = {
+    "plan": "all",  # for now: it is to ask the modules themselves
+    "config.help": "all",  # command lines as users type them
+    "report": "ngram",  # keys and columns of report.json: prompt lookup stands beside every drafter
+    "report.definitions": "eagle",  # EAGLE's n-alpha, a quantity of the literature
+    "data.evaluation_prompts": "ngram",  # n-grams of words that two texts share
+    "target.vllm.worker": "eagle",  # what vLLM calls its setting for captured layers
+    "evaluation.config": "two_model",  # eval.two_model, a setting
+    "commands.setup.evaluation": "two_model",  # the same
+}
+
+
+def spoken_in(module: str) -> set[str]:
+    """Return which of the words a module may use: its own and those of the folders around it."""
+    parts = module.split(".")
+    return {SPOKEN.get(".".join(parts[:end]), "") for end in range(1, len(parts) + 1)}
+
+
+def families_in(source: str) -> set[str]:
+    """Return the names of families in imports, identifiers and texts; docstrings cite papers."""
+    tree = ast.parse(source)
+    prose = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in prose:
+            continue
+        for _, value in ast.iter_fields(node):
+            texts = value if isinstance(value, list) else [value]
+            found |= {
+                word.lower()
+                for text in texts
+                if isinstance(text, str)
+                for word in FAMILIES.findall(text)
+            }
+    return found
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith("drafters")])
+def test_no_module_outside_drafters_names_a_family(module: str) -> None:
+    spoken = spoken_in(module)
+    assert "all" in spoken or families_in(MODULES[module]) <= spoken
+
+
+def test_a_family_that_is_named_is_noticed() -> None:
+    assert families_in("from drafttrain.drafters.eagle3 import X") == {"eagle"}
+    assert families_in("def f(x):\n    return x.SmallLMConfig") == {"smalllm"}
+    assert families_in("if name == f'{a}-medusa': pass") == {"medusa"}
+    assert families_in("def two_model_of(num_ngrams): pass") == {"two_model", "ngram"}
+    assert families_in('def f():\n    """As in EAGLE."""') == set()

@@ -16,6 +16,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
+from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.runtime.disk import write_whole
@@ -92,7 +93,6 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     drafter = first_weights(config, start, material, say)
     if ranks.is_main:
         keep_start(folder, start)
-    drafter.train_layers(config.hardware.gradient_checkpointing, compiler)
     trainer = config.trainer
     engine = build_engine(
         drafter,
@@ -104,6 +104,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         weights_dtype=TORCH_DTYPES[config.hardware.weights_dtype],
+        layer_calls=LayerCalls(config.hardware.gradient_checkpointing, compiler),
     )
     batches = Batches(
         material.samples,

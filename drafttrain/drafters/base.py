@@ -11,24 +11,25 @@ hidden states; the target itself reads x_t at position t, gives f_t, and from it
                         next:   (own g_t, x_t+2)      -> logits for x_t+3   one depth further
     Medusa head k        f_t                          -> logits for x_t+2+k (head 0 skips x_t+1)
 
-While decoding, x_t+1 is the *root*: the last committed token, which the target chose but has not
-read yet. So the first drafted token always stands two positions after the newest feature.
+While decoding, x_t+1 is the last token: committed, chosen by the target, but not yet read by it. So
+the first drafted token always stands two positions after the newest feature.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
+from drafttrain.drafters.serving.layout import ServedLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ class DrafterConfig:
     name: str
 
     trainable: ClassVar[bool] = True
+    layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves them
+
+    @property
+    def served_from(self) -> Path | None:
+        """What an engine loads as it is; None: what an export writes."""
+        return None
 
     def build(self, spec: TargetSpec) -> "Drafter":
         """Make the drafter for a target, weights at their initial values."""
@@ -66,7 +73,7 @@ class Capabilities:
 class DraftState:
     """What a drafter remembers of the rows it is decoding; each family has its own subclass."""
 
-    access: Readout
+    readout: Readout
 
 
 @dataclass(frozen=True)
@@ -91,36 +98,44 @@ class TrainingChance(ABC):
         return SeededChance(0)
 
 
-class Compiled:
-    """Functions that went through torch.compile, each once; rows and lengths may vary."""
+class TextSource(Protocol):
+    """What a drafter trains on in place of the data's text, where that is not the data's alone."""
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-        self.made: dict[Callable[..., Any], Callable[..., Any]] = {}
-        # A block per head, a layer with a mask and without: as many variants, and more.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    def rewrite(self, drafter: Any, batch: Batch, chance: TrainingChance) -> Batch:
+        """Return what is trained on in place of this micro batch, before the target reads it.
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, compiled; the work is done when it is first called."""
-        if function not in self.made:
-            self.made[function] = torch.compile(function, dynamic=True, backend=self.backend)
-        return self.made[function]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
-        # What was compiled holds the weights it was compiled with: a copied drafter has others.
-        return Compiled(self.backend)
+        Each conversation keeps its place and has its own chance, so that nothing depends on how
+        conversations are batched or spread over ranks.
+        """
+        ...
 
 
-class Drafter(nn.Module, ABC):
-    """A drafter. Weights it shares with the target (embedding, head) are read from the readout."""
+State = TypeVar("State", bound=DraftState)
+
+
+class Drafter(nn.Module, ABC, Generic[State]):
+    """A drafter: a model, and its conversation with the decode loop.
+
+    What it must have: `captures`, `capabilities`; for training `forward`; for decoding `begin`,
+    `observe`, `expand`, `select`. All else has a default. Weights that it shares with the target
+    (embedding, head) are read from the readout.
+    """
 
     about: ClassVar[About | None] = None  # None: a card calls it by its configuration's name
     config: DrafterConfig
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
-    recompute = False
-    compiled: "Compiled | None" = None
+    # How many positions before a trained token its loss reads features (None: all before it). A
+    # store may then leave out the others.
+    reach: int | None = None
+    # Names of the terms of `forward` on drafted tokens, the first depth first, of a drafter whose
+    # configuration is a TokenLossConfig: validation without the target then computes them with the
+    # loss `rejection`. That of others drafts along the stored text.
+    depth_terms: tuple[str, ...] = ()
+    begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
+    text_source: TextSource | None = None  # None: it trains on the data's text
+    lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if so
 
     @property
     @abstractmethod
@@ -131,28 +146,6 @@ class Drafter(nn.Module, ABC):
     def max_positions(self) -> int | None:
         """How long a text it can draft for; None: as long as the target's context."""
         return None
-
-    @property
-    def reach(self) -> int | None:
-        """How many positions before a trained token its loss reads features; None: all before it.
-
-        A store may then leave out the others (store.assistant_only).
-        """
-        return None
-
-    @property
-    def depth_terms(self) -> tuple[str, ...]:
-        """Names of the terms of `forward` on drafted tokens, the first depth first.
-
-        Validation without the target reads them, computed with the loss `rejection`; a drafter that
-        names none is judged in the decode loop alone.
-        """
-        return ()
-
-    @property
-    def begins_from_target(self) -> bool:
-        """Whether `initialise` needs the target's own model and tokenizer."""
-        return False
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Take weights from elsewhere, once, before `prepare`: the target's own model is at hand.
@@ -173,87 +166,53 @@ class Drafter(nn.Module, ABC):
         have nothing to check.
         """
 
-    @property
-    def rewrites(self) -> bool:
-        """Whether `rewrite` changes what is trained on."""
-        return False
-
-    def rewrite(self, batch: Batch, chance: TrainingChance) -> Batch:
-        """Return what is trained on in place of this micro batch, before the target reads it.
-
-        Each conversation keeps its place and has its own chance, so that nothing depends on how
-        conversations are batched or spread over ranks.
-        """
-        return batch
-
-    def train_layers(self, recompute: bool, compiled: str | None) -> None:
-        """Say how `layer` calls them in training, from now on.
-
-        recompute: keep no activations of theirs, the backward pass computes them again. compiled:
-        go through torch.compile with this backend.
-        """
-        self.recompute = recompute
-        self.compiled = Compiled(compiled) if compiled else None
-
-    def layer(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """Call a layer, which is a function of its inputs and of weights, as `train_layers` says.
-
-        Decoding, which needs no gradients, calls it as it is.
-        """
-        return self.recomputing(self.compiling, function, *inputs, **more)
-
-    def recomputing(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """Call a function as `layer` does, but as it is written: parts of it may be `compiling`."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *inputs, use_reentrant=False, **more)
-        return function(*inputs, **more)
-
-    def compiling(self, function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        """Call a function as `layer` does, but keep its activations."""
-        if self.compiled is not None and torch.is_grad_enabled():
-            function = self.compiled.of(function)
-        return function(*inputs, **more)
-
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the loss terms of a batch, as sums."""
 
     @abstractmethod
-    def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> DraftState:
+    def begin(self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int) -> State:
         """Start decoding rows whose first token is given; `capacity` bounds their length."""
 
     @abstractmethod
     def observe(
         self,
-        state: Any,
+        state: State,
         tokens: Int[Tensor, "batch new"],
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
         """Take in committed tokens: tokens[:, i] stands right after the position of feature i.
 
-        The prompt comes first, less its first token and with the root; then after each verification
-        the accepted tokens and the bonus. Row r has counts[r] of them, the rest of it is padding
-        on the right. Whatever the drafter wrote for its own proposal is rolled back here.
+        The prompt comes first, less its first token and with the last token; then, after each
+        verification, the accepted tokens and the bonus. Row r has counts[r] of them, the rest of it
+        is padding on the right. What the drafter wrote for its own proposal is rolled back here.
         """
 
     @abstractmethod
-    def expand(self, state: Any, nodes: Nodes | None) -> Expansion:
-        """Return logits for the children of `nodes` (None: of the root, right after `observe`)."""
+    def expand(self, state: State, nodes: Nodes | None) -> Expansion:
+        """Return logits for the children of `nodes`.
+
+        None: of the last token, right after `observe`.
+        """
 
     @abstractmethod
-    def select(self, state: Any, rows: Sequence[int]) -> None:
+    def select(self, state: State, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order; the others have finished."""
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config.json and tensors as serving engines expect them (formats: see `export`)."""
-        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        """Return config.json and tensors as engines expect them: as `config.layout` says.
+
+        Without a layout: every weight under its own name, beside the settings.
+        """
+        if not self.config.trainable:
+            raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        settings = {"architectures": [type(self).__name__], "drafter": asdict(self.config)}
+        return settings, dict(self.state_dict())
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors."""
-        raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
+        self.load_weights(tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Moving the module must move the vocabulary's maps, which are no parameters.
@@ -262,28 +221,11 @@ class Drafter(nn.Module, ABC):
             self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
         return self
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What activations are computed in: the weights' own dtype, or autocast's where it is on.
-
-        Inputs are brought to it at the door: left in float32 under autocast, every norm and every
-        residual sum would move twice the bytes.
-        """
-        device = self.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return next(self.parameters()).dtype
-
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load a state dict of this drafter, taking sizes that training chose from it."""
         load_exactly(self, tensors)
 
-    def propose(self, state: Any, depth: int) -> Proposal | None:
+    def propose(self, state: State, depth: int) -> Proposal | None:
         """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one."""
         return None
 
@@ -314,16 +256,6 @@ def last_of(
         return values[:, -1:]
     last = torch.tensor(counts, device=values.device) - 1
     return values[torch.arange(len(values), device=values.device), last][:, None]
-
-
-def count_correct(
-    logits: Float[Tensor, "position vocab"], choices: Int[Tensor, " position"]
-) -> Int[Tensor, ""]:
-    """Count positions whose most likely token is the given one (ties count).
-
-    By the maximum: argmax is a slow scan on CPU, a tenth of a training step.
-    """
-    return (logits.gather(-1, choices[:, None]).squeeze(-1) >= logits.amax(-1)).sum()
 
 
 def positions_to_predict(

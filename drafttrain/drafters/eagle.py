@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drafttrain.core import losses
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
@@ -26,6 +27,7 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.layer import (
     LayerConfig,
     LayerShape,
@@ -46,6 +48,8 @@ class EagleConfig(TokenLossConfig, LayerConfig):
     feature_weight: float
     token_weight: float
     feature_noise: float
+
+    layout = EagleLayout()
 
     def __post_init__(self) -> None:
         TokenLossConfig.__post_init__(self)
@@ -96,12 +100,12 @@ class EagleState(DraftState):
 
     @classmethod
     def empty(
-        cls, drafter: Drafter, shape: LayerShape, access: Readout, rows: int, capacity: int
+        cls, drafter: Drafter, shape: LayerShape, readout: Readout, rows: int, capacity: int
     ) -> "EagleState":
         """Allocate for a drafter with one layer of the given shape, EAGLE's or EAGLE-3's."""
-        dtype, device = drafter.dtype, drafter.device
+        dtype, device = dtype_of(drafter), device_of(drafter)
         table = shape.rotation(torch.arange(capacity, device=device), dtype)
-        return cls(access, RaggedCache(rows), table, [0] * rows)
+        return cls(readout, RaggedCache(rows), table, [0] * rows)
 
     def turn(self, num_tokens: int) -> Rotation:
         """Return the rotation of the next `num_tokens` positions of each row."""
@@ -126,11 +130,12 @@ class EagleState(DraftState):
             self.hidden = self.hidden[list(rows)]
 
 
-class Eagle(Drafter):
+class Eagle(Drafter[EagleState]):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
     about = About("An EAGLE", "2401.15077")
     captures = ()
+    depth_terms = ("depth_1",)  # training shows it one depth
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
         super().__init__()
@@ -150,23 +155,18 @@ class Eagle(Drafter):
     def _pairs(
         self, readout: Readout, tokens: Tensor, features: Tensor
     ) -> Float[Tensor, "batch seq hidden"]:
-        embedded = embed(self.embed_tokens, readout, tokens, self.dtype)
-        return self.fc(torch.cat([embedded, features.to(self.dtype)], dim=-1))
-
-    @property
-    def depth_terms(self) -> tuple[str, ...]:
-        """One: training shows it one depth."""
-        return ("depth_1",)
+        embedded = embed(self.embed_tokens, readout, tokens, dtype_of(self))
+        return self.fc(torch.cat([embedded, features.to(dtype_of(self))], dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""
-        inputs = features.final_hidden.to(self.dtype)
+        inputs = features.final_hidden.to(dtype_of(self))
         if self.training and self.config.feature_noise:
             uniform = chance.uniform_like(inputs, batch.document)
             inputs = inputs + (uniform - 0.5) * self.config.feature_noise
         pairs = self._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
         turn = self.shape.rotation(batch.positions[:, :-1], pairs.dtype)
-        predicted = self.layer(self.layers[0], pairs, turn, document_mask(batch.document[:, :-1]))
+        predicted = call_layer(self.layers[0], pairs, turn, document_mask(batch.document[:, :-1]))
         rows, ahead = positions_to_predict(batch, 2)
         predicted = predicted[rows, ahead - 2]
         truth = features.final_hidden[rows, ahead - 1]
@@ -194,14 +194,14 @@ class Eagle(Drafter):
         return readout.logits(predicted.to(readout.head.dtype))
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        return EagleState.empty(self, self.shape, access, len(first_tokens), capacity)
+        return EagleState.empty(self, self.shape, readout, len(first_tokens), capacity)
 
     def _advance(self, state: EagleState, tokens: Tensor, features: Tensor) -> Tensor:
         turn = state.turn(tokens.shape[1])
-        return self.layers[0](self._pairs(state.access, tokens, features), turn, state.cache)
+        return self.layers[0](self._pairs(state.readout, tokens, features), turn, state.cache)
 
     def observe(
         self,
@@ -210,7 +210,7 @@ class Eagle(Drafter):
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
-        """Replace own nodes by pairs of true features, the root's among them."""
+        """Replace own nodes by pairs of true features, the last token's among them."""
         state.cache.rollback(state.committed)
         state.hidden = last_of(self._advance(state, tokens, features.final_hidden), counts)
         state.commit(counts)
@@ -220,7 +220,7 @@ class Eagle(Drafter):
         assert state.hidden is not None, "observe comes before expand"
         if nodes is not None:
             state.hidden = self._advance(state, nodes.tokens, state.hidden)
-        return Expansion(self._logits(state.access, state.hidden))
+        return Expansion(self._logits(state.readout, state.hidden))
 
     def select(self, state: EagleState, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -242,7 +242,7 @@ class Eagle(Drafter):
         tensors = dict(self.state_dict())
         if self.embed_tokens is None:
             tensors = rescaled(tensors, self.spec.embedding_scale)
-        tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=self.dtype))
+        tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=dtype_of(self)))
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -259,16 +259,3 @@ class Eagle(Drafter):
         if self.embed_tokens is None:
             held = rescaled(held, 1 / self.spec.embedding_scale)
         load_exactly(self, held)
-
-
-def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Return the weights with the half of fc that reads embeddings multiplied.
-
-    Engines' drafters look embeddings up in the target's table and leave out what the target
-    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
-    """
-    fused = tensors.get("fc.weight")
-    if factor == 1.0 or fused is None or fused.dim() != 2:
-        return tensors
-    embedding, feature = fused.float().chunk(2, dim=1)
-    return tensors | {"fc.weight": torch.cat([embedding * factor, feature], dim=1).to(fused.dtype)}

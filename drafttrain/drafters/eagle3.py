@@ -17,6 +17,7 @@ from drafttrain.core.ops.chunked_losses import (
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.readout import Readout
@@ -33,6 +34,7 @@ from drafttrain.drafters.base import (
     positions_to_predict,
 )
 from drafttrain.drafters.eagle import EagleState
+from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, embed, own_embedding, serving_keys
 
@@ -51,6 +53,8 @@ class Eagle3Config(TokenLossConfig, LayerConfig):
     draft_vocab_coverage: float
     unroll: int
     depth_decay: float
+
+    layout = Eagle3Layout()
 
     def __post_init__(self) -> None:
         TokenLossConfig.__post_init__(self)
@@ -97,7 +101,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in shallow if 0 <= layer <= num_layers}))
 
 
-class Eagle3(Drafter):
+class Eagle3(Drafter[EagleState]):
     """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
 
     about = About("An EAGLE-3", "2503.01840")
@@ -112,6 +116,7 @@ class Eagle3(Drafter):
                 f"drafter.layers must lie in 0..{spec.num_layers} for {spec.name}, "
                 f"got {list(self.captures)}"
             )
+        self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
         self.shape = config.shape(spec, config.hidden_size)
         width, eps = self.shape.hidden_size, self.shape.rms_norm_eps
         read = len(self.captures) * spec.hidden_size
@@ -138,14 +143,18 @@ class Eagle3(Drafter):
         if vocab is None:
             return
         self.lm_head = nn.Linear(
-            self.shape.hidden_size, vocab.size, bias=False, device=self.device, dtype=self.dtype
+            self.shape.hidden_size,
+            vocab.size,
+            bias=False,
+            device=device_of(self),
+            dtype=dtype_of(self),
         )
         self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Choose the draft vocabulary; start norm and head as the target's, rows kept."""
         config = self.config
-        counts = token_counts.to(self.device)
+        counts = token_counts.to(device_of(self))
         self._reduce(
             DraftVocab.most_frequent(counts, config.draft_vocab_size, config.draft_vocab_coverage)
         )
@@ -163,13 +172,8 @@ class Eagle3(Drafter):
         """Load a state dict; its `target_ids`, if any, set the draft vocabulary first."""
         ids = tensors.get("target_ids")
         if ids is not None:
-            self._reduce(DraftVocab.of(ids.to(self.device), self.spec.vocab_size))
+            self._reduce(DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size))
         load_exactly(self, tensors)
-
-    @property
-    def depth_terms(self) -> tuple[str, ...]:
-        """A term for each unrolled depth."""
-        return tuple(f"depth_{depth + 1}" for depth in range(self.config.unroll))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
@@ -180,7 +184,7 @@ class Eagle3(Drafter):
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
         hidden = self._fuse(features, length)
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
-        embedded = embed(self.embed_tokens, features.readout, tokens, self.dtype)
+        embedded = embed(self.embed_tokens, features.readout, tokens, dtype_of(self))
         mask = document_mask(batch.document[:, :-1])
         projected, weight = self.midlayer.unroll(embedded)
         past: list[tuple[Tensor, Tensor]] = []
@@ -188,9 +192,7 @@ class Eagle3(Drafter):
         for depth in range(steps):
             turn = self.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
             own = projected[:, depth : depth + length]
-            hidden, state, newest = self.recomputing(
-                self._step, own, weight, hidden, turn, mask, past
-            )
+            hidden, state, newest = recomputed(self._step, own, weight, hidden, turn, mask, past)
             past = [*past, newest]
             states.append(state.flatten(0, 1))
         return self._compare(states, batch, features)
@@ -215,10 +217,10 @@ class Eagle3(Drafter):
         """
         # Attention is a call of its own between two compiled parts that know of no depth: one
         # program serves all.
-        entered = self.compiling(self.midlayer.enter, projected, weight, hidden, turn)
+        entered = compiled(self.midlayer.enter, projected, weight, hidden, turn)
         residual, queries, keys, values = entered
         mixed = unrolled_attention(queries, [*past, (keys, values)], mask)
-        hidden, state = self.compiling(self._finish, residual, mixed)
+        hidden, state = compiled(self._finish, residual, mixed)
         return hidden, state, (keys, values)
 
     def _finish(self, residual: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +234,7 @@ class Eagle3(Drafter):
         rows, ahead = positions_to_predict(batch, 2)
         depths = torch.arange(len(states), device=rows.device)[:, None]
         places = rows * (batch.tokens.shape[1] - 1) + ahead - 2 - depths
-        # Deeper than this, the root would lie before the text.
+        # Deeper than this, the last token would lie before the text.
         places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
@@ -256,7 +258,9 @@ class Eagle3(Drafter):
         self, features: TargetFeatures, length: int | None = None
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return the fused features of the first `length` positions; None: of all."""
-        captured = [features.captured[layer][:, :length].to(self.dtype) for layer in self.captures]
+        captured = [
+            features.captured[layer][:, :length].to(dtype_of(self)) for layer in self.captures
+        ]
         if self.fc_norm is not None:
             captured = [norm(hidden) for norm, hidden in zip(self.fc_norm, captured, strict=True)]
         read = torch.cat(captured, dim=-1)
@@ -273,16 +277,16 @@ class Eagle3(Drafter):
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> EagleState:
         """Allocate the cache; the first token is never paired, it has no feature before it."""
-        return EagleState.empty(self, self.shape, access, len(first_tokens), capacity)
+        return EagleState.empty(self, self.shape, readout, len(first_tokens), capacity)
 
     def _advance(
         self, state: EagleState, tokens: Tensor, hidden: Tensor, counts: Sequence[int]
     ) -> None:
         turn = state.turn(tokens.shape[1])
-        embedded = embed(self.embed_tokens, state.access, tokens, self.dtype)
+        embedded = embed(self.embed_tokens, state.readout, tokens, dtype_of(self))
         inputs, residual = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
         # What is not drafted from needs keys and values only.
@@ -296,7 +300,7 @@ class Eagle3(Drafter):
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
-        """Replace own nodes by pairs of true features, the root's among them."""
+        """Replace own nodes by pairs of true features, the last token's among them."""
         state.cache.rollback(state.committed)
         self._advance(state, tokens, self._fuse(features), counts)
         state.commit(counts)

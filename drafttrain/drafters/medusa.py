@@ -17,6 +17,7 @@ from drafttrain.core.ops.chunked_losses import (
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import within_calls
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
@@ -33,6 +34,7 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
     shared_head: bool
     logit_scale: float
     head_decay: float
+
+    layout = MedusaLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +94,7 @@ class MedusaState(DraftState):
     depth: int = 0
 
 
-class Medusa(Drafter):
+class Medusa(Drafter[MedusaState]):
     """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
 
     about = About("A Medusa", "2401.10774")
@@ -101,6 +105,9 @@ class Medusa(Drafter):
         self.config: MedusaConfig = config
         self.spec = spec
         heads = range(config.num_heads)
+        # Head k reads k + 2 positions before its token; no position reads another.
+        self.reach = config.num_heads + 1
+        self.depth_terms = tuple(f"head_{k + 1}" for k in heads)
         self.blocks = nn.ModuleList(
             ResidualBlocks(spec.hidden_size, config.num_layers, config.fc_bias) for _ in heads
         )
@@ -122,8 +129,8 @@ class Medusa(Drafter):
         """Load a state dict; its `target_ids`, if any, set the truncated vocabulary first."""
         ids = tensors.get("target_ids")
         if ids is not None:
-            self.vocab = DraftVocab.of(ids.to(self.device), self.spec.vocab_size)
-            self.lm_heads = self._heads(len(ids), device=self.device, dtype=self.dtype)
+            self.vocab = DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size)
+            self.lm_heads = self._heads(len(ids), device=device_of(self), dtype=dtype_of(self))
             self.register_buffer("target_ids", self.vocab.target_ids)
         load_exactly(self, tensors)
 
@@ -133,22 +140,12 @@ class Medusa(Drafter):
         heads = self.config.num_heads
         return Capabilities(trainable=True, branches=False, max_depth=heads, unroll=heads)
 
-    @property
-    def reach(self) -> int:
-        """Head k reads k + 2 positions before its token; no position reads another."""
-        return self.config.num_heads + 1
-
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Start every head as the target's own: with zero blocks, head k predicts token t + 1."""
         for head in self.lm_heads:
             assert isinstance(head, nn.Linear)
             with torch.no_grad():
                 head.weight.copy_(readout.head)
-
-    @property
-    def depth_terms(self) -> tuple[str, ...]:
-        """A term for each head."""
-        return tuple(f"head_{k + 1}" for k in range(self.config.num_heads))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
@@ -160,10 +157,10 @@ class Medusa(Drafter):
         rows, ahead = positions_to_predict(batch, 2)
         kinds = torch.arange(config.num_heads, device=rows.device)[:, None]
         known = batch.positions[rows, ahead] >= 2 + kinds
-        hidden = features.final_hidden.to(self.dtype)
+        hidden = features.final_hidden.to(dtype_of(self))
         reads = (ahead - 2 - kinds).clamp(min=0)
         states = [
-            self.layer(block, hidden[rows, at])
+            call_layer(block, hidden[rows, at])
             for block, at in zip(self.blocks, reads, strict=True)
         ]
         places = torch.arange(len(rows), device=rows.device).where(known, -1)
@@ -188,10 +185,10 @@ class Medusa(Drafter):
         }
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> MedusaState:
         """Start decoding; heads keep no cache."""
-        return MedusaState(access)
+        return MedusaState(readout)
 
     def observe(
         self,
@@ -206,10 +203,10 @@ class Medusa(Drafter):
         state.depth = 0
 
     def expand(self, state: MedusaState, nodes: Nodes | None) -> Expansion:
-        """Answer depth by depth from what the heads said at the root, whatever was drafted."""
+        """Answer depth by depth from what the heads said at once, whatever was drafted."""
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
-            hidden = state.hidden.to(self.dtype)
+            hidden = state.hidden.to(dtype_of(self))
             state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
         logits = state.logits[state.depth]
         state.depth += 1

@@ -56,7 +56,7 @@ class NgramState(DraftState):
     texts: list[Text] = field(default_factory=list)
 
 
-class Ngram(Drafter):
+class Ngram(Drafter[NgramState]):
     """Drafts the continuation of the latest earlier occurrence of the longest matching suffix."""
 
     captures = ()
@@ -65,6 +65,7 @@ class Ngram(Drafter):
         super().__init__()
         self.config: NgramConfig = config
         self.spec = spec
+        self.lookup = config.min_ngram, config.max_ngram
 
     @property
     def capabilities(self) -> Capabilities:
@@ -76,10 +77,10 @@ class Ngram(Drafter):
         raise ValueError("drafter=ngram has no weights and cannot be trained; evaluate it as it is")
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> NgramState:
         """Start from the first token of each row."""
-        return NgramState(access, [Text([token]) for token in first_tokens.tolist()])
+        return NgramState(readout, [Text([token]) for token in first_tokens.tolist()])
 
     def observe(
         self,
@@ -106,7 +107,7 @@ class Ngram(Drafter):
 
     def propose(self, state: NgramState, depth: int) -> Proposal:
         """Look up the longest suffix of each row; no node where nothing matches."""
-        device = state.access.embedding.device
+        device = state.readout.embedding.device
         found = [self._look_up(text, depth) for text in state.texts]
         num_nodes = [len(chain) for chain in found]
         longest = max(num_nodes)

@@ -12,7 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops import layer_calls
 from drafttrain.core.ops.chunked_losses import Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import additive
 from drafttrain.core.readout import Readout
@@ -24,10 +26,11 @@ from drafttrain.drafters.base import (
     load_exactly,
     positions_to_predict,
 )
+from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
-from drafttrain.drafters.shared.on_policy import in_own_words
+from drafttrain.drafters.shared.on_policy import OwnWords
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime.untrusted_input import parse_json, shown
 from drafttrain.target.pretrained.files import check_settings
@@ -58,6 +61,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
     on_policy_temperature: float
     lora_rank: int
     lora_alpha: int
+
+    layout = CausalLMLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,28 +131,19 @@ class SmallLM(CausalDrafter):
     """A causal language model of the target's vocabulary, trained to say what the target says."""
 
     about = About("A distilled", "2310.08461")
+    reach = 1  # of the target it reads the law of each trained token, which stands one before it
+    depth_terms = ("depth_1",)  # training shows it one depth
 
     def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, None)
         self.config: SmallLMConfig = config
         self.register_buffer(SETTINGS, torch.zeros(0, dtype=torch.uint8))
-        if config.path is None and config.layers is None:
+        # Its first weights, or its tokens, are checked against the target's.
+        self.begins_from_target = config.path is not None or config.layers is not None
+        if config.on_policy:
+            self.text_source = OwnWords(config.on_policy, config.on_policy_temperature)
+        if not self.begins_from_target:
             self._adopt(_from_settings(self._fresh_settings()))
-
-    @property
-    def reach(self) -> int:
-        """Of the target it reads the law of each trained token, which stands one before it."""
-        return 1
-
-    @property
-    def begins_from_target(self) -> bool:
-        """Whether its first weights, or its tokens, are checked against the target's."""
-        return self.config.path is not None or self.config.layers is not None
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether some of the text that it trains on is its own."""
-        return self.config.on_policy > 0
 
     def _fresh_settings(self) -> dict[str, Any]:
         config, spec = self.config, self.spec
@@ -175,6 +171,11 @@ class SmallLM(CausalDrafter):
         settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in VOLATILE}
         text = json.dumps(settings, sort_keys=True).encode()
         setattr(self, SETTINGS, torch.tensor(list(text), dtype=torch.uint8))
+        # What Transformers calls a layer, whatever the architecture.
+        stacks = [m for m in self._decoder[0].children() if isinstance(m, nn.ModuleList)]
+        self._has_layers = bool(stacks)
+        for layer in stacks[0] if stacks else ():
+            layer.forward = partial(layer_calls.call_layer, layer.forward)
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Take the first weights: a model's of its own, or some of the target's layers."""
@@ -208,34 +209,6 @@ class SmallLM(CausalDrafter):
                     image = narrow_image(theirs.float(), token_counts, own.weight.shape[1])
                     own.weight.copy_(image * (own.weight.std() / image.std()))
 
-    def rewrite(self, batch: Batch, chance: TrainingChance) -> Batch:
-        """Put own words in place of a fraction of the answers; the target then judges them."""
-        config = self.config
-        if not config.on_policy:
-            return batch
-        return in_own_words(
-            self, batch, config.on_policy, config.on_policy_temperature, chance.decoding()
-        )
-
-    def train_layers(self, recompute: bool, compiled: str | None) -> None:
-        """Say how what Transformers calls layers is called, whatever their architecture."""
-        super().train_layers(recompute, compiled)
-        if not recompute and compiled is None:
-            return
-        stacks = [m for m in self._decoder[0].children() if isinstance(m, nn.ModuleList)]
-        if not stacks:
-            raise ValueError(
-                "hardware.gradient_checkpointing and hardware.compile must be false for a drafter "
-                f"without a list of layers, got a {self.model.config.model_type}"
-            )
-        for layer in stacks[0]:
-            layer.forward = partial(self.layer, layer.forward)
-
-    @property
-    def depth_terms(self) -> tuple[str, ...]:
-        """One: training shows it one depth."""
-        return ("depth_1",)
-
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of the next token at every trained position against the target's law."""
         rows, ahead = positions_to_predict(batch, 1)
@@ -251,9 +224,14 @@ class SmallLM(CausalDrafter):
         return {"depth_1": replace(term, uncovered=None)}
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "batch seq width"]:
+        if layer_calls.asked() and not self._has_layers:
+            raise ValueError(
+                "hardware.gradient_checkpointing and hardware.compile must be false for a drafter "
+                f"without a list of layers, got a {self.model.config.model_type}"
+            )
         mask = document_mask(batch.document)
         if mask is not None and self.eager:
-            mask = additive(mask, self.dtype)
+            mask = additive(mask, dtype_of(self))
         output = self._decoder[0](
             input_ids=batch.tokens,
             position_ids=batch.positions,

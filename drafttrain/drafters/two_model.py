@@ -5,6 +5,7 @@ Timor et al., 2025, arXiv:2502.05202, algorithm 4.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,11 @@ class TwoModelConfig(DrafterConfig):
     allow_pickle: bool
 
     trainable: ClassVar[bool] = False
+
+    @property
+    def served_from(self) -> Path:
+        """The model's own directory, or its repository."""
+        return Path(str(self.path)).expanduser()
 
     def __post_init__(self) -> None:
         if self.vocabulary not in VOCABULARIES:
@@ -118,8 +124,8 @@ class TwoModel(CausalDrafter):
         )
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> CausalState:
         """Keep the first token of each row for the first reading."""
         assert self.attached, "attach comes before decoding"
-        return super().begin(access, first_tokens, capacity)
+        return super().begin(readout, first_tokens, capacity)

@@ -65,7 +65,7 @@ def train(
     checkpoints: Checkpoints,
     tracker: Tracker,
     config: TrainerConfig,
-    validate: Callable[[], dict[str, float]],
+    validate: Callable[[], dict[str, float] | None],
     seed: int,
     stop: StopRequest,
     metric: str = METRIC,
@@ -74,7 +74,7 @@ def train(
 
     Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
     batches, divided once by their number: the loss curve depends on neither. `validate` returns
-    metrics, `metric` among them (the best checkpoint has the highest), or none where `stop` was
+    metrics, `metric` among them (the best checkpoint has the highest), None where `stop` was
     asked meanwhile; it runs on every rank. Raises NonFiniteError, with the step not taken, where
     the loss or the gradient is not finite; Stopped, with the step reached saved, where any rank
     was asked to stop.
@@ -114,8 +114,8 @@ def train(
             improved = False
             if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
                 metrics = validate()
-                stopping = not metrics  # given up; a resumed run begins with it
-                if metrics:
+                stopping = metrics is None  # given up; a resumed run begins with it
+                if metrics is not None:
                     tracker.log(state.step, metrics)
                     improved = state.best_metric is None or metrics[metric] > state.best_metric
                     state = state.after_validation(metrics[metric])
@@ -177,11 +177,10 @@ def optimizer_step(
     drafter = engine.module
     assert isinstance(drafter, Drafter)
     batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
-    if drafter.rewrites:
+    if (source := drafter.text_source) is not None:
         writer = engine.whole_module()
-        assert isinstance(writer, Drafter)
         with torch.no_grad(), engine.precision:
-            batches = [writer.rewrite(batch, chance) for batch in batches]
+            batches = [source.rewrite(writer, batch, chance) for batch in batches]
         own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
         loss_tokens = int(engine.sum_over_ranks(own))
     denominator = max(loss_tokens, 1)

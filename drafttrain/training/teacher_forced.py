@@ -8,11 +8,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.losses import REJECTION, TokenLossConfig
-from drafttrain.core.types import Sample
+from drafttrain.core.types import Batch, Nodes, Sample, TargetFeatures
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
+
+FROM = 32  # tokens of a conversation that drafts begin at, at most, where they are drafted along it
 
 
 class TeacherForced:
@@ -46,13 +48,9 @@ class TeacherForced:
         self.held_out = list(held_out)[:num_conversations]
         self.micro_batch = micro_batch
         self.terms = self.drafter.depth_terms
-        if not self.terms or not isinstance(self.drafter.config, TokenLossConfig):
-            raise ValueError(
-                f"features.validate must be true for drafter={self.drafter.config.name}: without "
-                "the target a drafter is judged by its losses on tokens, of which this one names "
-                "none (Drafter.depth_terms, and a configuration that is a TokenLossConfig)"
-            )
-        self.depth = len(self.terms)
+        if not isinstance(self.drafter.config, TokenLossConfig):
+            self.terms = ()  # whose losses are its own
+        self.depth = len(self.terms) or max(1, self.drafter.capabilities.unroll)
         self.rows: list[list[float]] = []
 
     @torch.no_grad()
@@ -60,17 +58,23 @@ class TeacherForced:
         """Return alpha of each depth and the acceptance length that they promise."""
         drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
-        drafter.config = dataclasses.replace(drafter.config, losses=REJECTION)  # type: ignore[call-arg]
-        sums = torch.zeros(len(self.terms), 2, dtype=torch.float64, device=self.engine.device)
+        if self.terms:
+            drafter.config = dataclasses.replace(drafter.config, losses=REJECTION)  # type: ignore[call-arg]
+        sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=self.engine.device)
         mine = self.held_out[self.engine.rank :: self.engine.world_size]
         for first in range(0, len(mine), self.micro_batch):
             batch = collate(mine[first : first + self.micro_batch])
             features = self.source.features(batch, drafter.captures)
+            batch = batch.to(self.engine.device)
             with self.engine.precision:
-                losses = drafter(batch.to(self.engine.device), features, NoChance())
-            for depth, name in enumerate(self.terms):
-                sums[depth, 0] += losses[name].count - losses[name].sum
-                sums[depth, 1] += losses[name].count
+                sums += (
+                    self._by_losses(drafter, batch, features)
+                    if self.terms
+                    else sum(
+                        drafted_along(drafter, batch, features, row, self.depth)
+                        for row in range(len(batch.tokens))
+                    )
+                )
         table = self.engine.sum_over_ranks(sums).tolist()
         metrics, expected, so_far = {}, 1.0, 1.0
         self.rows = []
@@ -82,9 +86,60 @@ class TeacherForced:
             self.rows.append([float(depth), alpha, count])
         return {self.metric: expected, **metrics}
 
+    def _by_losses(
+        self, drafter: Drafter, batch: Batch, features: TargetFeatures
+    ) -> Float[Tensor, "depth 2"]:
+        """Return overlap and positions of each depth, by the training forward."""
+        losses = drafter(batch, features, NoChance())
+        terms = [losses[name] for name in self.terms]
+        pairs = [(term.count - term.sum, term.count) for term in terms]
+        return torch.stack([torch.stack([part.double() for part in pair]) for pair in pairs])
+
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of the last validation: one row a depth."""
         return ["depth", "alpha", "positions"], self.rows
+
+
+def drafted_along(
+    drafter: Drafter, batch: Batch, features: TargetFeatures, row: int, depth: int
+) -> Float[Tensor, "depth 2"]:
+    """Return overlap and positions of each depth, drafting along the text of one conversation.
+
+    As decoding does, from at most FROM of its tokens, evenly spread: each is the last token of a
+    row of its own. For drafters of which training knows no common loss.
+    """
+    tokens, trained = batch.tokens[row], batch.loss_mask[row]
+    length = int((batch.document[row] >= 0).sum())
+    places = torch.arange(1, length - 1, device=tokens.device)
+    ahead = places[:, None] + torch.arange(1, depth + 1, device=tokens.device)
+    followed = (ahead < length) & trained[ahead.clamp(max=length - 1)]
+    places = places[followed.any(-1)]
+    if len(places) > FROM:
+        chosen = torch.linspace(0, len(places) - 1, FROM, device=tokens.device)
+        places = places[chosen.round().long()]
+    sums = torch.zeros(depth, 2, dtype=torch.float64, device=tokens.device)
+    if not len(places):
+        return sums
+    counts = places.tolist()
+    rows, longest = len(counts), max(counts)
+    own = features.rows([row] * rows).slice(0, longest)
+    state = drafter.begin(features.readout, tokens[:1].expand(rows), longest + depth + 1)
+    drafter.observe(state, tokens[1 : longest + 1].expand(rows, longest), counts, own)
+    nodes: Nodes | None = None
+    for level in range(depth):
+        draft = drafter.expand(state, nodes).logits[:, 0].float().softmax(-1)
+        if drafter.vocab is not None:
+            draft = drafter.vocab.scatter(draft)
+        at = places + level + 1  # the token that is drafted; the target predicts it one before
+        inside = at.clamp(max=length - 1)
+        hidden = features.final_hidden[row, inside - 1].to(features.readout.head.dtype)
+        target = features.readout.logits(hidden).float().softmax(-1)
+        counted = (at < length) & trained[inside]
+        sums[level, 0] += (torch.minimum(target, draft).sum(-1) * counted).sum()
+        sums[level, 1] += counted.sum()
+        drafted = tokens[inside][:, None]
+        nodes = Nodes(drafted, torch.full_like(drafted, level - 1))
+    return sums
 
 
 class NoChance(TrainingChance):

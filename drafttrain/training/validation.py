@@ -51,8 +51,8 @@ class Validation:
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
-        """Return acceptance metrics over all ranks' prompts; none if a rank was asked to stop."""
+    def __call__(self) -> dict[str, float] | None:
+        """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop."""
         drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
         assert isinstance(drafter, Drafter)
         ranks = self.engine.ranks
@@ -77,7 +77,7 @@ class Validation:
         plain = [(index, vars(counters)) for index, counters in own]
         found = ranks.gather_objects((given_up, plain))
         if any(rank_given_up for rank_given_up, _ in found):
-            return {}
+            return None
         rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
         self.rows = [(index, rows[index]) for index, _ in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())

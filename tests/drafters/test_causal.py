@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Nodes, TargetFeatures
 from drafttrain.decode.loop import speculative_decode
@@ -337,10 +338,10 @@ def test_architectures_of_other_kinds_draft_as_they_say(
 
 
 def test_a_chosen_dtype_is_kept_and_an_automatic_one_follows(small_target: Target) -> None:
-    assert two_model(small_target, 5).to(torch.bfloat16).dtype == torch.bfloat16
+    assert dtype_of(two_model(small_target, 5).to(torch.bfloat16)) == torch.bfloat16
     chosen = two_model(small_target, 5, dtype="float32")
-    assert chosen.to("cpu", torch.bfloat16).dtype == torch.float32
-    assert chosen.to(torch.bfloat16).dtype == torch.float32
+    assert dtype_of(chosen.to("cpu", torch.bfloat16)) == torch.float32
+    assert dtype_of(chosen.to(torch.bfloat16)) == torch.float32
 
 
 def test_a_context_too_short_for_the_drafter_is_refused(small_target: Target) -> None:

@@ -12,6 +12,7 @@ from paths import ROOT
 
 from drafttrain.core import losses
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
@@ -286,9 +287,9 @@ def test_recomputed_layers_give_the_same_gradient(name: str, packed: bool, targe
     found = []
     for recompute in (False, True):
         drafter = random_drafter(name, target).train()
-        if recompute:
-            drafter.train_layers(recompute=True, compiled=None)
-        weighted_sum(losses_of(drafter, target, batch)).backward()
+        with LayerCalls(recompute).active():
+            loss = weighted_sum(losses_of(drafter, target, batch))
+        loss.backward()
         found.append({name: p.grad for name, p in drafter.named_parameters()})
     assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
 

@@ -14,6 +14,7 @@ from paths import ROOT
 from test_drafters import NoChance, as_batch, build
 
 from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import PAD_DOCUMENT, Batch, Sample, weighted_sum
 from drafttrain.data.batches import pack
@@ -188,7 +189,7 @@ def test_bfloat16_rounds_weights_and_not_positions(target: Target) -> None:
     drafter = drafter_of(target)
     before = drafter.model.model.rotary_emb.inv_freq.clone()
     drafter.to(torch.bfloat16)
-    assert drafter.dtype == torch.bfloat16
+    assert dtype_of(drafter) == torch.bfloat16
     assert torch.equal(drafter.model.model.rotary_emb.inv_freq, before)
 
 

@@ -112,6 +112,18 @@ def complaint(
     return None
 
 
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("eagle3", "head_dim"), ("eagle", "intermediate_size"), ("medusa", "num_heads")],
+)
+def test_a_key_that_is_missing_is_named(family: str, key: str) -> None:
+    """A drafter of the user's own that left one out ended in a bare KeyError."""
+    drafter, config, tensors = serving(family)
+    del config[key]
+    wanted = f"this {family} drafter cannot be served: config.json must hold {key}"
+    assert complaint(drafter, config, tensors) == wanted
+
+
 # Round trips
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core import losses
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import document_mask
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures
 from drafttrain.drafters.base import Drafter, positions_to_predict
@@ -62,7 +63,7 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     steps, length = config.unroll, batch.tokens.shape[1] - 1
     hidden = drafter._fuse(features)[:, :-1]
     tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
-    embedded = embed(drafter.embed_tokens, features.readout, tokens, drafter.dtype)
+    embedded = embed(drafter.embed_tokens, features.readout, tokens, dtype_of(drafter))
     mask = document_mask(batch.document[:, :-1])
     rows, ahead = positions_to_predict(batch, 2)
     allowed = batch.positions[rows, ahead] - 2
@@ -101,7 +102,7 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
 def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     """EAGLE-1 without its feature noise."""
     config = drafter.config
-    inputs = features.final_hidden.to(drafter.dtype)
+    inputs = features.final_hidden.to(dtype_of(drafter))
     pairs = drafter._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
     turn = drafter.shape.rotation(batch.positions[:, :-1], pairs.dtype)
     predicted = drafter.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
@@ -123,7 +124,7 @@ def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
 def medusa(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     """Medusa: each head's logits whole."""
     config = drafter.config
-    hidden = features.final_hidden.to(drafter.dtype)
+    hidden = features.final_hidden.to(dtype_of(drafter))
     all_rows, all_ahead = positions_to_predict(batch, 2)
     law = None
     if config.needs_target_probs:

@@ -373,7 +373,7 @@ def test_several_drafters_are_asked_what_they_read(target: Target, tmp_path: Pat
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_a_drafter_is_asked_without_memory_for_its_weights(name: str, target: Target) -> None:
     shape, real = shape_of(drafter_config(name), target.spec), build(name, target.spec)
-    assert (shape.captures, shape.reach, shape.rewrites) == (real.captures, real.reach, False)
+    assert (shape.captures, shape.reach, shape.text_source) == (real.captures, real.reach, None)
     assert name == "small_lm" or all(parameter.is_meta for parameter in shape.parameters())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import drafter_config, model_config
+from builders import model_config
 from test_capture import ALONE, settings, write
 from test_drafters import TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
@@ -21,7 +21,6 @@ from drafttrain.core.types import FeatureSource, Sample, weighted_sum
 from drafttrain.data.batches import Batches, collate, documents_of, pack, token_counts
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.medusa import Medusa
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
 from drafttrain.target.model import Target, load_target
@@ -353,23 +352,27 @@ def test_teacher_forced_alpha_counts_what_a_reduced_vocabulary_lacks(
     assert metrics["val/alpha_1"] == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-4)
 
 
-def test_validation_without_the_target_is_refused_for_a_drafter_that_names_no_depths(
-    target: Target, folder: Path
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_a_drafter_that_names_no_depths_is_judged_by_drafting_along_the_text(
+    name: str, target: Target, folder: Path
 ) -> None:
     """A family of the user's own, whose terms have other names, was judged 1.0 whatever it did."""
-
-    class Named(Medusa):
-        depth_terms = ()
-
-    drafter = Named(drafter_config("medusa"), target.spec)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"features\.validate must be true for drafter=medusa.*"):
-        TeacherForced(
+    found = []
+    for terms in (None, ()):
+        drafter = random_drafter(name, target)
+        drafter.depth_terms = drafter.depth_terms if terms is None else terms
+        judge = TeacherForced(
             open_store(folder),
             engine_of(drafter),
             random_samples()[:5],
             num_conversations=5,
             micro_batch=2,
         )
+        found.append((judge(), judge.rows))
+    (by_losses, rows), (along, others) = found
+    assert along == pytest.approx(by_losses, rel=1e-4)
+    assert [row[2] for row in rows] == [row[2] for row in others]  # positions
+    assert 1.01 < along["val/expected_acceptance_length"] < 3
 
 
 def engine_of(drafter: Drafter) -> Engine:

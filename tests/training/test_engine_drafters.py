@@ -140,7 +140,8 @@ def test_own_words_are_written_by_whole_weights(target: Target) -> None:
         train(engine, target, steps=1)
         writer = engine.whole_module()
         assert isinstance(writer, Drafter)
-        written.append(writer.rewrite(batch, StepChance(0, 1)).tokens)
+        assert writer.text_source is not None
+        written.append(writer.text_source.rewrite(writer, batch, StepChance(0, 1)).tokens)
         train(engine, target, first=1, steps=1)
     assert torch.equal(*written)
     assert not torch.equal(written[0], batch.tokens)

@@ -1,6 +1,5 @@
 """Layers computed again in the backward pass: the same gradients to the bit, fewer bytes kept."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from test_engine_drafters import VARIANTS, make_drafter, make_engine, rows_of, t
 from test_hardware import hardware
 from torch import Tensor
 
+from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.hardware import choose_compiler
@@ -29,7 +29,9 @@ def target(tiny_target_dir: Path) -> Target:
     return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
-def gradients(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, int]:
+def gradients(
+    drafter: Drafter, target: Target, batch: Batch, calls: LayerCalls = AS_WRITTEN
+) -> tuple[Tensor, int]:
     """Leave gradients in the drafter; return the loss and the bytes kept for the backward pass.
 
     Each storage counts once; weights, which are there anyway, and the features do not.
@@ -48,7 +50,7 @@ def gradients(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, i
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), calls.active():
         loss = weighted_sum(drafter(batch, features, StepChance(0, 0))) / 50
     num_bytes = sum(kept.values())
     loss.backward()
@@ -60,9 +62,7 @@ def test_gradients_are_the_same_to_the_bit(variant: str, target: Target) -> None
     batch, found = rows_of(0), []
     for again in (False, True):
         drafter = make_drafter(variant, target)
-        if again:
-            drafter.train_layers(recompute=True, compiled=None)
-        found.append((drafter, *gradients(drafter, target, batch)))
+        found.append((drafter, *gradients(drafter, target, batch, LayerCalls(again))))
     (plain, loss, kept), (again, same, fewer) = found
     assert torch.equal(loss, same)
     for (name, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
@@ -78,8 +78,7 @@ def test_it_changes_no_step_whatever_holds_the_weights(
 ) -> None:
     expected = train(make_engine(make_drafter(variant, target), "none"), target)
     drafter = make_drafter(variant, target)
-    drafter.train_layers(recompute=True, compiled=None)
-    trained = make_engine(drafter, engine)
+    trained = make_engine(drafter, engine, layer_calls=LayerCalls(recompute=True))
     curve: Any = train(trained, target)
     torch.testing.assert_close(
         torch.tensor(curve), torch.tensor(expected), rtol=0 if engine == "none" else 1e-5, atol=0
@@ -99,8 +98,9 @@ def test_own_words_are_written_as_ever(recompute: bool, target: Target) -> None:
     for called in (False, recompute):
         torch.manual_seed(3)
         drafter = build("small_lm", target.spec, on_policy=1.0)
-        drafter.train_layers(called, None)
-        written.append(drafter.rewrite(batch, StepChance(0, 1)).tokens)
+        assert drafter.text_source is not None
+        with LayerCalls(called).active():
+            written.append(drafter.text_source.rewrite(drafter, batch, StepChance(0, 1)).tokens)
     assert torch.equal(*written)
     assert not torch.equal(written[0], batch.tokens)
 
@@ -119,19 +119,15 @@ def compare_compiled(variant: str, target: Target, recompute: bool) -> None:
     torch._dynamo.utils.counters.clear()
     for backend in (None, "aot_eager"):
         drafter = make_drafter(variant, target)
-        drafter.train_layers(recompute=recompute, compiled=backend)
-        found.append((drafter, gradients(drafter, target, rows_of(0))[0]))
+        calls = LayerCalls(recompute, backend)
+        found.append((drafter, gradients(drafter, target, rows_of(0), calls)[0]))
+        assert bool(calls.programs) == (backend is not None)
     (plain, loss), (compiled, same) = found
     torch.testing.assert_close(loss, same, rtol=1e-6, atol=0)
     for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
-    assert compiled.compiled is not None
-    assert compiled.compiled.made
-    twin = copy.deepcopy(compiled)
-    assert twin.compiled is not None
-    assert not twin.compiled.made  # what the other's layers became is not its own
     if variant == "eagle3":  # what is before attention and what is after it, whatever the depth
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 

@@ -28,6 +28,7 @@ from drafttrain.data.evaluation_prompts import (
 )
 from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.references import beside_every
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
@@ -201,11 +202,9 @@ def reference_drafters(
 ) -> dict[str, Drafter]:
     """Return what stands beside the drafter: prompt lookup, and a smaller model if one is named."""
     references: dict[str, Drafter] = {}
-    if drafter.config.name != "ngram":
-        references["ngram"] = load_choice("drafter", "ngram").build(target.spec)
-    if settings.two_model is not None and drafter.config.name != "two_model":
-        chosen = replace(load_choice("drafter", "two_model"), path=settings.two_model)
-        small = chosen.build(target.spec)
-        small.attach(target.tokenizer)
-        references["two_model"] = small.to(target.device, dtype).eval()
+    for name, changes in beside_every(settings.two_model).items():
+        if drafter.config.name != name:
+            reference = replace(load_choice("drafter", name), **changes).build(target.spec)
+            reference.attach(target.tokenizer)
+            references[name] = reference.to(target.device, dtype).eval()
     return references

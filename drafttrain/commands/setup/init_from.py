@@ -103,7 +103,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
     if not found.drafter.config.trainable:
         raise UsageError(
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
-            f"drafter=small_lm drafter.path={folder}"
+            f"drafter={found.recognised.layout.trained_as} drafter.path={folder}"
         )
     # Built anew for the target as it is: `admit` took what the directory declares of its own.
     drafter = replace(found.drafter.config, name=found.family).build(spec)

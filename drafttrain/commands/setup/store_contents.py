@@ -32,7 +32,7 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
             raise ValueError(
                 f"store.assistant_only must be false for drafter={drafter.config.name}, which "
                 "attends to the whole conversation, got true; it suits drafters that read single "
-                "positions: medusa, small_lm"
+                "positions (Drafter.reach)"
             )
         reach = max(reach, drafter.reach)
     return StoreContents(tuple(layers), reach)
@@ -45,7 +45,7 @@ def refuse_without_store(drafter: Drafter) -> None:
             f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
             "another drafter"
         )
-    if drafter.rewrites:
+    if drafter.text_source is not None:
         raise ValueError(
             f"drafter={drafter.config.name} trains on words of its own, which no store has "
             "features of; use features=online, or drafter.on_policy=0"

@@ -9,7 +9,6 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.decode.loop import is_lossless
-from drafttrain.drafters.two_model import TwoModelConfig
 from drafttrain.evaluation.witness.section import (
     ServedDrafter,
     asked_of,
@@ -25,9 +24,6 @@ from drafttrain.report.card import CardData, served_as
 from drafttrain.report.witness import with_witness
 from drafttrain.target.pretrained.models import find
 
-# What the witness calls the kinds of drafters that others trained, where it has another name.
-SERVED_AS = {"fasterdecoding": "medusa", "causal_lm": "two_model"}
-
 
 def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     """Export the drafter for vLLM and return what it serves; ValueError where it cannot.
@@ -36,14 +32,9 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     """
     settings, parts, drafter = setup.settings, setup.parts, config.drafter
     place = setup.folder / "evaluations" / settings.name / "vllm" / "drafter"
-    given = None
-    family = drafter.name
+    given, family = drafter.served_from, drafter.name
     if isinstance(drafter, AdmittedConfig):
-        given = Path(drafter.path).expanduser()
-        kind = recognise(open_folder(given, drafter.allow_pickle)).kind
-        family = SERVED_AS.get(kind, kind)
-    elif isinstance(drafter, TwoModelConfig):
-        given = Path(str(drafter.path)).expanduser()
+        family = recognise(open_folder(drafter.served_from, drafter.allow_pickle)).kind
     served = check_witness(
         drafter=parts.drafter,
         drafter_name=family,

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.ops.chunked_losses import OutputHead
+from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
@@ -34,7 +35,7 @@ class CausalState(DraftState):
     drafted: int = 0  # drafted tokens at the end of the cache, equally many in every row
 
 
-class CausalDrafter(Drafter):
+class CausalDrafter(Drafter[CausalState]):
     """Drafts as the model continues the text; the target's features are not used.
 
     A token is read when the next one is asked for. So of a fully accepted chain the last token is
@@ -79,7 +80,7 @@ class CausalDrafter(Drafter):
     @torch.no_grad()
     def _check_head(self) -> None:
         # As of a target: an architecture may scale or cap logits in a way of its own.
-        tokens = torch.arange(min(8, self.num_ids), device=self.device)[None]
+        tokens = torch.arange(min(8, self.num_ids), device=device_of(self))[None]
         theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
         ours = self.head(self._decoder[0](input_ids=tokens, use_cache=False).last_hidden_state)
         if not (ours.float() - theirs).abs().max() <= 0.02 * theirs.abs().max():
@@ -115,7 +116,7 @@ class CausalDrafter(Drafter):
 
         spelled: how the model reads target ids that it has no id for; others read as id 0.
         """
-        device, size = self.device, self.spec.vocab_size
+        device, size = device_of(self), self.spec.vocab_size
         self.target_ids, self.columns = target_ids.to(device), draft_ids.to(device)
         self.vocab = DraftVocab.of(self.target_ids, size)
         reading = torch.zeros(size, dtype=torch.long, device=device)
@@ -142,7 +143,7 @@ class CausalDrafter(Drafter):
         return self
 
     def begin(
-        self, access: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
     ) -> CausalState:
         """Keep the first token of each row for the first reading."""
         if capacity > self.max_positions:
@@ -152,7 +153,7 @@ class CausalDrafter(Drafter):
                 "drafter with a longer context"
             )
         unread, counts = self._in_own_ids(first_tokens[:, None], [1] * len(first_tokens))
-        return CausalState(access, unread, counts)
+        return CausalState(readout, unread, counts)
 
     def observe(
         self,

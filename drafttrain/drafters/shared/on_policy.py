@@ -13,6 +13,7 @@ from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PAD_DOCUMENT, Batch
+from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.shared.causal import CausalDrafter, padded_rows
 
 CHANGE, TURN = draw_of(0, Purpose.ACCEPT), draw_of(0, Purpose.DRAFT)
@@ -57,6 +58,18 @@ def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[An
             law = torch.full((1, len(answers)), 1 / len(answers))
             chosen.append(answers[int(chance.choose(law, [name], [0], TURN))])
     return chosen
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """A fraction of the answers said by the drafter itself, at a temperature; the target judges."""
+
+    fraction: float
+    temperature: float
+
+    def rewrite(self, drafter: CausalDrafter, batch: Batch, chance: TrainingChance) -> Batch:
+        """Put own words in place of some answers."""
+        return in_own_words(drafter, batch, self.fraction, self.temperature, chance.decoding())
 
 
 @torch.no_grad()

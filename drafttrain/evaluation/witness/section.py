@@ -16,7 +16,7 @@ from drafttrain.data.records import Message
 from drafttrain.data.template import Template
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.ngram import Ngram
+from drafttrain.drafters.serving.known import VLLM_METHODS
 from drafttrain.evaluation.witness.compare import Agreement, Ours, compare_with_ours, predict
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement, Witness, witness
 from drafttrain.report.rows import method_row
@@ -32,17 +32,7 @@ from drafttrain.report.witness import DEFINITIONS, agreement_statement, predicti
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python
 
-# What vLLM calls our drafters; a directory in the speculators format says it itself (None).
-METHODS = {
-    "eagle3": "eagle3",
-    "eagle": "eagle",
-    "medusa": "medusa",
-    "ngram": "ngram",
-    "two_model": "draft_model",
-    "small_lm": "draft_model",
-    "speculators": None,
-}
-NGRAM_NOTE = (
+LOOKUP_NOTE = (
     "vLLM's prompt lookup copies what followed the earliest occurrence of the longest suffix, ours "
     "what followed the latest: the text is the same, drafts and counters need not be."
 )
@@ -87,9 +77,9 @@ def check_witness(
     vllm_python: str | None,
 ) -> ServedDrafter:
     """Return what vLLM will serve; ValueError, before anything is decoded, where it cannot."""
-    if drafter_name not in METHODS:
+    if drafter_name not in VLLM_METHODS:
         raise ValueError(
-            f"eval.engine=vllm serves the drafters {', '.join(METHODS)}, got {drafter_name}; "
+            f"eval.engine=vllm serves the drafters {', '.join(VLLM_METHODS)}, got {drafter_name}; "
             "evaluate it with eval.engine=drafttrain"
         )
     if target_dir is None:
@@ -106,19 +96,17 @@ def check_witness(
             "eval.stop_strings must be empty with eval.engine=vllm, which decodes tokens, not "
             f"text; got {list(stop_strings)}"
         )
-    greedy_drafts = draft_sampling.greedy or sampling.greedy or isinstance(drafter, Ngram)
+    greedy_drafts = draft_sampling.greedy or sampling.greedy or drafter.lookup is not None
     if not greedy_drafts and draft_sampling != sampling:
         raise ValueError(
             "eval.draft_temperature must be null (drafts sampled as the target is) or 0 (the most "
             f"likely token) with eval.engine=vllm, which has no other, got {draft_sampling}"
         )
-    lookup = None
-    if isinstance(drafter, Ngram):
-        lookup = (drafter.config.min_ngram, drafter.config.max_ngram)
+    if drafter.lookup is not None:
         serving_dir = None
-    method = METHODS[drafter_name]
+    method = VLLM_METHODS[drafter_name]
     python = find_python(vllm_python)
-    return ServedDrafter(target_dir, serving_dir, method, lookup, greedy_drafts, python)
+    return ServedDrafter(target_dir, serving_dir, method, drafter.lookup, greedy_drafts, python)
 
 
 def asked_of(
@@ -248,7 +236,7 @@ def witness_section(
         "prediction": None
         if prediction is None
         else {**asdict(prediction), "error": prediction.error},
-        "notes": [NGRAM_NOTE] if served.lookup else [],
+        "notes": [LOOKUP_NOTE] if served.lookup else [],
         "definitions": dict(DEFINITIONS),
     }
     section["agreement"]["statement"] = agreement_statement(section)

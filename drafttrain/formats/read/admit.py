@@ -10,31 +10,13 @@ from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.serving.layout import Layout, Reading, Unfit
 from drafttrain.formats.read.folder import Folder, open_folder
-from drafttrain.formats.read.layouts import Reading, Unfit, read_eagle, read_eagle3
-from drafttrain.formats.read.medusa import read_faster_decoding, read_medusa
-from drafttrain.formats.read.recognise import (
-    CAUSAL_LM,
-    EAGLE,
-    EAGLE3,
-    FASTER_DECODING,
-    MEDUSA,
-    SPECULATORS,
-    Recognised,
-    recognise,
-)
+from drafttrain.formats.read.recognise import Recognised, recognise
 from drafttrain.formats.read.tokens import compare_tokenizers
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained import files
 
-FAMILIES = {
-    EAGLE3: "eagle3",
-    SPECULATORS: "eagle3",
-    EAGLE: "eagle",
-    MEDUSA: "medusa",
-    FASTER_DECODING: "medusa",
-    CAUSAL_LM: "two_model",
-}
 SHOWN = 5  # tensors named per kind of complaint
 
 
@@ -47,6 +29,11 @@ class AdmittedConfig(DrafterConfig):
     allow_pickle: bool
 
     trainable: ClassVar[bool] = False
+
+    @property
+    def served_from(self) -> Path:
+        """The directory itself."""
+        return Path(self.path).expanduser()
 
     def build(self, spec: TargetSpec) -> Drafter:
         """Refuse: what it is stands in its files; see `admit`."""
@@ -69,7 +56,7 @@ class Admitted:
     @property
     def family(self) -> str:
         """The entry of conf/drafter that it is one of."""
-        return FAMILIES[self.recognised.kind]
+        return self.recognised.layout.family
 
     def lines(self) -> list[str]:
         """Return what to tell the user."""
@@ -85,27 +72,28 @@ def admit(
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 
     choice: gives the entry of conf/drafter of a family, whose values stand where a directory has
-    nothing to say. A causal language model becomes the `two_model` drafter.
+    nothing to say.
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
     tensors, vocabulary, tokenizer, hidden size, captured layers, settings that cannot be followed.
     """
     folder = open_folder(Path(config.path), config.allow_pickle)
     recognised = recognise(folder)
     origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
-    base = replace(choice(FAMILIES[recognised.kind]), name=config.name)
-    if recognised.kind == CAUSAL_LM:
+    layout = recognised.layout
+    base = replace(choice(layout.family), name=config.name)
+    if layout.whole_model:
         # It has a tokenizer of its own to be compared, or intersected: its own business.
         changes: dict[str, Any] = {"path": str(folder.path)}
         return Admitted(replace(base, **changes).build(spec), recognised, (), origin)
     complaints, notes = compare_tokenizers(folder.path, tokenizer)
-    if config.layers is not None and recognised.kind not in (EAGLE3, SPECULATORS):
+    if config.layers is not None and not layout.names_layers:
         complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
     if folder.config.get("quantization_config"):
         complaints.append("quantization_config must be absent: quantised heads cannot be read")
     # Once by the headers, so that nothing is loaded that does not fit, and then with the weights.
     for held in (folder.outline(), folder):
         try:
-            reading = _read(held, recognised.kind, base, spec, config.layers)
+            reading = _read(layout, held, base, spec, config.layers)
             drafter, wrong = _describe(reading)
             complaints += reading.complaints + wrong
         except Unfit as unfit:
@@ -128,16 +116,10 @@ def admit(
 
 
 def _read(
-    folder: Folder, kind: str, base: Any, spec: TargetSpec, layers: list[int] | None
+    layout: Layout, folder: Folder, base: Any, spec: TargetSpec, layers: list[int] | None
 ) -> Reading:
     try:
-        if kind in (EAGLE3, SPECULATORS):
-            return read_eagle3(folder, base, spec, layers)
-        if kind == EAGLE:
-            return read_eagle(folder, base, spec)
-        if kind == MEDUSA:
-            return read_medusa(folder, base, spec)
-        return read_faster_decoding(folder, base, spec)
+        return layout.read(folder, base, spec, layers)
     except ValueError as error:  # settings that exclude each other
         raise Unfit([str(error)]) from error
 

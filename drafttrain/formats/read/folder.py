@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.runtime.untrusted_input import (
     MAX_VOCABULARY,
     TensorEntry,
@@ -21,8 +22,9 @@ from drafttrain.runtime.untrusted_input import (
 
 CONFIG = "config.json"
 # In this order: what cannot run code wins over pickle.
-SAFE = ("model.safetensors", "medusa_lm_head.safetensors")
-PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt")
+OTHERS = [name for layout in LAYOUTS for name in layout.weight_files]
+SAFE = ("model.safetensors", *(f"{name}.safetensors" for name in OTHERS))
+PICKLED = ("pytorch_model.bin", *(f"{name}.pt" for name in OTHERS))
 DERIVED = ("rotary_emb.inv_freq",)  # old Transformers saved what it computes from the configuration
 
 

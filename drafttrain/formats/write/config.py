@@ -38,7 +38,7 @@ class ExportSettings:
         if self.push is not None and not REPO.fullmatch(self.push):
             raise ValueError(
                 f"export.push must be user/repo, got {self.push!r}; "
-                "for example export.push=ada/Llama-3.1-8B-eagle3"
+                "for example export.push=ada/Llama-3.1-8B-drafter"
             )
         if self.dry_run and self.push is None:
             raise ValueError(

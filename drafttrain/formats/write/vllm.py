@@ -1,9 +1,8 @@
-"""Export to the native formats that vLLM loads, and SGLang for eagle3 and eagle."""
+"""Export of drafters: files that engines load, each with the command that serves them."""
 
 import copy
 import json
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import Nodes, TargetFeatures
 from drafttrain.drafters.base import Drafter
-from drafttrain.formats.write import layout
+from drafttrain.drafters.serving.engines import cannot_serve, serve_commands
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.engines import SGLANG_ALGORITHMS, cannot_serve
+from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
 
 FILES = ("config.json", "model.safetensors", "README.md")
@@ -95,30 +95,42 @@ def export_vllm(
     weights, or if the written files do not give back the drafter.
     """
     settings, trained = drafter.to_serving()
-    method = layout.method_of(settings)
+    layout, spec = drafter.config.layout, drafter.spec
     _check_depth(drafter, config)
-    dtype = drafter.dtype if config.dtype == "auto" else _DTYPES[config.dtype]
+    dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
     settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     # Engines pass over it; whoever loads it here again is told when the target has changed.
-    settings["target_fingerprint"] = drafter.spec.fingerprint
-    layout.check(settings, tensors, drafter.spec, drafter.captures)
-    model = config.push or str(folder)
-    commands = serve_commands(method, target, model, config.num_speculative_tokens)
-    refused = cannot_serve(method, settings, "embed_tokens.weight" in tensors, drafter.spec)
-    commands = {engine: told for engine, told in commands.items() if engine not in refused}
-    # A card is read elsewhere: it names no folder of this machine.
-    elsewhere = (card.base_model or TARGET, config.push or DRAFTER)
-    published = serve_commands(method, *elsewhere, config.num_speculative_tokens)
-    published = {engine: told for engine, told in published.items() if engine not in refused}
-    told = (f"No {engine} command: {reason}." for engine, reason in refused.items())
-    notes = (*_notes(method, settings, commands, drafter.spec), *told)
+    settings["target_fingerprint"] = spec.fingerprint
+    commands: dict[str, str] = {}
+    published: dict[str, str] = {}
+    if layout is None:
+        if complaints := not_finite(tensors):
+            raise ValueError(
+                f"this {drafter.config.name} drafter is broken: {'; '.join(complaints)}"
+            )
+        notes: tuple[str, ...] = (
+            f"No engine serves drafter={drafter.config.name}: drafttrain itself decodes with it.",
+        )
+    else:
+        check(settings, tensors, spec, drafter.captures, layout)
+        refused = cannot_serve(layout, settings, "embed_tokens.weight" in tensors, spec)
+
+        def told(target: str, model: str) -> dict[str, str]:
+            every = serve_commands(layout, target, model, config.num_speculative_tokens)
+            return {engine: line for engine, line in every.items() if engine not in refused}
+
+        commands = told(target, config.push or str(folder))
+        # A card is read elsewhere: it names no folder of this machine.
+        published = told(card.base_model or TARGET, config.push or DRAFTER)
+        reasons = (f"No {engine} command: {reason}." for engine, reason in refused.items())
+        notes = (*layout.notes(settings, spec, bool(commands)), *reasons)
     with _all_or_nothing(folder, config.overwrite) as draft:
         (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
         rounding = read_back(draft, drafter, dtype)
         (draft / "README.md").write_text(model_card(card, settings, published, notes))
-        if method == "draft_model":
+        if layout is not None and layout.whole_model:
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
             load_tokenizer().save_pretrained(draft)
             ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
@@ -126,6 +138,7 @@ def export_vllm(
         written = [*FILES, *sorted({file.name for file in draft.iterdir()} - set(FILES))]
         sizes = {file: (draft / file).stat().st_size for file in written}
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    method = drafter.config.name if layout is None else layout.method
     return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
 
 
@@ -135,7 +148,7 @@ def _check_depth(drafter: Drafter, config: ExportSettings) -> None:
         raise ValueError(
             f"export.num_speculative_tokens must be at most {deepest} for this "
             f"{drafter.config.name} drafter, got {config.num_speculative_tokens}: "
-            "vLLM refuses more than there are heads"
+            "it was made for no more, and engines refuse them"
         )
 
 
@@ -209,7 +222,7 @@ def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
             f"the drafter was trained on {list(drafter.captures)}"
         )
     loaded = probe(fresh)
-    # What is written otherwise than it is held (to_serving of EAGLE-1) is rounded otherwise.
+    # What is written otherwise than it is held is rounded otherwise.
     exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
     rescaled = drafter.spec.embedding_scale != 1.0 and loaded.shape == rounded.shape
     slack = 4 * torch.finfo(dtype).eps * float(rounded.abs().max())
@@ -250,42 +263,3 @@ def probe(drafter: Drafter) -> Tensor:
         drafted = tokens[:, PROBE_LENGTH + 1 + depth, None]
         nodes = Nodes(drafted, torch.full_like(drafted, depth - 1))
     return torch.stack(logits, dim=1)
-
-
-def serve_commands(method: str, target: str, model: str, depth: int) -> dict[str, str]:
-    """Return the command line of each engine that can serve the method (chains of `depth`)."""
-    speculative = {"method": method, "model": model, "num_speculative_tokens": depth}
-    vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
-    commands = {"vLLM": shlex.join(vllm)}
-    algorithm = SGLANG_ALGORITHMS.get(method)
-    if algorithm is not None:
-        sglang = ["python", "-m", "sglang.launch_server", "--model-path", target]
-        sglang += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", model]
-        sglang += ["--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1"]
-        sglang += ["--speculative-num-draft-tokens", str(depth + 1)]  # the root is one of them
-        commands["SGLang"] = shlex.join(sglang)
-    return commands
-
-
-def _notes(
-    method: str, settings: layout.Config, commands: dict[str, str], spec: TargetSpec
-) -> tuple[str, ...]:
-    if method == "medusa":
-        return ("vLLM drafts one chain from the heads.",) if commands else ()
-    if method == "eagle" and spec.embedding_scale != 1.0:
-        return (
-            f"The target multiplies embeddings by {spec.embedding_scale:.6g}, which vLLM's drafter"
-            " does not: that is in the embedding's half of fc.weight.",
-        )
-    if method == "draft_model":
-        return (
-            "A plain model directory: Transformers drafts with it too, as `assistant_model` of "
-            "`generate`.",
-        )
-    if "eagle_aux_hidden_state_layer_ids" in settings:
-        layers = settings["eagle_aux_hidden_state_layer_ids"]
-        return (
-            f"Reads target layers {layers}, not the engines' default: written once as they are "
-            "(vLLM) and once less one (SGLang, which adds it for Llama, Qwen and Mistral targets).",
-        )
-    return ()

@@ -62,7 +62,7 @@ class StoreConfig:
             )
         if self.drafters is not None and not self.drafters:
             raise ValueError(
-                "store.drafters must name drafters, as in [eagle3,medusa], got none; null takes "
+                "store.drafters must name drafters, as in [NAME,NAME], got none; null takes "
                 "the one of drafter=..."
             )
 

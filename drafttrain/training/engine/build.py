@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
 from drafttrain.runtime.ranks import join_ranks
 from drafttrain.training.engine.config import DeepSpeedConfig
 from drafttrain.training.engine.deepspeed import open_deepspeed
@@ -22,6 +23,7 @@ def build_engine(
     weight_decay: float,
     max_grad_norm: float,
     weights_dtype: torch.dtype = torch.float32,
+    layer_calls: LayerCalls = AS_WRITTEN,
 ) -> Engine:
     """Move `module` to its device, give every rank rank 0's weights, and build its optimizer.
 
@@ -29,7 +31,7 @@ def build_engine(
     with dtype bfloat16 the forward runs under autocast. With weights_dtype bfloat16 the module
     holds the weights rounded, and the optimizer their float32 masters. max_grad_norm: largest
     global norm of the summed gradient; 0 is off. Parameters that do not require a gradient are not
-    updated.
+    updated. layer_calls: how layers are called in the forward.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = str(dtype).removeprefix("torch.")
@@ -59,7 +61,7 @@ def build_engine(
         eps=eps,
         fused=deepspeed.offloads_optimizer or None,  # on the CPU: one pass over each tensor
     )
-    forward = Forward(module, None if dtype == torch.float32 else dtype)
+    forward = Forward(module, None if dtype == torch.float32 else dtype, layer_calls)
     if not deepspeed.enabled:
         return PlainEngine(forward, optimizer, ranks, max_grad_norm, low)
     return open_deepspeed(forward, optimizer, ranks, max_grad_norm, low, deepspeed)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.types import Losses
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.training.optim import MOMENTS, load_moments, save_moments
@@ -227,12 +228,15 @@ class Engine(ABC):
 
 
 class Forward(nn.Module):
-    """The module under autocast; hands the loss tensors out in the open, where DeepSpeed looks."""
+    """The module under autocast, its layers called as asked for.
 
-    def __init__(self, module: nn.Module, autocast: torch.dtype | None) -> None:
+    It hands the loss tensors out in the open, where DeepSpeed looks.
+    """
+
+    def __init__(self, module: nn.Module, autocast: torch.dtype | None, calls: LayerCalls) -> None:
         super().__init__()
         self.module = module
-        self.autocast = autocast
+        self.autocast, self.calls = autocast, calls
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the context that the forward runs in."""
@@ -241,6 +245,6 @@ class Forward(nn.Module):
 
     def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
         """Return the terms' sums, and the terms."""
-        with self.precision():
+        with self.precision(), self.calls.active():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses

@@ -4,9 +4,11 @@ Targets are named by Transformers' model_type. An engine that cannot, or that wo
 than was trained, gets no command but a line that says why.
 """
 
-from typing import Any
+import json
+import shlex
 
 from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.layout import Config, ServedLayout
 
 VLLM = "vLLM 0.32.0"
 SGLANG = "SGLang 0.5.23"
@@ -46,57 +48,40 @@ SGLANG_EAGLE = frozenset(
 )
 SGLANG_EAGLE3 = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss"})
-SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle": "EAGLE", "draft_model": "STANDALONE"}
 
 
 def cannot_serve(
-    method: str, settings: dict[str, Any], own_embedding: bool, spec: TargetSpec
+    layout: ServedLayout, config: Config, own_embedding: bool, spec: TargetSpec
 ) -> dict[str, str]:
     """Return, by engine, why it cannot serve a drafter with its target; those that can are absent.
 
-    settings: the drafter's config.json. own_embedding: whether its file holds an embedding.
+    config: the drafter's config.json. own_embedding: whether its file holds an embedding.
     """
-    reasons = {
-        "vLLM": _vllm(method, spec),
-        "SGLang": _sglang(method, settings, own_embedding, spec),
-    }
+    kind = spec.architecture
+    if kind in VLLM_WRONG:
+        vllm = f"{VLLM} does not compute {kind} targets as Transformers does"
+    elif kind not in VLLM_TARGETS:
+        vllm = f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
+    else:
+        vllm = layout.vllm_refuses(spec)
+    if layout.sglang is None:
+        sglang = f"{SGLANG} has no {layout.method.capitalize()}"
+    else:
+        sglang = layout.sglang_refuses(config, own_embedding, spec)
+    reasons = {"vLLM": vllm, "SGLang": sglang}
     return {engine: reason for engine, reason in reasons.items() if reason}
 
 
-def _vllm(method: str, spec: TargetSpec) -> str:
-    kind = spec.architecture
-    if kind in VLLM_WRONG:
-        return f"{VLLM} does not compute {kind} targets as Transformers does"
-    if kind not in VLLM_TARGETS:
-        return f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
-    if method == "eagle" and kind in VLLM_HEADLESS:
-        return f"{VLLM} finds no head of {kind} targets to share with EAGLE drafters"
-    if method in ("eagle", "eagle3") and kind in VLLM_ROTATES:
-        return f"{VLLM} rotates the positions of a drafter as those of its {kind} target"
-    if method == "eagle3" and kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
-        return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
-    return ""
-
-
-def _sglang(method: str, settings: dict[str, Any], own_embedding: bool, spec: TargetSpec) -> str:
-    kind = spec.architecture
-    if method not in SGLANG_ALGORITHMS:
-        return f"{SGLANG} has no {method.capitalize()}"
-    if method == "draft_model":
-        return ""
-    wide = bool(settings.get("target_hidden_size"))
-    if own_embedding and not wide:
-        return (
-            f"{SGLANG} overwrites a drafter's own embedding by the target's; train with"
-            " drafter.own_embedding=false to serve with it"
-        )
-    if spec.embedding_scale != 1.0:
-        return f"{SGLANG} was not tried with targets that scale embeddings ({kind})"
-    if method == "eagle" and kind not in SGLANG_EAGLE:
-        return f"{SGLANG} does not hand the embedding of {kind} targets to EAGLE drafters"
-    known = SGLANG_EAGLE3
-    if "eagle_aux_hidden_state_layer_ids" not in settings:
-        known |= SGLANG_EAGLE3_DEFAULT_LAYERS
-    if method == "eagle3" and kind not in known:
-        return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
-    return ""
+def serve_commands(layout: ServedLayout, target: str, model: str, depth: int) -> dict[str, str]:
+    """Return the command line of each engine that knows the layout (chains of `depth`)."""
+    speculative = {"method": layout.method, "model": model, "num_speculative_tokens": depth}
+    vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    commands = {"vLLM": shlex.join(vllm)}
+    if layout.sglang is not None:
+        sglang = ["python", "-m", "sglang.launch_server", "--model-path", target]
+        sglang += ["--speculative-algorithm", layout.sglang]
+        sglang += ["--speculative-draft-model-path", model]
+        sglang += ["--speculative-num-steps", str(depth), "--speculative-eagle-topk", "1"]
+        sglang += ["--speculative-num-draft-tokens", str(depth + 1)]  # the root is one of them
+        commands["SGLang"] = shlex.join(sglang)
+    return commands

@@ -1,0 +1,69 @@
+"""A whole causal language model, as Transformers writes it."""
+
+from typing import Any
+
+import torch
+import transformers
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.layout import (
+    Config,
+    Expected,
+    Files,
+    Reading,
+    ServedLayout,
+    Sign,
+    architectures_of,
+)
+
+NO_SHAPE = ("architectures", "torch_dtype")  # keys of config.json that say nothing of the shape
+
+
+class CausalLMLayout(ServedLayout):
+    """Whatever Transformers itself would load; a tied head is left out, as it leaves it out."""
+
+    kind = "causal_lm"
+    family = "two_model"
+    method = "draft_model"
+    title = "a causal language model of Transformers"
+    sglang = "STANDALONE"
+    whole_model = True
+    trained_as = "small_lm"
+
+    def recognises(self, files: Files) -> Sign | None:
+        """Return by what it is seen, which drafters of other families have as well."""
+        architectures = architectures_of(files.config)
+        if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+            return Sign.general(f"architectures={architectures}")
+        return None
+
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        """Refuse: it is loaded as a model, with a tokenizer of its own to be compared."""
+        raise AssertionError("a whole model is no drafter of this target's before it is loaded")
+
+    def is_written_in(self, config: Config) -> bool:
+        """Whether Transformers knows such a model."""
+        known = config.get("model_type") in transformers.CONFIG_MAPPING
+        return known and bool(config.get("architectures"))
+
+    def expected_tensors(self, config: Config) -> dict[str, Expected]:
+        """Return the tensors of the model that config.json describes."""
+        shape = {key: value for key, value in config.items() if key not in NO_SHAPE}
+        settings = transformers.AutoConfig.for_model(**shape)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(settings)
+        table = {name: Expected(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+        if settings.tie_word_embeddings:
+            del table["lm_head.weight"]
+        return table
+
+    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
+        """Return what it must share with the target: tokens, and nothing of its features."""
+        return {"vocab_size": spec.vocab_size}
+
+    def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
+        """Say who else drafts with it."""
+        return (
+            "A plain model directory: Transformers drafts with it too, as `assistant_model` of "
+            "`generate`.",
+        )

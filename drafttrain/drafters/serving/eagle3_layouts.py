@@ -1,0 +1,326 @@
+"""EAGLE-3's files: the native layout, which engines load, and speculators' format."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
+from drafttrain.drafters.serving.engines import (
+    SGLANG,
+    SGLANG_EAGLE3,
+    SGLANG_EAGLE3_DEFAULT_LAYERS,
+    VLLM,
+    VLLM_EAGLE3,
+    VLLM_TRANSFORMERS,
+)
+from drafttrain.drafters.serving.layout import (
+    Config,
+    Expected,
+    Files,
+    Layout,
+    Reading,
+    Sign,
+    Unfit,
+    UnknownKind,
+    architectures_of,
+    misfits,
+)
+from drafttrain.drafters.serving.values import MAX_WIDTH, Values
+from drafttrain.runtime.untrusted_input import shown
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Settings of the drafter that the native layout can name and engines do not follow alike.
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+class SpeculatorsLayout(Layout):
+    """The format of vLLM's speculators; vLLM takes the method from the files."""
+
+    kind = "speculators"
+    family = "eagle3"
+    title = "EAGLE-3 in the speculators format"
+    names_layers = True
+
+    def recognises(self, files: Files) -> Sign | None:
+        """Return by what it is seen; UnknownKind where speculators calls it otherwise."""
+        kind = files.config.get("speculators_model_type")
+        if kind not in (None, "eagle3"):
+            raise UnknownKind(f"speculators_model_type={shown(kind)}, of which only eagle3 is")
+        return None if kind is None else Sign.declared("speculators_model_type=eagle3")
+
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        """Return what the files mean."""
+        return read_eagle3(files, base, spec, layers, speculators=True)
+
+
+class Eagle3Layout(OneLayer):
+    """The native `LlamaForCausalLMEagle3`."""
+
+    kind = family = method = "eagle3"
+    title = "EAGLE-3 in the native layout"
+    sglang = "EAGLE3"
+    architectures = ("LlamaForCausalLMEagle3",)
+    false_by_default = ("bias", *VARIANTS)
+    names_layers = True
+
+    def recognises(self, files: Files) -> Sign | None:
+        """Return by what it is seen."""
+        architectures = architectures_of(files.config)
+        if any("Eagle3" in name for name in architectures):
+            return Sign.declared(f"architectures={architectures}")
+        norms = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
+        return Sign.tensor(files.names, *norms, "d2t")
+
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        """Return what the files mean."""
+        return read_eagle3(files, base, spec, layers, speculators=False)
+
+    def expected_tensors(self, config: Config) -> dict[str, Expected]:
+        """Return fc, the layer, the head, and the maps of a reduced vocabulary."""
+        hidden, vocab = config["hidden_size"], config["vocab_size"]
+        drafted = config["draft_vocab_size"]
+        target_hidden = config.get("target_hidden_size") or hidden
+        table = {
+            "fc.weight": Expected((hidden, config["num_aux_hidden_states"] * target_hidden)),
+            "midlayer.input_layernorm.weight": Expected((hidden,)),
+            "midlayer.hidden_norm.weight": Expected((hidden,)),
+            **layer_tensors(config, "midlayer", 2 * hidden),
+            "norm.weight": Expected((hidden,)),
+            "lm_head.weight": Expected((drafted, hidden)),
+            # Without it engines use the target's, which fits where the widths are equal.
+            "embed_tokens.weight": Expected((vocab, hidden), required=target_hidden != hidden),
+        }
+        if drafted != vocab:
+            table["d2t"] = Expected((drafted,), (torch.int64,))
+            table["t2d"] = Expected((vocab,), (torch.bool,))
+        return table
+
+    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
+        """Return the keys of a LlamaConfig, and the one variant that every engine knows."""
+        return super().required_keys(config, spec) | dict.fromkeys(VARIANTS, False)
+
+    def misread(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        spec: TargetSpec,
+        captures: tuple[int, ...],
+    ) -> list[str]:
+        """Return what engines would read of the wrong layers, or draft as the wrong tokens."""
+        return [
+            *_wrong_captures(config, spec, captures),
+            *_wrong_vocabulary(tensors, config["vocab_size"]),
+        ]
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        """Return why vLLM cannot serve it with a target that it knows."""
+        kind, reason = spec.architecture, super().vllm_refuses(spec)
+        if reason or kind in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
+            return reason
+        return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
+
+    def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
+        """Return why SGLang cannot serve it with a target."""
+        kind, known = spec.architecture, SGLANG_EAGLE3
+        if reason := super().sglang_refuses(config, own_embedding, spec):
+            return reason
+        if LAYER_IDS not in config:
+            known |= SGLANG_EAGLE3_DEFAULT_LAYERS
+        if kind not in known:
+            return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
+        return ""
+
+    def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
+        """Say how engines are told which layers it reads, where those are not their default."""
+        if LAYER_IDS not in config:
+            return ()
+        return (
+            f"Reads target layers {config[LAYER_IDS]}, not the engines' default: written once as "
+            "they are (vLLM) and once less one (SGLang, which adds it for Llama, Qwen and Mistral "
+            "targets).",
+        )
+
+
+def read_eagle3(
+    files: Files, base: Any, spec: TargetSpec, layers: list[int] | None, speculators: bool
+) -> Reading:
+    """Read the native layout or speculators' format; `layers` overrides what the files say."""
+    top = Values(files.config)
+    raw = top.raw.get("transformer_layer_config") if speculators else top.raw
+    nested = Values(top.mapping("eagle_config"), top.complaints)
+    if not isinstance(raw, dict) or top.complaints:
+        raise Unfit(["config.json's transformer_layer_config and eagle_config must be objects"])
+    prefix = "layers.0." if any(n.startswith("layers.0.") for n in files.names) else "midlayer."
+    layer = Values(raw, top.complaints)
+    settings = decoder_layer(layer, files.names, prefix, qwen3_norms=speculators)
+    if nested.raw.get("use_aux_hidden_state") is False:
+        raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
+    vocab, hidden = layer.vocabulary("vocab_size"), layer.integer("hidden_size", MAX_WIDTH)
+    read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
+    draft_vocab = top.vocabulary("draft_vocab_size", vocab, vocab)
+    ids, notes = _layer_ids(top.raw, nested.raw, spec, layers)
+    # Absent, vLLM takes it for true in speculators' format and for false in the native one.
+    before_residual = top.flag("norm_before_residual", speculators)
+    before_fc = (nested if "norm_before_fc" in nested.raw else top).flag("norm_before_fc", False)
+    fc_norm, norm_output = top.flag("fc_norm", False), top.flag("norm_output", False)
+    if top.complaints:
+        raise Unfit(top.complaints)
+    config = replace(
+        base,
+        **settings,
+        layers=ids,
+        hidden_size=hidden,
+        own_embedding="embed_tokens.weight" in files.names or read_width != hidden,
+        norm_before_residual=before_residual,
+        norm_before_fc=before_fc,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+    )
+    if speculators and "norm_before_residual" not in top.raw:
+        notes.append(
+            "norm_before_residual is absent and taken as true, as vLLM does; speculators itself "
+            "takes false: write into config.json what it was trained with"
+        )
+    tensors = {
+        "midlayer." + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
+        for name, tensor in files.tensors().items()
+        if not name.startswith("verifier_")  # copies of the target's
+    }
+    declared = replace(
+        spec,
+        vocab_size=vocab,
+        hidden_size=read_width,
+        num_layers=max(spec.num_layers, *ids),
+    )
+    spelled = {"midlayer.": prefix, "target_ids": "d2t"}
+    reading = Reading(config, declared, tensors, spelled, notes=notes)
+    reading.complaints = misfits(spec, vocab, read_width)
+    reading.complaints += [
+        f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
+        for layer in ids
+        if not 0 <= layer <= spec.num_layers
+    ]
+    fused = tensors.get("fc.weight")
+    fused_layers, rest = len(ids), 0
+    if fused is not None and fused.dim():
+        fused_layers, rest = divmod(fused.shape[-1], read_width)
+    if fused_layers != len(ids) and not rest:
+        reading.complaints.append(
+            f"fc.weight fuses {fused_layers} layers, but {len(ids)} are named ({ids}); name "
+            "those it was trained on, drafter.layers=[...]"
+        )
+    _reduced_vocabulary(reading, draft_vocab, vocab)
+    return reading
+
+
+def _layer_ids(
+    top: dict[str, Any], nested: dict[str, Any], spec: TargetSpec, wanted: list[int] | None
+) -> tuple[list[int], list[str]]:
+    """Return the captured layers, and a note where engines would disagree about them."""
+    usual = [2, spec.num_layers // 2, spec.num_layers - 3]
+    sources: list[tuple[str, Any]] = [
+        ("drafter.layers", wanted),
+        (f"config.json's {LAYER_IDS}", top.get(LAYER_IDS)),
+        (f"config.json's eagle_config.{LAYER_IDS}", nested.get(LAYER_IDS)),
+        (f"the default for {spec.num_layers} layers (2, L/2, L-3)", usual),
+    ]
+    where, ids = next(source for source in sources if source[1] is not None)
+    if not (isinstance(ids, list) and ids and all(type(layer) is int for layer in ids)):
+        raise Unfit([f"{where} must be a list of integers, got {shown(repr(ids))}"])
+    if len(ids) > spec.num_layers + 1 or max(map(abs, ids)) > MAX_WIDTH:
+        raise Unfit([f"{where} must be layers of {spec.name}'s, got {shown(ids)}"])
+    if len(set(ids)) < len(ids):
+        raise Unfit(
+            [f"{where} repeats a layer, {ids}: name those it was trained on, drafter.layers=[...]"]
+        )
+    notes = [f"reads layers {sorted(ids)}, by {where}"]
+    if "eagle_config" in where:
+        shifted = ",".join(str(layer + 1) for layer in sorted(ids))
+        notes[0] += (
+            ", as vLLM takes it; SGLang adds 1 to each: drafter.layers=["
+            f"{shifted}] where that is what it was trained on"
+        )
+    return sorted(ids), notes
+
+
+def _reduced_vocabulary(reading: Reading, size: int, vocab_size: int) -> None:
+    """Turn d2t, an offset, into the ids that the drafter can say; complain where it cannot be."""
+    tensors = reading.tensors
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if d2t is None:
+        if size != vocab_size:
+            reading.complaints.append(
+                f"d2t is missing, which maps its {size:,} tokens to the target's {vocab_size:,}; "
+                "engines would draft the first ids"
+            )
+            tensors["target_ids"] = torch.arange(size)  # so that the head's shape is checked too
+        return
+    if d2t.shape != (size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        reading.complaints.append(
+            f"d2t must be {size:,} integers (draft_vocab_size), got {list(d2t.shape)} "
+            f"of {d2t.dtype}"
+        )
+        tensors["target_ids"] = torch.arange(size)
+        return
+    ids = d2t.long() + torch.arange(size)
+    inside = bool(((ids >= 0) & (ids < vocab_size)).all())
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not (inside and ascending):
+        own = bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < vocab_size
+        reading.complaints.append(
+            f"d2t must be an offset (target id = i + d2t[i]) that gives ascending ids below "
+            f"{vocab_size:,}, got {int(ids.min()):,}..{int(ids.max()):,}"
+            + ("" if ascending else ", not ascending")
+            + ("; it looks like the ids themselves" if own else "")
+        )
+        ids = torch.arange(size)
+    elif t2d is not None:
+        marked = t2d.bool().nonzero().squeeze(-1) if t2d.dim() == 1 else ids[:0]
+        if len(t2d) != vocab_size or not torch.equal(marked, ids):
+            reading.complaints.append("t2d must mark exactly the ids that d2t gives")
+    if size != vocab_size:
+        tensors["target_ids"] = ids
+
+
+def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...]) -> list[str]:
+    """Both engines must end up reading the layers that training read."""
+    usual = (2, spec.num_layers // 2, spec.num_layers - 3)
+    top = config.get(LAYER_IDS)
+    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
+    # vLLM: the top-level list, else the nested one, unshifted, repeats dropped. SGLang: only the
+    # nested one, and one more than each id.
+    for_vllm = tuple(sorted(set(top or nested or usual)))
+    for_sglang = tuple(layer + 1 for layer in nested) if nested else usual
+    complaints = []
+    for engine, layers in (("vLLM", for_vllm), ("SGLang", for_sglang)):
+        if layers != captures:
+            complaints.append(
+                f"{engine} would read layers {list(layers)}, trained on {list(captures)}: set "
+                f"{LAYER_IDS} to the ids, eagle_config's to the ids less one"
+            )
+    if config.get("num_aux_hidden_states") != len(captures):
+        complaints.append(
+            f"config.json's num_aux_hidden_states must be {len(captures)}, "
+            f"got {config.get('num_aux_hidden_states')}"
+        )
+    return complaints
+
+
+def _wrong_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> list[str]:
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None or t2d is None:
+        return []
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
+    if not in_range or not bool((ids[1:] > ids[:-1]).all()):
+        return [
+            "d2t must be an offset (target id = i + d2t[i]) that gives ascending ids below "
+            f"{vocab_size}"
+        ]
+    if not torch.equal(t2d.nonzero().squeeze(-1), ids):
+        return ["t2d must mark exactly the ids that d2t gives"]
+    return []

@@ -1,0 +1,285 @@
+"""EAGLE-1's files, and what config.json says of the one decoder layer of an EAGLE drafter.
+
+Missing keys take Transformers' defaults, not the target's values: engines read a drafter's file as
+a LlamaConfig, so an absent rope_theta is 10,000 even where the target's is 500,000.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.engines import (
+    SGLANG,
+    SGLANG_EAGLE,
+    VLLM,
+    VLLM_HEADLESS,
+    VLLM_ROTATES,
+)
+from drafttrain.drafters.serving.layout import (
+    Config,
+    Expected,
+    Files,
+    Reading,
+    ServedLayout,
+    Sign,
+    Unfit,
+    architectures_of,
+    misfits,
+)
+from drafttrain.drafters.serving.values import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    Values,
+    is_number,
+)
+from drafttrain.drafters.shared.layer import ROPE_SCALINGS
+from drafttrain.runtime.untrusted_input import shown
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # one layer of theirs computes the same
+
+
+class OneLayer(ServedLayout):
+    """What engines assume of every drafter that is one decoder layer, named as Llama's."""
+
+    false_by_default: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
+        """Return the keys of a LlamaConfig that engines take for granted."""
+        width = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+        return {
+            "model_type": "llama",
+            "num_hidden_layers": 1,  # SGLang reads a second EAGLE-3 layer differently from vLLM
+            "tie_word_embeddings": False,  # true would draft with the embedding for a head
+            "attention_bias": False,
+            "bias": False,  # engines take it for the attention's too, and find none to load
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "architectures": list(self.architectures),
+            "vocab_size": spec.vocab_size,
+            width: spec.hidden_size,
+            "rope_theta": spec.rope_theta,
+            "rms_norm_eps": spec.rms_norm_eps,
+        }
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        """Return why vLLM cannot serve it with a target that it knows."""
+        if spec.architecture not in VLLM_ROTATES:
+            return ""
+        return (
+            f"{VLLM} rotates the positions of a drafter as those of its {spec.architecture} target"
+        )
+
+    def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
+        """Return why SGLang cannot serve it with a target."""
+        if own_embedding and not config.get("target_hidden_size"):
+            return (
+                f"{SGLANG} overwrites a drafter's own embedding by the target's; train with"
+                " drafter.own_embedding=false to serve with it"
+            )
+        if spec.embedding_scale != 1.0:
+            return (
+                f"{SGLANG} was not tried with targets that scale embeddings ({spec.architecture})"
+            )
+        return ""
+
+
+class EagleLayout(OneLayer):
+    """SafeAILab's layout, of EAGLE-1 and of EAGLE-2, which drafts trees with the same weights."""
+
+    kind = family = method = "eagle"
+    title = "EAGLE-1 in SafeAILab's layout"
+    sglang = "EAGLE"
+    # SGLang takes the first it knows, vLLM the first that it can wrap, which is only the second.
+    architectures = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
+
+    def recognises(self, files: Files) -> Sign | None:
+        """Return by what it is seen; tensors decide, as SafeAILab calls it LlamaForCausalLM."""
+        architectures = architectures_of(files.config)
+        if any("Eagle" in name for name in architectures):
+            return Sign.declared(f"architectures={architectures}")
+        return Sign.tensor(files.names, "fc.weight")
+
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        """Return what the files mean; a bias of fc, published ones have it, is computed with."""
+        raw = Values(files.config)
+        settings = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
+        bias = raw.flag("bias", False)
+        vocab, hidden = raw.vocabulary("vocab_size"), raw.integer("hidden_size", MAX_WIDTH)
+        if raw.complaints:
+            raise Unfit(raw.complaints)
+        config = replace(
+            base,
+            **settings,
+            fc_bias="fc.bias" in files.names or bias,
+            own_embedding="embed_tokens.weight" in files.names,
+        )
+        declared = replace(spec, vocab_size=vocab, hidden_size=hidden)
+        tensors = files.tensors()
+        if not config.own_embedding:
+            tensors = rescaled(tensors, 1 / spec.embedding_scale)
+        return Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
+
+    def expected_tensors(self, config: Config) -> dict[str, Expected]:
+        """Return fc, the layer, and perhaps an embedding."""
+        hidden = config["hidden_size"]
+        return {
+            "fc.weight": Expected((hidden, 2 * hidden)),
+            "fc.bias": Expected((hidden,)),
+            **layer_tensors(config, "layers.0", hidden),
+            "embed_tokens.weight": Expected((config["vocab_size"], hidden), required=False),
+        }
+
+    def misread(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        spec: TargetSpec,
+        captures: tuple[int, ...],
+    ) -> list[str]:
+        """Return a bias on which engines disagree."""
+        if bool(tensors["fc.bias"].any()):
+            return ["fc.bias must be zero: vLLM drops it, SGLang applies it"]
+        return []
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        """Return why vLLM cannot serve it with a target that it knows."""
+        if spec.architecture in VLLM_HEADLESS:
+            return (
+                f"{VLLM} finds no head of {spec.architecture} targets to share with EAGLE drafters"
+            )
+        return super().vllm_refuses(spec)
+
+    def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
+        """Return why SGLang cannot serve it with a target."""
+        kind = spec.architecture
+        if reason := super().sglang_refuses(config, own_embedding, spec):
+            return reason
+        if kind not in SGLANG_EAGLE:
+            return f"{SGLANG} does not hand the embedding of {kind} targets to EAGLE drafters"
+        return ""
+
+    def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
+        """Say where the scale of the target's embedding is."""
+        if spec.embedding_scale == 1.0:
+            return ()
+        return (
+            f"The target multiplies embeddings by {spec.embedding_scale:.6g}, which vLLM's drafter"
+            " does not: that is in the embedding's half of fc.weight.",
+        )
+
+
+def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Return the weights with the half of fc that reads embeddings multiplied.
+
+    Engines' drafters look embeddings up in the target's table and leave out what the target
+    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
+    """
+    fused = tensors.get("fc.weight")
+    if factor == 1.0 or fused is None or fused.dim() != 2:
+        return tensors
+    embedding, feature = fused.float().chunk(2, dim=1)
+    return tensors | {"fc.weight": torch.cat([embedding * factor, feature], dim=1).to(fused.dtype)}
+
+
+def layer_tensors(config: Config, prefix: str, input_width: int) -> dict[str, Expected]:
+    """Return the tensors of the decoder layer, whose attention reads `input_width` values."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
+    shapes = {
+        "self_attn.q_proj": (queries, input_width),
+        "self_attn.k_proj": (keys, input_width),
+        "self_attn.v_proj": (keys, input_width),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {f"{prefix}.{name}.weight": Expected(shape) for name, shape in shapes.items()}
+
+
+def decoder_layer(
+    values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool
+) -> dict[str, Any]:
+    """Return the settings of the decoder layer; Unfit names every key that cannot be followed."""
+    hidden = values.integer("hidden_size", MAX_WIDTH)
+    intermediate = values.integer("intermediate_size", MAX_WIDTH)
+    heads = values.integer("num_attention_heads", MAX_HEADS)
+    values.vocabulary("vocab_size")
+    model_type = values.raw.get("model_type") or "llama"
+    if model_type not in MODEL_TYPES:
+        values.complaints.append(
+            f"config.json's model_type must be one of {', '.join(MODEL_TYPES)}, "
+            f"got {shown(model_type)}"
+        )
+    values.exactly("num_hidden_layers", 1)
+    values.exactly("hidden_act", "silu")
+    values.exactly("mlp_bias", False)
+    values.exactly("logit_scale", 1.0)
+    theta, scaling = _rope(values)
+    # SafeAILab's name for it, in drafters of Qwen2.
+    bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)
+    norms = f"{prefix}self_attn.q_norm.weight" in names
+    settings = {
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.integer("num_key_value_heads", MAX_HEADS, heads),
+        "head_dim": values.integer("head_dim", MAX_HEADS, max(1, hidden // heads)),
+        "rms_norm_eps": values.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": bias,
+        "attention_output_bias": bias and f"{prefix}self_attn.o_proj.bias" in names,
+        "qk_norm": model_type == "qwen3" and (norms or qwen3_norms),
+    }
+    if values.complaints:
+        raise Unfit(values.complaints)
+    return settings
+
+
+def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:
+    """Return base and scaling of the rotary positions: Transformers 5's spelling, else 4's."""
+    raw, complaints = values.raw, values.complaints
+    given = dict(values.mapping("rope_parameters") or values.mapping("rope_scaling"))
+    theta = values.number("rope_theta", 10000.0)
+    theta = Values(given, complaints).number("rope_theta", theta)
+    given.pop("rope_theta", None)
+    kinds = given.pop("rope_type", None), given.pop("type", None)
+    kind = kinds[0] or kinds[1] or "default"
+    share = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    if share != 1.0:
+        complaints.append(f"config.json's partial_rotary_factor must be 1.0, got {shown(share)}")
+    if kind == "default":
+        return theta, None
+    if kind not in ROPE_SCALINGS:
+        complaints.append(
+            f"config.json's rope_type must be one of default, {', '.join(ROPE_SCALINGS)}, "
+            f"got {shown(kind)}"
+        )
+    if kind != "linear" and raw.get("max_position_embeddings"):
+        positions = values.integer("max_position_embeddings", MAX_POSITIONS)
+        given.setdefault("original_max_position_embeddings", positions)
+    needed = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    for key in needed.get(str(kind), llama3 if kind == "llama3" else ()):
+        if not is_number(given.get(key)) or given[key] <= 0:
+            complaints.append(
+                f"config.json's rope_scaling must hold {key} for rope_type {kind}, "
+                f"got {shown(repr(given.get(key)))}"
+            )
+    for key, value in given.items():
+        if value is not None and not isinstance(value, bool) and not is_number(value):
+            complaints.append(
+                f"config.json's rope_scaling must hold numbers, got {shown(key)}={shown(value)}"
+            )
+    if kind == "llama3" and given.get("low_freq_factor") == given.get("high_freq_factor"):
+        complaints.append(
+            "config.json's rope_scaling must have high_freq_factor above low_freq_factor"
+        )
+    return theta, {"rope_type": kind, **given}

@@ -1,0 +1,34 @@
+"""The layouts that this package knows, in the order in which equal signs decide."""
+
+from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
+from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
+from drafttrain.drafters.serving.eagle_layout import EagleLayout
+from drafttrain.drafters.serving.layout import Config, Layout, ServedLayout
+from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
+
+LAYOUTS: tuple[Layout, ...] = (
+    SpeculatorsLayout(),
+    Eagle3Layout(),
+    EagleLayout(),
+    MedusaLayout(),
+    FasterDecodingLayout(),
+    CausalLMLayout(),
+)
+
+
+# What vLLM calls drafters, by their entry of conf/drafter and by the kinds of their files.
+VLLM_METHODS: dict[str, str | None] = {
+    **{layout.family: layout.method for layout in LAYOUTS if layout.method},
+    "ngram": "ngram",
+    "small_lm": CausalLMLayout.method,
+    **{layout.kind: layout.method for layout in LAYOUTS},
+}
+
+
+def written_layout(config: Config) -> ServedLayout:
+    """Return the layout that a serving configuration is of; ValueError where none is known."""
+    for layout in LAYOUTS:
+        if isinstance(layout, ServedLayout) and layout.is_written_in(config):
+            return layout
+    names = list(config.get("architectures") or ())
+    raise ValueError(f"no serving format is known for architectures {names}")

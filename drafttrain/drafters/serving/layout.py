@@ -1,0 +1,198 @@
+"""What is asked of a layout of files: whether it is there, what it means, what engines assume."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.runtime.untrusted_input import shown
+
+Config = dict[str, Any]  # what a config.json holds
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+class Files(Protocol):
+    """What lies in a drafter's directory."""
+
+    @property
+    def config(self) -> Config:
+        """Its config.json."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of its tensors."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by name, on the CPU or without their memory."""
+        ...
+
+
+class Sign(NamedTuple):
+    """By what a layout is recognised; the strongest sign decides, of equals the first layout's."""
+
+    strength: int
+    because: str
+
+    @classmethod
+    def declared(cls, because: str) -> "Sign":
+        """Return what config.json says outright."""
+        return cls(3, because)
+
+    @classmethod
+    def specific(cls, because: str) -> "Sign":
+        """Return what files of other families do not have."""
+        return cls(2, because)
+
+    @classmethod
+    def tensor(cls, names: Collection[str], *wanted: str) -> "Sign | None":
+        """Return the first wanted tensor that is there, None where none is."""
+        found = next((name for name in wanted if name in names), None)
+        return None if found is None else cls.specific(f"the tensor {found}")
+
+    @classmethod
+    def general(cls, because: str) -> "Sign":
+        """Return what files of several families have."""
+        return cls(1, because)
+
+
+class UnknownKind(Exception):
+    """Files that name a kind of drafter of their own which nobody here reads."""
+
+
+class Unfit(Exception):
+    """Files that cannot be read as a drafter at all; holds every reason."""
+
+    def __init__(self, complaints: list[str]) -> None:
+        super().__init__("; ".join(complaints))
+        self.complaints = complaints
+
+
+@dataclass
+class Reading:
+    """Files in this package's terms. `declared` is the target that they say they are for."""
+
+    config: Any  # of the family's drafter
+    declared: TargetSpec
+    tensors: dict[str, Tensor]  # by the drafter's own names
+    spelled: dict[str, str]  # beginnings of own names -> as the files spell them
+    complaints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def name_in_file(self, own: str) -> str:
+        """Return the name of a tensor as the files spell it."""
+        for mine, theirs in self.spelled.items():
+            if own.startswith(mine):
+                return theirs + own.removeprefix(mine)
+        return own
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One tensor of a layout: its shape, and whether it is a weight, an index or a mask."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    required: bool = True
+
+
+class Layout(ABC):
+    """One way in which a family's drafters lie on a disk; whoever wrote them, they can be read."""
+
+    kind: ClassVar[str]  # its own short name
+    family: ClassVar[str]  # the entry of conf/drafter that its drafters become
+    title: ClassVar[str]  # for messages
+    method: ClassVar[str | None] = None  # what vLLM calls such a drafter; None: its files say it
+    weight_files: ClassVar[tuple[str, ...]] = ()  # names beside model.safetensors, without suffix
+    names_layers: ClassVar[bool] = False  # drafter.layers may correct which layers it captures
+    whole_model: ClassVar[bool] = (
+        False  # a model and its tokenizer, loaded as one from drafter.path
+    )
+    trained_as: ClassVar[str | None] = None  # the entry of conf/drafter that trains a whole model
+
+    @abstractmethod
+    def recognises(self, files: Files) -> Sign | None:
+        """Return by what the files are seen to be of this layout, None where they are not."""
+
+    @abstractmethod
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        """Return what the files mean; Unfit holds every reason why they cannot be read.
+
+        base: the family's configuration, whose values stand where the files say nothing. layers:
+        the captured layers, in place of what the files say.
+        """
+
+
+class ServedLayout(Layout):
+    """A layout that is written here, with a table of its own of what engines assume.
+
+    The table is derived from config.json alone, independent of the drafter: engines load a file
+    with a missing tensor, a dropped bias or a wrong layer id without a word, and draft badly.
+    """
+
+    method: ClassVar[str]
+    sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
+    architectures: ClassVar[tuple[str, ...]]  # that config.json names; the first is its own
+    false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
+
+    def is_written_in(self, config: Config) -> bool:
+        """Whether a serving configuration is of this layout."""
+        return self.architectures[0] in (config.get("architectures") or ())
+
+    @abstractmethod
+    def expected_tensors(self, config: Config) -> dict[str, Expected]:
+        """Return every tensor that a serving configuration promises."""
+
+    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
+        """Return what engines assume of config.json: anything else drafts badly, or not at all."""
+        return {}
+
+    def misread(
+        self,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        spec: TargetSpec,
+        captures: tuple[int, ...],
+    ) -> list[str]:
+        """Return what else engines would misread of files that have every tensor and key.
+
+        captures: the layers that the drafter was trained on.
+        """
+        return []
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        """Return why vLLM cannot serve it with a target that it knows; "" where it can."""
+        return ""
+
+    def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
+        """Return why SGLang cannot serve it with a target; "" where it can."""
+        return ""
+
+    def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
+        """Return what a card says of these files. served: whether any engine serves them."""
+        return ()
+
+
+def architectures_of(config: Config) -> list[str]:
+    """Return the architectures that config.json names, safe to show."""
+    listed = config.get("architectures")
+    return [shown(name) for name in listed[:8]] if isinstance(listed, list) else []
+
+
+def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
+    """Return in what a drafter's idea of its target differs from the target."""
+    complaints = []
+    if vocab_size != spec.vocab_size:
+        complaints.append(
+            f"it is for a vocabulary of {vocab_size:,} tokens, {spec.name} has {spec.vocab_size:,}"
+        )
+    if hidden_size != spec.hidden_size:
+        complaints.append(
+            f"it reads hidden states {hidden_size:,} wide, {spec.name}'s are {spec.hidden_size:,}"
+        )
+    return complaints

@@ -1,0 +1,206 @@
+"""A drafter of the user's own, one file and one yaml outside the package, through every command."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from drafttrain.__main__ import main
+
+DRAFTER = '''
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.drafters.base import (
+    Capabilities,
+    Drafter,
+    DrafterConfig,
+    DraftState,
+    Expansion,
+    TrainingChance,
+    last_of,
+    positions_to_predict,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(DrafterConfig):
+    width: int
+
+    def build(self, spec: TargetSpec) -> "Recurrent":
+        return Recurrent(self, spec)
+
+
+@dataclass
+class RecurrentState(DraftState):
+    hidden: Tensor | None = None
+
+
+class Recurrent(Drafter[RecurrentState]):
+    """One recurrent cell: (f_t, x_t+1) -> a stand-in for f_t+1, which the target's head reads."""
+
+    captures = ()
+
+    def __init__(self, config: RecurrentConfig, spec: TargetSpec) -> None:
+        super().__init__()
+        self.config, self.spec = config, spec
+        self.enter = nn.Linear(2 * spec.hidden_size, config.width)
+        self.leave = nn.Linear(config.width, spec.hidden_size)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(trainable=True, branches=False, max_depth=None, unroll=1)
+
+    def cell(self, readout: Readout, tokens: Tensor, hidden: Tensor) -> Tensor:
+        dtype = self.enter.weight.dtype
+        read = torch.cat([readout.embed(tokens).to(dtype), hidden.to(dtype)], dim=-1)
+        return hidden.to(dtype) + self.leave(torch.tanh(self.enter(read)))
+
+    def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
+        return readout.logits(hidden.to(readout.head.dtype))
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        readout = features.readout
+        hidden = self.cell(readout, batch.tokens[:, 1:], features.final_hidden[:, :-1])
+        rows, ahead = positions_to_predict(batch, 2)
+        logits = self.logits(readout, hidden[rows, ahead - 2]).float()
+        loss = functional.cross_entropy(logits, batch.tokens[rows, ahead], reduction="sum")
+        return {"text": LossTerm(1.0, loss, torch.tensor(len(rows), device=loss.device))}
+
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> RecurrentState:
+        return RecurrentState(readout)
+
+    def observe(
+        self,
+        state: RecurrentState,
+        tokens: Tensor,
+        counts: Sequence[int],
+        features: TargetFeatures,
+    ) -> None:
+        state.hidden = last_of(self.cell(state.readout, tokens, features.final_hidden), counts)
+
+    def expand(self, state: RecurrentState, nodes: Nodes | None) -> Expansion:
+        if nodes is not None:
+            state.hidden = self.cell(state.readout, nodes.tokens, state.hidden)
+        return Expansion(self.logits(state.readout, state.hidden))
+
+    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
+        state.hidden = None if state.hidden is None else state.hidden[list(rows)]
+'''
+YAML = """# A recurrent cell.
+_target_: my_own_drafter.RecurrentConfig
+
+# Shown in reports and run names.
+name: recurrent
+
+# Of the cell.
+width: 16
+"""
+QUICK = ["hardware=cpu", "hardware.threads=1", "hardware.dtype=float32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the drafter, its yaml, conversations and prompts."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "my_own_drafter.py").write_text(DRAFTER)
+    (folder / "conf" / "drafter").mkdir(parents=True)
+    (folder / "conf" / "drafter" / "recurrent.yaml").write_text(YAML)
+    with (folder / "data.jsonl").open("w") as file:
+        for number in range(24):
+            messages = [
+                {"role": "user", "content": f"What is {number} plus {number}?"},
+                {"role": "assistant", "content": f"It is {2 * number}, as it ever was."},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    prompts = [{"id": f"{n}", "task": "talk", "turns": [f"What is {n}?"]} for n in range(3)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    sys.modules.pop("my_own_drafter", None)
+
+
+def run(place: Path, command: str, *arguments: str) -> int:
+    return main([command, f"--config-dir={place / 'conf'}", *arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tiny_target_dir: Path) -> Path:
+    """A run of it, with the target at hand."""
+    told = [f"run.dir={place / 'online'}", *training(place, tiny_target_dir)]
+    assert run(place, "train", *told, "trainer.validation_tokens=4") == 0
+    return place / "online"
+
+
+def training(place: Path, target: Path, *data: str) -> list[str]:
+    data = data or ("data=jsonl", f"data.path={place / 'data.jsonl'}")
+    return [
+        "drafter=recurrent",
+        f"model.path={target}",
+        *data,
+        "data.holdout=4",
+        "trainer.max_steps=8",
+        "trainer.log_every=1",
+        "trainer.validate_every=4",
+        "trainer.tokens_per_step=256",
+        "trainer.lr=1.0e-2",
+        "trainer.validation_prompts=4",
+        *QUICK,
+    ]
+
+
+def metrics(folder: Path, key: str) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows if key in row]
+
+
+def evaluated(place: Path, folder: Path, *given: str) -> None:
+    told = [f"eval.prompts={place / 'prompts.jsonl'}", "eval.max_new_tokens=6", "eval.depth=2"]
+    told += ["eval.name=default", "eval.resamples=100", "eval.lossless_prompts=2"]
+    assert run(place, "evaluate", f"run.dir={folder}", *told, *given) == 0
+
+
+def test_it_is_trained_measured_compared_and_exported(
+    trained: Path, place: Path, tiny_target_dir: Path
+) -> None:
+    losses = metrics(trained, "train/loss")
+    assert losses[-1] < losses[0]
+    evaluated(place, trained)
+    report = json.loads((trained / "evaluations/default/report.json").read_text())
+    lossless = report["lossless"]
+    assert lossless["greedy_identical"] == lossless["greedy_total"] > 0
+    other = place / "lookup"
+    evaluated(place, other, "drafter=ngram", f"model.path={tiny_target_dir}", *QUICK)
+    assert run(place, "compare", f"runs=[{trained},{other}]", f"compare.dir={place / 'c'}") == 0
+    assert run(place, "export", f"run.dir={trained}") == 0
+    exported = trained / "export"
+    settings = json.loads((exported / "config.json").read_text())
+    assert settings["drafter"]["width"] == 16
+    assert "No engine serves drafter=recurrent" in (exported / "README.md").read_text()
+
+
+def test_it_is_trained_on_stored_features_and_validated_without_the_target(
+    place: Path, tiny_target_dir: Path
+) -> None:
+    store, folder = place / "store", place / "stored"
+    data = ["data=jsonl", f"data.path={place / 'data.jsonl'}"]
+    told = ["drafter=recurrent", f"model.path={tiny_target_dir}", *data, *QUICK]
+    assert run(place, "capture", f"store.dir={store}", *told) == 0
+    stored = ["features=stored", f"features.dir={store}", "features.validate=false"]
+    arguments = training(place, tiny_target_dir, *stored)
+    assert run(place, "train", f"run.dir={folder}", *arguments) == 0
+    found = metrics(folder, "val/expected_acceptance_length")
+    assert len(found) == 2
+    assert found[0] != found[1]
+    assert all(1 < value < 1 + 5 for value in found)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["drafter"]["width"] == 16
