@@ -166,6 +166,12 @@ class Drafter(nn.Module, ABC):
         token_counts: how often each id occurs among the tokens whose prediction is trained.
         """
 
+    def outline(self, target: Callable[[], Any]) -> None:
+        """Take on the sizes that `initialise` and `prepare` give, at most: a plan has no values.
+
+        On the meta device. target: gives Transformers' configuration of the target.
+        """
+
     def attach(self, tokenizer: Any) -> None:
         """Meet the target's tokenizer, once, before anything is decoded.
 
