@@ -145,7 +145,6 @@ def test_a_class_name_stands_for_one_class() -> None:
 FAMILIES = re.compile(r"eagle|medusa|ngram|small_?lm|two_?model", re.IGNORECASE)
 # Where one of these words is not a family that code knows by name, and why.
 SPOKEN = {
-    "plan": "all",  # for now: it is to ask the modules themselves
     "config.help": "all",  # command lines as users type them
     "report": "ngram",  # keys and columns of report.json: prompt lookup stands beside every drafter
     "report.definitions": "eagle",  # EAGLE's n-alpha, a quantity of the literature

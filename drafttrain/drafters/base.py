@@ -16,7 +16,7 @@ the first drafted token always stands two positions after the newest feature.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -157,6 +157,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Take initial values from the training data and the target, once, before training.
 
         token_counts: how often each id occurs among the tokens whose prediction is trained.
+        """
+
+    def outline(self, target: Callable[[], Any]) -> None:
+        """Take on the sizes that `initialise` and `prepare` give, at most: a plan has no values.
+
+        On the meta device. target: gives Transformers' configuration of the target.
         """
 
     def attach(self, tokenizer: Any) -> None:

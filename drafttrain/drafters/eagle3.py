@@ -1,6 +1,6 @@
 """EAGLE-3: fused features and training-time test (Li et al., 2025, arXiv:2503.01840)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,13 +142,8 @@ class Eagle3(Drafter[EagleState]):
         self.vocab = vocab
         if vocab is None:
             return
-        self.lm_head = nn.Linear(
-            self.shape.hidden_size,
-            vocab.size,
-            bias=False,
-            device=device_of(self),
-            dtype=dtype_of(self),
-        )
+        place = {"device": device_of(self), "dtype": self.lm_head.weight.dtype}
+        self.lm_head = nn.Linear(self.shape.hidden_size, vocab.size, bias=False, **place)
         self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
@@ -167,6 +162,12 @@ class Eagle3(Drafter[EagleState]):
             self.lm_head.weight.copy_(head)
             if readout.norm is not None:
                 self.norm.weight.copy_(readout.norm)
+
+    def outline(self, target: Callable[[], Any]) -> None:
+        """Take on the largest draft vocabulary; fewer tokens may cover the data."""
+        kept, size = self.config.draft_vocab_size, self.spec.vocab_size
+        if kept < size:
+            self._reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load a state dict; its `target_ids`, if any, set the draft vocabulary first."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ from drafttrain.drafters.base import (
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
-from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
+from drafttrain.drafters.shared.model_source import draft_source, load_draft_model, local_settings
 from drafttrain.drafters.shared.on_policy import OwnWords
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime.untrusted_input import parse_json, shown
@@ -195,6 +196,20 @@ class SmallLM(CausalDrafter):
         if config.lora_rank:
             add_lora(self.model, config.lora_rank, config.lora_alpha)
 
+    def outline(self, target: Callable[[], Any]) -> None:
+        """Take on the model that the first weights would be of, from its configuration alone."""
+        config = self.config
+        if config.path is not None:
+            settings = local_settings(config.name, config.path, config.revision).to_diff_dict()
+            settings = settings | {"vocab_size": self.spec.vocab_size}
+        elif config.layers is not None:
+            settings = with_layers_of(target(), config.layers, self.spec)
+        else:
+            return
+        self._adopt(_from_settings({k: v for k, v in settings.items() if k not in VOLATILE}))
+        if config.lora_rank:
+            add_lora(self.model, config.lora_rank, config.lora_alpha)
+
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Start a fresh model's embedding and head as narrow images of the target's own."""
         config = self.config
@@ -310,14 +325,7 @@ def _from_settings(settings: dict[str, Any]) -> Any:
 
 def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
     """Return a copy of the target that has only these of its layers, in float32."""
-    if layers[-1] >= spec.num_layers:
-        raise ValueError(
-            f"drafter.layers must lie in 0..{spec.num_layers - 1} for {spec.name}, got {layers}"
-        )
-    settings = target.config.to_diff_dict()
-    settings["num_hidden_layers"] = len(layers)
-    if settings.get("layer_types"):
-        settings["layer_types"] = [settings["layer_types"][layer] for layer in layers]
+    settings = with_layers_of(target.config, layers, spec)
     model = _from_settings({k: v for k, v in settings.items() if k not in VOLATILE})
     weights = target.state_dict()
     places = {f"layers.{new}.": f"layers.{old}." for new, old in enumerate(layers)}
@@ -330,6 +338,19 @@ def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
             chosen[name] = weights[source].float()
     load_exactly(model, chosen)
     return model
+
+
+def with_layers_of(target: Any, layers: list[int], spec: TargetSpec) -> dict[str, Any]:
+    """Return the settings of a target's configuration, for these of its layers alone."""
+    if layers[-1] >= spec.num_layers:
+        raise ValueError(
+            f"drafter.layers must lie in 0..{spec.num_layers - 1} for {spec.name}, got {layers}"
+        )
+    settings = target.to_diff_dict()
+    settings["num_hidden_layers"] = len(layers)
+    if settings.get("layer_types"):
+        settings["layer_types"] = [settings["layer_types"][layer] for layer in layers]
+    return settings
 
 
 def narrow_image(

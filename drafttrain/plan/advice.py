@@ -137,17 +137,11 @@ def about_drafter(plan: Plan, settings: PlanSettings) -> Iterator[str]:
     share = job.parts.num_parameters / job.shape.num_parameters
     plain, _ = host.target_pass(1, 1)
     each = host.draft(1, settings.depth) / settings.depth / plain
-    if job.parts.family != "small_lm":
-        yield (
-            f"The drafter has {share:.1%} of the target's weights, and a drafted token costs "
-            f"{each:.0%} of a target pass at batch 1; one layer of the target's width is what "
-            "EAGLE drafters are, and about right below 10%."
-        )
-    else:
-        yield (
-            f"The drafter has {share:.1%} of the target's weights, and a drafted token costs "
-            f"{each:.0%} of a target pass at batch 1; aim at 1% to 5%, in few layers."
-        )
+    yield (
+        f"The drafter has {share:.1%} of the target's weights, and a drafted token costs "
+        f"{each:.0%} of a target pass at batch 1; below 10% is about right: one layer of the "
+        "target's width, or a few narrow ones."
+    )
     most = affordable(host, CHEAP_DRAFT)
     yield (
         f"Up to about {count(most)} weights keep a drafted token below {CHEAP_DRAFT:.0%} of a "
@@ -156,18 +150,18 @@ def about_drafter(plan: Plan, settings: PlanSettings) -> Iterator[str]:
         else f"No drafter keeps a drafted token below {CHEAP_DRAFT:.0%} of a target pass: it "
         "takes as long before it computes anything."
     )
+    cuts_vocabulary, vocabulary = "draft_vocab_size" in job.knobs, job.parts.draft_vocab
     if each > COSTLY_DRAFT:
-        if job.parts.family == "eagle3" and job.parts.draft_vocab > SMALL_VOCABULARY:
+        if cuts_vocabulary and vocabulary > SMALL_VOCABULARY:
             smaller = f"drafter.draft_vocab_size={SMALL_VOCABULARY}"
         else:
-            eagle = job.parts.family.startswith("eagle")
-            smaller = "a smaller drafter.intermediate_size" if eagle else "fewer layers"
+            narrow = "a smaller drafter.intermediate_size"
+            smaller = "fewer layers" if "num_layers" in job.knobs else narrow
         yield f"A drafted token is dear here: try {smaller}, or chains of depth 1 or 2."
-    if job.parts.family == "eagle3" and job.parts.draft_vocab > WHOLE_VOCABULARY:
+    if cuts_vocabulary and vocabulary > WHOLE_VOCABULARY:
         yield (
-            f"A draft vocabulary of {job.parts.draft_vocab:,} makes the head "
-            f"{job.parts.draft_vocab * job.parts.decoder.width / job.parts.num_parameters:.0%} of "
-            "the drafter; 32,000 cover 99% of most text: drafter.draft_vocab_size=32000."
+            f"A draft vocabulary of {vocabulary:,} makes the head most of a drafted token; 32,000 "
+            "cover 99% of most text: drafter.draft_vocab_size=32000."
         )
 
 

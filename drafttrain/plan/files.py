@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafttrain.plan.job import Cost, Plan
+from drafttrain.plan.job import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES
 from drafttrain.plan.pages import GIBIBYTE, components, headline, notes, tables
 from drafttrain.report.markdown import escaped, table
@@ -76,7 +76,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
     return {
         "target": {"name": job.target, "num_parameters": job.shape.num_parameters}
         | asdict(job.shape),
-        "drafter": {"name": job.drafter} | asdict(job.parts),
+        "drafter": {"name": job.drafter} | _drafter(job),
         "accelerator": asdict(job.chip),
         "load": asdict(job.load),
         "feature_bytes_per_token": plan.job.token_bytes,
@@ -90,3 +90,11 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "break_even_batch": plan.break_even,
         "advice": list(plan.advice),
     }
+
+
+def _drafter(job: Job) -> dict[str, Any]:
+    parts = job.parts
+    found = {key: value for key, value in vars(parts).items() if key != "step"}
+    found |= {"first": asdict(parts.first), "further": asdict(parts.further)}
+    step = parts.step(job.load.checkpointing)
+    return found | {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key}

@@ -1,16 +1,17 @@
 """A run as its plan sees it, and what each way to place and shard it costs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+
+import torch
 
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.activations import feature_bytes
 from drafttrain.plan.config import PlanSettings
-from drafttrain.plan.drafter import DrafterParts, drafter_parts
-from drafttrain.plan.memory import Memory, Sharding, memory
+from drafttrain.plan.memory import Memory, Sharding, feature_bytes, memory
 from drafttrain.plan.serving import Host, Serving
-from drafttrain.plan.shapes import Shape, inflated, shape_of
+from drafttrain.plan.shapes import Shape, inflated, settings_of, shape_of
 from drafttrain.plan.throughput import Load, Throughput, throughput
+from drafttrain.plan.trace import DrafterCost, trace
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.target.pretrained.config import ModelConfig
 
@@ -22,7 +23,8 @@ class Job:
     target: str
     drafter: str
     shape: Shape
-    parts: DrafterParts
+    parts: DrafterCost
+    knobs: tuple[str, ...]  # the drafter's settings
     load: Load
     chip: Accelerator
     max_steps: int
@@ -39,7 +41,7 @@ class Job:
     def token_bytes(self) -> int:
         """Bytes of one token's features."""
         width = 2 if self.load.dtype == "bfloat16" else 4
-        return feature_bytes(self.parts, self.shape.hidden_size, width)
+        return feature_bytes(self.parts.captures, self.shape.hidden_size, width)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def describe_job(
     max_steps: int,
     tokens_per_step: int,
 ) -> Job:
-    """Count target and drafter. UnknownShapeError where the target's architecture is not known.
+    """Count target and drafter. UnknownCostError where the target's architecture is not known.
 
     ranks_here: of the run's, those that share a machine, and on a CPU its memory.
     max_length: of the data's conversations, in tokens. conversations: how many of them there are
@@ -91,8 +93,6 @@ def describe_job(
     """
     plain = shape_of(model)
     length = settings.length or min(max_length, model.max_positions or plain.max_positions)
-    share = settings.loss_share
-    parts = drafter_parts(drafter, plain, plain.spec(model.name, model.max_positions), share)
     shape = inflated(plain, model.inflate)
     # A step of fewer tokens than micro batches would hold has fewer rows in them.
     rows = max(1, min(hardware.micro_batch, -(-tokens_per_step // (length * ranks))))
@@ -102,11 +102,21 @@ def describe_job(
         ranks=ranks,
         ranks_here=ranks_here,
         tokens_per_step=tokens_per_step,
-        loss_share=share,
+        loss_share=settings.loss_share,
         dtype=dtype,
         checkpointing=hardware.gradient_checkpointing,
         low=hardware.weights_dtype == "bfloat16",
         on_cpu=chip.is_cpu,
+    )
+    parts = trace(
+        drafter,
+        plain.spec(model.name, model.max_positions),
+        lambda: settings_of(model, plain),
+        dtype=getattr(torch, dtype),
+        low=load.low,
+        trained=load.tokens * load.loss_share,
+        share=load.loss_share,
+        on_cpu=load.on_cpu,
     )
     price = chip.price_per_hour if settings.price_per_hour is None else settings.price_per_hour
     width = 2 if dtype == "bfloat16" else 4
@@ -115,6 +125,7 @@ def describe_job(
         drafter=drafter.name,
         shape=shape,
         parts=parts,
+        knobs=tuple(field.name for field in fields(drafter)),
         load=load,
         chip=chip,
         max_steps=max_steps,

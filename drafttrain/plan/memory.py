@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.activations import drafter_activations, feature_bytes, target_activations
-from drafttrain.plan.drafter import DrafterParts
 from drafttrain.plan.shapes import Shape
 from drafttrain.plan.throughput import Load
+from drafttrain.plan.trace import DrafterCost
 
 PLACEMENTS = ("device", "device_map", "zero3", "stored")
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
@@ -90,7 +89,7 @@ class Memory:
 
 def memory(
     shape: Shape,
-    parts: DrafterParts,
+    parts: DrafterCost,
     load: Load,
     chip: Accelerator,
     sharding: Sharding,
@@ -118,11 +117,11 @@ def memory(
         found["readout"] = table if ranks > 1 else 0.0
     else:
         found["readout"] = table
-    found |= training_bytes(parts, sharding, ranks, load.dtype, load.low)
-    found["features"] = feature_bytes(parts, shape.hidden_size, width) * load.tokens
-    own = drafter_activations(parts, shape, load)
+    step = parts.step(load.checkpointing)
+    found |= training_bytes(parts, sharding, ranks, load.low) | {"copies": step.copies}
+    found["features"] = feature_bytes(parts.captures, shape.hidden_size, width) * load.tokens
     theirs = 0.0 if placement == "stored" else target_activations(shape, load)
-    found["working"] = max(own, theirs)
+    found["working"] = max(step.peak(load.tokens), theirs)
     found["overhead"] = chip.overhead
     host = found.pop("host")
     limit = chip.memory
@@ -132,29 +131,45 @@ def memory(
     return Memory(sharding, placement, ranks, found, limit, host * ranks)
 
 
+def feature_bytes(captures: Sequence[int], hidden_size: int, dtype_bytes: int) -> int:
+    """Return the bytes of one token's features: the captured layers and the final hidden state."""
+    return (len(captures) + 1) * hidden_size * dtype_bytes
+
+
+def target_activations(shape: Shape, load: Load) -> float:
+    """Return the peak of the target's pass, beside its weights and the features that stay.
+
+    In the feed-forward layer: the stream, its norm, and three of gate, its activation, up, product.
+    """
+    width = 2 if load.dtype == "bfloat16" else 4
+    query = shape.num_attention_heads * shape.head_dim
+    keys = 2 * shape.num_key_value_heads * shape.head_dim
+    feed_forward = 2 * shape.hidden_size + 3 * shape.intermediate_size
+    attention = 2 * shape.hidden_size + 3 * query + 2 * keys
+    return float(load.tokens * width * max(feed_forward, attention))
+
+
 def training_bytes(
-    parts: DrafterParts, sharding: Sharding, ranks: int, dtype: str, low: bool = False
+    parts: DrafterCost, sharding: Sharding, ranks: int, low: bool = False
 ) -> dict[str, float]:
     """Return the drafter's weights, gradients and optimizer state on one rank.
 
     Weights and moments are float32; low: weights are bfloat16, beside float32 masters. ZeRO 1 and 2
     shard the moments and keep float32 masters of the own share of the weights; 2 shards gradients,
-    3 weights too, of which two matrices at a time are whole.
+    3 weights too, of which the two largest at a time are whole.
     """
     whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
-    matrices = [m.weights for m in parts.matrices if m.name != "target head"]
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
     found = {
         "weights": width * (whole - trained + trained * (share if stage == 3 else 1)),
         "masters": 4.0 * trained * share if stage or low else 0.0,
-        "copies": 2.0 * sum(matrices) if dtype == "bfloat16" and not low else 0.0,
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
         "moments": 8.0 * trained * share,
         "buckets": 4.0 * sharding.bucket if stage else 0.0,
         "host": 0.0,
     }
     if stage == 3:
-        found["buckets"] += width * min(LIVE_LAYERS * max(matrices), whole)
+        found["buckets"] += width * min(LIVE_LAYERS * parts.largest, whole)
     moved = [*(["masters", "moments", "gradients"] if sharding.offload else [])]
     moved += ["weights"] if sharding.offload_weights else []
     found["host"] = float(sum(found[name] for name in moved))

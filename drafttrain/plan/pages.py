@@ -136,7 +136,11 @@ def what(plan: Plan) -> Table:
             f"drafter: {job.drafter}",
             f"{parts.num_parameters:,} parameters",
             f"{parts.num_parameters / job.shape.num_parameters:.2%} of the target"
-            + (f"; can draft {parts.draft_vocab:,} tokens" if parts.family == "eagle3" else ""),
+            + (
+                f"; can draft {parts.draft_vocab:,} tokens"
+                if parts.draft_vocab < job.shape.vocab_size
+                else ""
+            ),
         ],
         [
             "features",

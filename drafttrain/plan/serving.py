@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.drafter import DrafterParts
 from drafttrain.plan.shapes import Shape
+from drafttrain.plan.trace import DrafterCost, Pass
 
 DEEPEST = 8  # chains that are weighed for the best depth
 LARGEST_BATCH = 4096
@@ -33,7 +33,7 @@ class Host:
     """Target and drafter as they are served, over `spread` accelerators: bytes and operations."""
 
     shape: Shape
-    parts: DrafterParts
+    parts: DrafterCost
     chip: Accelerator
     target_bytes: float
     dtype: str
@@ -64,16 +64,16 @@ class Host:
 
     def draft(self, batch: int, depth: int) -> float:
         """Return the seconds that the drafter takes for chains of `depth`, reading included."""
-        parts, decoder = self.parts, self.parts.decoder
-        once = parts.family == "medusa"
-        weights = sum(m.weights for m in parts.matrices)
-        weights -= sum(m.weights for m in parts.matrices if m.name == "fc" and not parts.lends_head)
-        keys = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_dim * self.dtype_bytes
-        query = decoder.num_layers * decoder.num_heads * decoder.head_dim
-        flops = batch * (2 * weights + 4 * query * self.context)
-        read = weights * self.dtype_bytes + batch * self.context * keys
-        seconds, _ = self._pass(float(flops), float(read), 2 * max(decoder.num_layers, 1))
-        return seconds * (1 if once else depth)
+        first, further = self.parts.first, self.parts.further
+        more = self._drafted(batch, further) if further.flops else 0.0
+        return self._drafted(batch, first) + (depth - 1) * more
+
+    def _drafted(self, batch: int, one: Pass) -> float:
+        flops = batch * (one.flops + one.flops_per_key * self.context)
+        read = one.weights * self.dtype_bytes
+        if one.layers:
+            read += batch * self.context * self.parts.key_values * self.dtype_bytes
+        return self._pass(float(flops), float(read), 2 * max(one.layers, 1))[0]
 
     def _pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
         arithmetic, memory = flops / self.speed, read / self.bandwidth
@@ -120,11 +120,10 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
         return accepted(rate, length, depth, k) * plain / cycle
 
     plain, _ = host.target_pass(batch, 1)
-    deepest = DEEPEST
-    if host.parts.family == "medusa":  # as deep as there are heads
-        deepest = host.parts.heads
-        if depth > deepest:
-            length, depth = None, deepest
+    most = host.parts.max_depth  # such as the number of parallel heads
+    deepest = most or DEEPEST
+    if most is not None and depth > most:
+        length, depth = None, most
     best = max(range(1, deepest + 1), key=speedup)
     verify, bound = host.target_pass(batch, depth + 1)
     pays = speedup(best) > 1
@@ -180,6 +179,5 @@ def affordable(host: Host, share: float) -> float:
 
 def drafter_bytes(host: Host) -> tuple[float, float]:
     """Return what the drafter takes beside the target: weights, and cache of one request."""
-    parts, decoder = host.parts, host.parts.decoder
-    keys = decoder.num_layers * 2 * decoder.num_kv_heads * decoder.head_dim * host.dtype_bytes
-    return float(parts.num_parameters * host.dtype_bytes), float(host.context * keys)
+    weights = host.parts.num_parameters * host.dtype_bytes
+    return float(weights), float(host.context * host.parts.key_values * host.dtype_bytes)

@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from drafttrain.core.types import TargetSpec
+from drafttrain.plan.trace import UnknownCostError
 from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.describe import describe
 from drafttrain.target.pretrained import hub
@@ -43,10 +44,6 @@ QUANTIZED_BYTES = {
     "bnb-8bit": 1.01,
     "bnb-4bit": 0.56,
 }
-
-
-class UnknownShapeError(ValueError):
-    """The architecture of a target is not known without loading it, or cannot be a target."""
 
 
 @dataclass(frozen=True)
@@ -159,25 +156,32 @@ def shape_of(config: ModelConfig) -> Shape:
     """Return the architecture that `config` names, without the Hub and without a weight.
 
     A directory's config.json, a random target's own fields, model.shape where it is of this
-    repository, or the config.json in the Hub's cache. UnknownShapeError where there is none of
+    repository, or the config.json in the Hub's cache. UnknownCostError where there is none of
     these, or where what it describes cannot be a target.
     """
     if isinstance(config, RandomModelConfig):
         own = {key: getattr(config, key) for key in (*KEYS, "rope_theta") if key != "rms_norm_eps"}
         return Shape(architecture=config.architecture, rms_norm_eps=1e-6, **own)
-    if config.path or config.embedded:
-        return _of_target(config, Path(config.path).expanduser() if config.path else EMBEDDED)
-    assert config.repo, "ModelConfig makes sure of it"
+    folder = folder_of(config)
+    if folder is not None:
+        return _of_target(config, folder)
     shape = dict(config.shape or {})
     if shape.pop("of", None) == config.repo:
         return _checked(shape, "model.shape")
+    raise UnknownCostError(
+        f"model.shape must describe {config.repo}, whose config.json is not in the local cache;"
+        " set model.shape, or point model.path at a local copy"
+    )
+
+
+def folder_of(config: ModelConfig) -> Path | None:
+    """Return where a target's config.json is; None: not on this machine, or model.shape says it."""
+    if config.path or config.embedded:
+        return Path(config.path).expanduser() if config.path else EMBEDDED
+    if config.repo is None or (config.shape or {}).get("of") == config.repo:
+        return None
     cached = hub.cached_config(config.repo, config.revision)
-    if cached is None:
-        raise UnknownShapeError(
-            f"model.shape must describe {config.repo}, whose config.json is not in the local cache;"
-            " set model.shape, or point model.path at a local copy"
-        )
-    return _of_target(config, cached.parent)
+    return cached.parent if cached else None
 
 
 def _of_target(config: ModelConfig, folder: Path) -> Shape:
@@ -188,7 +192,22 @@ def _of_target(config: ModelConfig, folder: Path) -> Shape:
         settings = AutoConfig.from_pretrained(folder, local_files_only=True)
         return counted(settings, describe(config, settings, None, None, fingerprint=""))
     except Exception as error:  # a refusal of ours, or whatever a validator of Transformers raises
-        raise UnknownShapeError(shown(error, 400)) from error
+        raise UnknownCostError(shown(error, 400)) from error
+
+
+def settings_of(config: ModelConfig, shape: Shape) -> Any:
+    """Return Transformers' configuration of a target: what its files say, or of this shape."""
+    folder = folder_of(config)
+    if folder is not None:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    return plain_settings(shape)
+
+
+def plain_settings(shape: Shape) -> Any:
+    """Return Transformers' configuration of a decoder of Llama's form."""
+    sizes = {theirs: getattr(shape, ours) for ours, theirs in KEYS.items()}
+    biases = {"attention_bias": shape.attention_bias, "mlp_bias": shape.mlp_bias}
+    return AutoConfig.for_model(shape.architecture, **sizes, **biases)
 
 
 def counted(settings: Any, spec: TargetSpec) -> Shape:
@@ -240,7 +259,7 @@ def inflated(shape: Shape, size: str | None) -> Shape:
 
 
 def read_shape(folder: Path) -> Shape:
-    """Return the architecture in a directory's config.json; UnknownShapeError says what lacks."""
+    """Return the architecture in a directory's config.json; UnknownCostError says what lacks."""
     file, raw = folder / "config.json", _read(folder)
     found = {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     heads = found.get("num_attention_heads")
@@ -265,7 +284,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raw = read_object(folder / "config.json")
         check_sizes(raw, str(folder))
     except (OSError, ValueError) as error:
-        raise UnknownShapeError(
+        raise UnknownCostError(
             f"{folder / 'config.json'} must describe a model, but cannot be read: {error}"
         ) from None
     inner = raw.get("text_config")
@@ -275,13 +294,13 @@ def _read(folder: Path) -> dict[str, Any]:
 def _checked(values: dict[str, Any], origin: str) -> Shape:
     kind = values.get("architecture")
     if kind not in ARCHITECTURES:
-        raise UnknownShapeError(
+        raise UnknownCostError(
             f"{origin} must be of a kind that Transformers knows to be planned, got {shown(kind)}"
         )
     missing = [key for key in (*KEYS, "rope_theta") if values.get(key) is None]
     if missing:
-        raise UnknownShapeError(f"{origin} must state {', '.join(missing)}")
+        raise UnknownCostError(f"{origin} must state {', '.join(missing)}")
     unknown = [key for key in values if key not in Shape.__dataclass_fields__]
     if unknown:
-        raise UnknownShapeError(f"{origin} has no {unknown[0]}")
+        raise UnknownCostError(f"{origin} has no {unknown[0]}")
     return Shape(**values)

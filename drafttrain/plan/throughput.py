@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.drafter import DrafterParts
 from drafttrain.plan.shapes import Shape
+from drafttrain.plan.trace import DrafterCost
 
 
 @dataclass(frozen=True)
@@ -60,29 +60,18 @@ def target_flops(shape: Shape, length: int) -> float:
     return float(shape.num_layers * (2 * shape.linear_parameters + 2 * query * length))
 
 
-def law_flops(parts: DrafterParts, shape: Shape, share: float) -> float:
-    """Operations per token of the target's head, at the positions that are trained."""
-    return 2 * shape.table_parameters * share if parts.needs_target_law else 0.0
+def drafter_flops(parts: DrafterCost, load: Load) -> float:
+    """Operations per token of the drafter's forward and backward, and of the target's head.
 
-
-def drafter_flops(parts: DrafterParts, load: Load) -> float:
-    """Operations per token of the drafter's forward and backward, attention included.
-
-    Unrolled, every depth looks at the first depth's keys once more. Checkpointed layers run twice.
+    A token sees half of its row.
     """
-    decoder = parts.decoder
-    passes = decoder.num_layers * decoder.unroll
-    attention = 3 * 2 * decoder.num_heads * decoder.head_dim * load.length * passes
-    again = 0.0
-    if load.checkpointing:
-        outside = ("fc", "lm_head", "target head")
-        again = sum(2 * m.weights * m.passes for m in parts.matrices if m.name not in outside)
-    return parts.flops + attention + again
+    step = parts.step(load.checkpointing)
+    return step.flops + step.flops_per_key * load.length / 2
 
 
 def throughput(
     shape: Shape,
-    parts: DrafterParts,
+    parts: DrafterCost,
     load: Load,
     chip: Accelerator,
     *,
@@ -108,7 +97,7 @@ def throughput(
             gathered = target_bytes * (load.ranks - 1) / load.ranks
             waits["gathering"] = times * gathered / link
     bound = max(waits, key=lambda name: waits[name])
-    own = drafter_flops(parts, load) + law_flops(parts, shape, load.loss_share)
+    own = drafter_flops(parts, load)
     # AdamW reads weight, gradient and both moments and writes all but the gradient: 28 bytes.
     update = 28 * parts.num_trained / bandwidth
     if load.ranks > 1:

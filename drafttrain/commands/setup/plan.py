@@ -20,7 +20,7 @@ from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.job import Job, Plan, cost, describe_job, place
 from drafttrain.plan.memory import Sharding
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.shapes import UnknownShapeError
+from drafttrain.plan.trace import UnknownCostError
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype
 from drafttrain.runtime.run_folder import PROVENANCE
@@ -64,7 +64,7 @@ def foresee(config: TrainConfig) -> list[str]:
     chip = accelerator_of(hardware, GLANCE_S, here=True)
     try:
         job = job_of(config, settings, chip)
-    except UnknownShapeError as error:
+    except UnknownCostError as error:
         return [f"plan: none, {error}"]
     own, placement = _sharding(config.deepspeed), hardware.target_placement
     features = config.features

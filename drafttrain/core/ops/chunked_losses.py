@@ -6,7 +6,9 @@ the head's weight (Liger's fused linear cross-entropy, Hsu et al., 2024, arXiv:2
 target's law of a chunk is made once and met by every depth or head that predicts its tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,6 +25,17 @@ from drafttrain.core.vocab import DraftVocab
 # Logits of a chunk: few enough for a CPU's cache, enough to occupy a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 FEWEST_POSITIONS = 128  # fewer, and reading the head's weight takes longer than multiplying by it
+_limits: ContextVar[tuple[int, int] | None] = ContextVar("chunk_limits", default=None)
+
+
+@contextmanager
+def chunk_limits(elements: int, fewest: int) -> Iterator[None]:
+    """Within, chunks are cut by these limits, whatever the device: a plan is for another one."""
+    token = _limits.set((elements, fewest))
+    try:
+        yield
+    finally:
+        _limits.reset(token)
 
 
 @dataclass(frozen=True)
@@ -159,14 +172,15 @@ class _Pass:
             self.target = replace(
                 theirs, weight=task.cast(theirs.weight), bias=task.cast(theirs.bias)
             )
-        self.budget = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"]
+        usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
+        self.budget, self.fewest = _limits.get() or usual
         with torch.autocast(device.type, enabled=False):
             self._run()
 
     def _run(self) -> None:
         task = self.task
         heads = [*task.heads, *([] if self.target is None else [self.target])]
-        size = max(FEWEST_POSITIONS, self.budget // max(len(head.weight) for head in heads))
+        size = max(self.fewest, self.budget // max(len(head.weight) for head in heads))
         for start in range(0, task.places.shape[1], size):
             piece = slice(start, start + size)
             places, labels, law = task.places[:, piece], task.labels[piece], self._law(piece)

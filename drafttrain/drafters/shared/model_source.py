@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.target.pretrained import hub
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.limits import limits_of
 from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
@@ -39,6 +40,19 @@ def draft_source(
         inflate=None,
         shape=None,
     )
+
+
+def local_settings(name: str, path: str, revision: str | None) -> Any:
+    """Return Transformers' configuration of a draft model that is on this machine already."""
+    source = draft_source(name, path, revision, allow_pickle=False)
+    if source.repo is not None:
+        cached = hub.cached_config(source.repo, revision)
+        if cached is None:
+            raise ValueError(
+                f"drafter.path must be a directory or in the Hub's cache to be planned, got {path}"
+            )
+        source = draft_source(name, str(cached.parent), None, allow_pickle=False)
+    return load_model_config(source)
 
 
 def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[Any, Any]:

@@ -1,0 +1,419 @@
+"""What a drafter takes, asked of itself: its own step and its own draft, run without weights.
+
+Its weights and the target's states are `Outline`s: tensors of a CPU that have shapes and dtypes,
+and neither values nor memory. What the drafter's code allocates and multiplies is counted.
+
+torch's own FakeTensorMode would do, but imports its compiler and takes ten times as long; on the
+plain meta device there is no autocast, and attention is not a flash kernel's.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS, chunk_limits
+from drafttrain.core.ops.layer_calls import LayerCalls
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import Batch, Nodes, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
+from drafttrain.runtime.untrusted_input import shown
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+TRACED = 64  # tokens of the smaller step that is traced; the larger has twice as many
+
+
+class UnknownCostError(ValueError):
+    """What a target or a drafter is made of is not known without loading it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a drafter while it drafts, for one row; nothing where heads have answered."""
+
+    flops: int
+    flops_per_key: int  # more, for each token that it looks back on
+    weights: int  # that it multiplies by, the drafter's and the target's
+    layers: int  # of attention
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes that are a constant, and so many a token."""
+
+    start: float
+    each: float
+
+    def at(self, tokens: float) -> float:
+        """Return the bytes of so many tokens."""
+        return self.start + self.each * tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of a micro batch: operations by token, and bytes while it runs."""
+
+    flops: float
+    flops_per_key: float  # more, for each token that a token sees
+    kept: Line  # at the end of the forward pass
+    forward: tuple[Line, ...]  # peaks; the largest counts
+    backward: tuple[Line, ...]
+    chunk: float  # tokens whose predictions make a chunk of the losses
+    copies: int  # of the weights that autocast rounds, among the others
+
+    def peak(self, tokens: float) -> float:
+        """Return the bytes beside weights, their copies and gradients, and features."""
+        one = min(tokens, self.chunk)  # the losses take as much for more tokens
+        losses = max(line.at(one) for line in self.forward) - self.kept.at(one)
+        back = max(line.at(tokens) for line in self.backward)
+        return max(self.kept.at(tokens) + losses, back) - self.copies
+
+
+@dataclass(frozen=True)
+class DrafterCost:
+    """A drafter as its training and its serving see it."""
+
+    num_parameters: int
+    num_trained: int
+    largest: int  # weights of its largest tensor
+    captures: tuple[int, ...]
+    draft_vocab: int
+    max_depth: int | None
+    key_values: int  # numbers that its cache holds of a token
+    first: Pass  # reads what was verified, and answers
+    further: Pass  # reads its own token, and answers
+    step: Callable[[bool], Step]  # of training; whether layers' activations are recomputed
+
+
+class Count:
+    """What operations on outlines allocate and multiply, within it."""
+
+    current: ClassVar["Count | None"] = None
+
+    def __init__(self, weights: Iterable[Tensor] = (), known: Iterable[Any] = ()) -> None:
+        self.now = self.flops = self.flops_per_key = self.copies = self.key_values = self.layers = 0
+        self.history: list[int] = []  # bytes after each allocation
+        self.kept = self.end = 0  # bytes, and allocations, when the forward pass ended
+        self.used: dict[int, int] = {}  # weights that products read, by storage
+        self._weights = {_storage(w): w.numel() for w in weights if isinstance(w, Outline)}
+        known = [_storage(tensor) for tensor in known if isinstance(tensor, Outline)]
+        self._alive = dict.fromkeys([*self._weights, *known], 0)
+
+    def __enter__(self) -> "Count":
+        Count.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Count.current = None
+
+    def see(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take in an operation on meta tensors."""
+        if op is ATTENTION:  # two products
+            self.layers += 1
+            self.flops_per_key += 4 * args[0].numel()
+            self.key_values += sum(heads.shape[1] * heads.shape[3] for heads in args[1:3])
+        elif op is ATTENTION_BACKWARD:
+            self.flops_per_key += 8 * args[1].numel()
+        elif formula := flop_registry.get(getattr(aten, op.__name__.removesuffix("_"), op)):
+            self.flops += formula(*args, **kwargs, out_val=result)
+            read = {_storage(tensor) for tensor in args if isinstance(tensor, Tensor)}
+            self.used |= {key: self._weights[key] for key in read & self._weights.keys()}
+        elif op is aten._to_copy and _storage(args[0]) in self._weights:
+            self.copies += result.nbytes
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._alive:
+                self._hold(tensor.untyped_storage())
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        self._alive[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.history.append(self.now)
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+class Outline(Tensor):
+    """A tensor of a CPU without values, around one of the meta device.
+
+    Where the program asks it for a value, it answers as in a regular batch: what is asked of all
+    elements holds, what is asked of any does not, no place is left out; numbers are zero.
+    """
+
+    meta: Tensor
+    rare: bool
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, rare: bool = False) -> "Outline":
+        """Wrap a meta tensor."""
+        made = Tensor._make_wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=CPU
+        )
+        made.meta, made.rare = meta, rare
+        return made
+
+    @classmethod
+    def of(cls, *shape: int, dtype: torch.dtype) -> "Outline":
+        """Return an outline of this shape."""
+        return cls(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def tolist(self) -> Any:
+        """Return zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype).tolist()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation on the meta device, and count it."""
+        op, kwargs = func.overloadpacket, kwargs or {}
+        if op is aten._local_scalar_dense:
+            return not args[0].rare if args[0].dtype == torch.bool else 0
+        if op is aten.index:
+            args = (args[0], _by_place(args[1]))
+        outer: dict[int, Any] = {}
+        args = _inner(args, outer)
+        kwargs = {name: _inner(value, outer) for name, value in kwargs.items()}
+        result = _places(args[0]) if op is aten.nonzero else func(*args, **kwargs)
+        if Count.current is not None:
+            Count.current.see(op, args, kwargs, result)
+        return _outside(result, outer, op is aten.any)
+
+
+# No closures in `__torch_dispatch__`: one that calls itself holds its tensors until collected.
+def _inner(value: Any, outer: dict[int, Any]) -> Any:
+    """Return meta tensors for the tensors of an argument, and note whose they are."""
+    if isinstance(value, Tensor):
+        meta = value.meta if isinstance(value, Outline) else value.to("meta")
+        outer[id(meta)] = value
+        return meta
+    if isinstance(value, list | tuple):
+        return type(value)([_inner(part, outer) for part in value])
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _outside(value: Any, outer: dict[int, Any], rare: bool) -> Any:
+    """Return outlines for the meta tensors of a result; an argument is itself."""
+    if isinstance(value, Tensor):
+        return outer[id(value)] if id(value) in outer else Outline(value, rare)
+    if isinstance(value, list | tuple):
+        return type(value)([_outside(part, outer, rare) for part in value])
+    return value
+
+
+def _places(mask: Tensor) -> Tensor:
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.long)
+
+
+def _by_place(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            places = _places(index.meta) if isinstance(index, Outline) else index.nonzero()
+            found += places.unbind(1)
+        else:
+            found.append(index)
+    return found
+
+
+class NoNoise(TrainingChance):
+    """Feature noise takes its room, and has no values either."""
+
+    def uniform_like(self, values: Tensor, document: Tensor) -> Tensor:
+        """Return room for uniforms."""
+        return torch.empty_like(values)
+
+
+def trace(
+    config: DrafterConfig,
+    spec: TargetSpec,
+    target: Callable[[], Any],
+    *,
+    dtype: torch.dtype,
+    low: bool,
+    trained: float,
+    share: float,
+    on_cpu: bool,
+) -> DrafterCost:
+    """Run a draft of the drafter that `config` builds, and training steps as they are asked for.
+
+    target: gives Transformers' configuration of the target. low: weights are bfloat16. trained: how
+    many predictions of a micro batch are, which `share` of its tokens have. ValueError where the
+    drafter does not fit the target; UnknownCostError where its code wants values.
+    """
+    budget = CHUNK_ELEMENTS["cpu" if on_cpu else "cuda"]
+    chunk = min(trained, max(FEWEST_POSITIONS, budget // spec.vocab_size))
+    with torch.device("meta"):
+        drafter = config.build(spec)
+        with _unknown(config.name):
+            drafter.outline(target)
+    sizes = [parameter.numel() for parameter in drafter.parameters()]
+
+    @functools.cache
+    def step(recompute: bool) -> Step:
+        with _unknown(config.name):
+            _outline(drafter, torch.bfloat16 if low else torch.float32)
+            with LayerCalls(recompute).active():
+                return _step(drafter, dtype, share, chunk, budget)
+
+    step(False)
+    with _unknown(config.name):
+        _outline(drafter, dtype)
+        key_values, first, further = _draft(drafter, dtype)
+    return DrafterCost(
+        num_parameters=sum(sizes),
+        num_trained=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        largest=max(sizes),
+        captures=drafter.captures,
+        draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,
+        max_depth=drafter.capabilities.max_depth,
+        key_values=key_values,
+        first=first,
+        further=further,
+        step=step,
+    )
+
+
+@contextmanager
+def _unknown(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of anybody's drafter, or of torch where values are asked for
+        raise UnknownCostError(f"drafter={name} cannot be planned: {shown(error, 400)}") from error
+
+
+def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budget: int) -> Step:
+    """Run two steps of one chunk, scaled down, and return what a token more takes.
+
+    Everything but the weights' own share grows with the tokens; the losses up to a chunk of them.
+    """
+    few = max(1, round(TRACED * share))
+    small, large = (
+        _traced(drafter, dtype, times * TRACED, times * few, int(budget * times * few / chunk))
+        for times in (1, 2)
+    )
+
+    def line(one: int, two: int) -> Line:
+        return Line(2 * one - two, (two - one) / TRACED)
+
+    lines = [line(*pair) for pair in zip(small.history, large.history, strict=True)]
+    return Step(
+        flops=large.flops / (2 * TRACED),
+        flops_per_key=large.flops_per_key / (2 * TRACED),
+        kept=line(small.kept, large.kept),
+        forward=_largest(lines[: large.end]),
+        backward=_largest(lines[large.end :]),
+        chunk=chunk / share,
+        copies=large.copies,
+    )
+
+
+def _largest(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return those that are the largest at some number of tokens."""
+    found: list[Line] = []
+    for line in sorted(lines, key=lambda line: (-line.each, -line.start)):
+        if not found or line.start > found[-1].start:
+            found.append(line)
+    return tuple(found)
+
+
+def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, budget: int) -> Count:
+    """Run forward and backward of one row, so many of whose tokens are trained."""
+    readout, batch, features = _inputs(drafter, dtype, tokens, trained)
+    parameters = list(drafter.parameters())
+    for parameter in filter(_requires_grad, parameters):  # gradients are counted apart
+        parameter.register_post_accumulate_grad_hook(_forget)
+    known = [
+        *drafter.buffers(),
+        *features.captured.values(),
+        features.final_hidden,
+        readout.embedding,
+        readout.head,
+    ]
+    with Count(parameters, known) as count, chunk_limits(budget, trained):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            losses = drafter(batch, features, NoNoise())
+        count.kept, count.end = count.now, len(count.history)
+        weighted_sum(losses).backward()
+    return count
+
+
+@torch.no_grad()
+def _draft(drafter: Drafter, dtype: torch.dtype) -> tuple[int, Pass, Pass]:
+    """Read a text and draft twice, for one row; return a token's room in the cache, two passes."""
+    readout, batch, features = _inputs(drafter, dtype, TRACED, 0)
+    weights = [*drafter.parameters(), readout.head]
+    last = {layer: hidden[:, -1:] for layer, hidden in features.captured.items()}
+    newest = TargetFeatures(last, features.final_hidden[:, -1:], readout)
+    token = batch.tokens[:, -1:]
+    state = drafter.begin(readout, token[:, 0], 2 * TRACED)
+    drafter.observe(state, batch.tokens, [TRACED], features)
+    drafter.expand(state, None)
+
+    with Count(weights) as first:
+        drafter.observe(state, token, [1], newest)
+        drafter.expand(state, None)
+    with Count(weights) as further:
+        drafter.expand(state, Nodes(token, token))
+    passes = [
+        Pass(c.flops, c.flops_per_key, sum(c.used.values()), c.layers) for c in (first, further)
+    ]
+    return first.key_values, passes[0], passes[1]
+
+
+def _inputs(
+    drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int
+) -> tuple[Readout, Batch, TargetFeatures]:
+    """Return one row of a text, the last tokens of it trained, and what the target makes of it."""
+    vocab, width = drafter.spec.vocab_size, drafter.spec.hidden_size
+    places = torch.arange(tokens)[None]
+    zeros = torch.zeros_like(places)
+    states = [Outline.of(1, tokens, width, dtype=dtype) for _ in (*drafter.captures, None)]
+    embedding, head = (Outline.of(vocab, width, dtype=dtype) for _ in range(2))
+    readout = Readout(embedding, head)
+    captured: dict[int, Tensor] = dict(zip(drafter.captures, states, strict=False))
+    batch = Batch(zeros, places >= tokens - trained, places, zeros)
+    return readout, batch, TargetFeatures(captured, states[-1], readout)
+
+
+def _outline(drafter: Drafter, dtype: torch.dtype) -> None:
+    """Put outlines in place of the module's tensors without values; weights become `dtype`."""
+    made: dict[Tensor, Any] = {}
+
+    def outlined(tensor: Tensor, dtype: torch.dtype) -> Any:
+        if tensor not in made:
+            made[tensor] = Outline.of(*tensor.shape, dtype=dtype)
+            if isinstance(tensor, nn.Parameter):
+                made[tensor] = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+        return made[tensor]
+
+    for module in drafter.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = outlined(weight, dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (isinstance(buffer, Outline) or buffer.is_meta):
+                module._buffers[name] = outlined(buffer, buffer.dtype)
+
+
+def _requires_grad(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _storage(tensor: Tensor) -> int:
+    meta = tensor.meta if isinstance(tensor, Outline) else tensor
+    return meta.untyped_storage()._cdata
