@@ -21,6 +21,7 @@ from drafttrain.config.groups import (
     content_of,
     offer_saved,
     own_dir,
+    own_groups,
     read_choice,
 )
 from drafttrain.config.overrides import (
@@ -36,7 +37,7 @@ from drafttrain.config.overrides import (
     with_start,
     with_target,
 )
-from drafttrain.config.resume import run_to_resume, values_of_run, with_saved
+from drafttrain.config.resume import run_to_resume, with_saved
 from drafttrain.config.sections import (
     COMMANDS,
     CaptureConfig,
@@ -112,7 +113,7 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     if resumed is not None:
         restored = [group for group in groups if group in resumed]
         offer_saved(resumed, restored, sections)
-        parsed = with_saved(parsed, restored)
+        parsed = with_saved(parsed, resumed, restored)
         groups |= {group: SAVED for group in restored}
     if start is not None:
         offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
@@ -133,8 +134,13 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
     chosen, values = [], []
     for override in parsed:
+        key = override.key_or_group
+        if key in own_groups():
+            _check_own_choice(override)
+            chosen.append(override)
+            continue
         section = _section_of(override, command, sections, groups)
-        if section != override.key_or_group:
+        if section != key:
             values.append(override)
             continue
         if section not in groups:
@@ -147,20 +153,9 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
                 "drafter.path=DIR, or train it further, python -m drafttrain train "
                 "run.init_from=DIR"
             )
-        chosen.append(str(override.input_line))
-    own = own_dir()
-    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
+        chosen.append(override)
     try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = hydra.compose(head, overrides=[*search, *chosen])
-        for key, value in values_of_run(resumed).items() if resumed else ():
-            OmegaConf.update(config, key, hidden(value))
-        for override in values:
-            key, added = override.key_or_group, override.type != OverrideType.CHANGE
-            _check_key(key, added, config)
-            # A dict replaces the one before it, as a list does; DeepSpeed's own keys are joined.
-            merge = key.split(".")[0] == "deepspeed"
-            OmegaConf.update(config, key, override.value(), merge=merge, force_add=added)
+        config = _composed(head, chosen, values)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
@@ -215,6 +210,32 @@ def recorded(folder: Path, schema: type[Config], key: str) -> Config:
     return _typed({field.name: complete(field.name, saved) for field in fields(schema)}, schema)
 
 
+def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:
+    """Return what Hydra composes, less its words for a key that is not there: those are ours."""
+    own = own_dir()
+    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
+    search += [str(override.input_line) for override in chosen]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        try:
+            return hydra.compose(head, [*search, *(text for o in values for text in _told(o))])
+        except (HydraException, OmegaConfBaseException):
+            config = hydra.compose(head, search)
+            for override in values:
+                _check_key(override, config)
+            raise
+
+
+def _told(override: Override) -> list[str]:
+    """Return a value as Hydra is told it."""
+    key, text = override.key_or_group, str(override.input_line)
+    if key.split(".")[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
+        return [text]
+    # A key that is there needs no plus, and no other can be added.
+    text = text.lstrip("+")
+    # A dict replaces the one before it, as a list does; Hydra would join them.
+    return [f"{key}=null", text] if isinstance(override.value(), dict) else [text]
+
+
 def _in_full(command: str, text: str) -> str:
     key, equals, value = text.partition("=")
     return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
@@ -255,9 +276,19 @@ def _check_choice(override: Override, options: list[str]) -> None:
         )
 
 
-def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
+def _check_own_choice(override: Override) -> None:
+    key = override.key_or_group
+    if override.type != OverrideType.ADD:
+        raise UsageError(
+            f"{key} is in no defaults: it takes a plus, as in +{key}={override.value()}"
+        )
+    _check_choice(override, sorted(choices(key)))
+
+
+def _check_key(override: Override, config: DictConfig) -> None:
+    dotted = override.key_or_group
     path = dotted.split(".")
-    if added and path[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
+    if override.type != OverrideType.CHANGE and path[0] == "deepspeed":
         return
     node: Any = config
     for depth, key in enumerate(path):

@@ -11,6 +11,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 from drafttrain.config.overrides import SAVED, UsageError, hidden
+from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.untrusted_input import shown
 
 # What lets code of others run here is not taken from the config.yaml of a run.
@@ -57,6 +58,12 @@ _own: list[Path] = []  # of this process: one command line, one --config-dir
 def own_dir() -> Path | None:
     """Return the folder that --config-dir names."""
     return _own[0] if _own else None
+
+
+def own_groups() -> list[str]:
+    """Return the groups that are no section, such as `experiment`: they set keys of any section."""
+    folders = [folder for place in (conf_dir(), *_own) for folder in sorted(place.iterdir())]
+    return [folder.name for folder in folders if folder.is_dir() and folder.name not in SECTIONS]
 
 
 def choices(group: str) -> dict[str, Path]:
@@ -121,8 +128,15 @@ def content_of(group: str, name: str | None) -> dict[str, Any]:
     if name not in files:
         return {}
     own = read_choice(files[name])
-    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != name]
-    return {key: value for base in bases for key, value in content_of(group, base).items()} | own
+    below = [content_of(group, base) for base in bases(own)]
+    own.pop("defaults", None)
+    return {key: value for base in below for key, value in base.items()} | own
+
+
+def bases(content: dict[str, Any]) -> list[str]:
+    """Return the choices of the same group that a choice builds on."""
+    named = content.get("defaults", [])
+    return [base for base in named if isinstance(base, str) and base != "_self_"]
 
 
 def read_choice(file: Path) -> dict[str, Any]:
