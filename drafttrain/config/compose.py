@@ -8,8 +8,10 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -99,6 +101,36 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     The texts of what is returned are `hidden`. Raises UsageError in one line for an unknown
     section, choice or key and for a missing value.
     """
+    try:
+        config = _composed(*_chosen(command, overrides))
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
+        sections = [field.name for field in fields(COMMANDS[command])]
+        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UsageError(shown(error, 400)) from error
+    return OmegaConf.create(hidden(plain))
+
+
+def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the files that a command composes, in order, and the section that each fills."""
+    head, chosen, _ = _chosen(command, overrides)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        try:
+            found = loader.compute_defaults_list(head, _groups_told(chosen), RunMode.RUN).defaults
+        except (HydraException, yaml.YAMLError) as error:
+            raise UsageError(shown(error, 400)) from error
+    return [
+        (str(entry.config_path), entry.package or "")
+        for entry in found
+        if not str(entry.config_path).startswith(("hydra", "_dummy"))
+    ]
+
+
+def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override], list[Override]]:
+    """Return the yaml that heads a command, the choices it is told, and the values."""
     parsed = parse(command, [_in_full(command, text) for text in overrides])
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
@@ -154,15 +186,7 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
                 "run.init_from=DIR"
             )
         chosen.append(override)
-    try:
-        config = _composed(head, chosen, values)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
-        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UsageError(shown(error, 400)) from error
-    return OmegaConf.create(hidden(plain))
+    return head, chosen, values
 
 
 def typed(config: DictConfig, schema: type[Config]) -> Config:
@@ -212,9 +236,7 @@ def recorded(folder: Path, schema: type[Config], key: str) -> Config:
 
 def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:
     """Return what Hydra composes, less its words for a key that is not there: those are ours."""
-    own = own_dir()
-    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
-    search += [str(override.input_line) for override in chosen]
+    search = _groups_told(chosen)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
             return hydra.compose(head, [*search, *(text for o in values for text in _told(o))])
@@ -223,6 +245,13 @@ def _composed(head: str, chosen: list[Override], values: list[Override]) -> Dict
             for override in values:
                 _check_key(override, config)
             raise
+
+
+def _groups_told(chosen: list[Override]) -> list[str]:
+    """Return the choices as Hydra is told them, and where the user's own are."""
+    own = own_dir()
+    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
+    return search + [str(override.input_line) for override in chosen]
 
 
 def _told(override: Override) -> list[str]:

@@ -145,8 +145,11 @@ With a target of your own, from the Hub or from a local directory:
 options:
   COMMAND --help            its sections, their choices, the keys most used
   COMMAND --help SECTION    every key of a section
-  COMMAND --config          print the composed configuration instead of running
+  COMMAND --config          print the composed configuration instead of running (--cfg job)
+  COMMAND --info defaults   print which files of conf/ are composed, and in which order
+  COMMAND --multirun (-m)   one job for each combination of drafter=eagle3,medusa run.seed=0,1
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
+  --shell-completion install=bash (zsh, fish): eval "$(drafttrain -sc install=bash)" completes words
   --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
   --version
 
