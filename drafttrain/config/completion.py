@@ -6,13 +6,11 @@ from pathlib import Path
 from drafttrain.config.groups import (
     choices,
     command_groups,
-    conf_dir,
-    content_of,
+    keys_of,
     own_choices,
     own_groups,
-    read_choice,
 )
-from drafttrain.config.overrides import SAVED, UsageError
+from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS
 
 # Hydra's own scripts (hydra.plugins.completion_plugin) want a file with @hydra.main, not a module.
@@ -103,19 +101,10 @@ def _options(words: list[str], word: str, options: tuple[str, ...]) -> list[str]
         return [f"{key}={others}{comma}{name}" for name in sorted(choices(key.lstrip("+")))]
     section = key.partition(".")[0]
     if "." in key:
-        return [f"{section}.{name}=" for name in _keys(command, section, words) if name[0] != "_"]
+        told = [text.partition("=") for text in words]
+        chosen = groups | {name: choice for name, _, choice in told if name in groups}
+        keys = keys_of(command, section, chosen)
+        return [f"{section}.{name}=" for name in keys if name != "_target_"]
     offered = [f"{group}=" for group in groups if group in sections and choices(group)]
     offered += [f"{section}." for section in sections]
     return offered + [f"+{group}=" for group in own_groups()]
-
-
-def _keys(command: str, section: str, words: list[str]) -> list[str]:
-    """Return the keys of a section, as the choice on the line or else the default has them."""
-    groups = command_groups(command)
-    if section not in groups:
-        return list(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
-    if groups[section] == SAVED:
-        groups = command_groups("train")
-    told = [text.partition("=")[2] for text in words if text.startswith(f"{section}=")]
-    name = told[-1] if told else groups.get(section)
-    return list(content_of(section, name))

@@ -21,10 +21,10 @@ from drafttrain.config.groups import (
     complete,
     conf_dir,
     content_of,
+    keys_of,
     offer_saved,
     own_dir,
     own_groups,
-    read_choice,
 )
 from drafttrain.config.overrides import (
     ADMITTED,
@@ -40,42 +40,10 @@ from drafttrain.config.overrides import (
     with_target,
 )
 from drafttrain.config.resume import run_to_resume, with_saved
-from drafttrain.config.sections import (
-    COMMANDS,
-    CaptureConfig,
-    CompareConfig,
-    Config,
-    EvaluateConfig,
-    ExportConfig,
-    PlanConfig,
-    RegenerateConfig,
-    TrainConfig,
-    TuneConfig,
-)
+from drafttrain.config.sections import COMMANDS, Config
 from drafttrain.config.values import build, check_target, sketch, values_of
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
-
-__all__ = [
-    "COMMANDS",
-    "CaptureConfig",
-    "CompareConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "PlanConfig",
-    "RegenerateConfig",
-    "TrainConfig",
-    "TuneConfig",
-    "UsageError",
-    "choices",
-    "command_groups",
-    "compose",
-    "conf_dir",
-    "load_choice",
-    "printed",
-    "recorded",
-    "typed",
-]
 
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
@@ -164,10 +132,10 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
     if command != "train" and SAVED in groups.values():
         saved_run = _saved_run(command, parsed)
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
-    chosen, values = [], []
+    others, chosen, values = own_groups(), [], []
     for override in parsed:
         key = override.key_or_group
-        if key in own_groups():
+        if key in others:
             _check_own_choice(override)
             chosen.append(override)
             continue
@@ -279,21 +247,13 @@ def _section_of(
         return section
     places = ELSEWHERE.get(key, [])
     if key not in ELSEWHERE:
-        places = [f"{name}.{key}" for name in sections if key in _keys(command, name, groups)]
+        places = [f"{name}.{key}" for name in sections if key in keys_of(command, name, groups)]
     places = [place for place in places if place.split(".")[0] in sections]
     hint = did_you_mean(section, sections)
     if places:
         value = str(override.input_line).partition("=")[2]
         hint = f"; did you mean {' or '.join(f'{place}={value}' for place in places[:3])}?"
     raise UsageError(f"no section is called {shown(section)}{hint} sections: {', '.join(sections)}")
-
-
-def _keys(command: str, section: str, groups: dict[str, str]) -> dict[str, Any]:
-    """Return the keys of a section, as its default or another choice has them."""
-    if section not in groups:
-        return dict(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
-    known, default = choices(section), groups[section]
-    return content_of(section, default if default in known else next(iter(known), None))
 
 
 def _check_choice(override: Override, options: list[str]) -> None:

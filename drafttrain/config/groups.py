@@ -62,8 +62,8 @@ def own_dir() -> Path | None:
 
 def own_groups() -> list[str]:
     """Return the groups that are no section, such as `experiment`: they set keys of any section."""
-    folders = [folder for place in (conf_dir(), *_own) for folder in sorted(place.iterdir())]
-    return [folder.name for folder in folders if folder.is_dir() and folder.name not in SECTIONS]
+    files = [file for place in (conf_dir(), *_own) for file in sorted(place.glob("*/*.yaml"))]
+    return list(dict.fromkeys(f.parent.name for f in files if f.parent.name not in SECTIONS))
 
 
 def choices(group: str) -> dict[str, Path]:
@@ -131,6 +131,14 @@ def content_of(group: str, name: str | None) -> dict[str, Any]:
     below = [content_of(group, base) for base in bases(own)]
     own.pop("defaults", None)
     return {key: value for base in below for key, value in base.items()} | own
+
+
+def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
+    """Return the keys of a section of a command, as its choice has them, or else another does."""
+    if section not in chosen:
+        return list(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
+    known, name = choices(section), chosen[section]
+    return list(content_of(section, name if name in known else next(iter(known), None)))
 
 
 def bases(content: dict[str, Any]) -> list[str]:

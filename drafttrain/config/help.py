@@ -149,7 +149,8 @@ options:
   COMMAND --info defaults   print which files of conf/ are composed, and in which order
   COMMAND --multirun (-m)   one job for each combination of drafter=eagle3,medusa run.seed=0,1
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
-  --shell-completion install=bash (zsh, fish): eval "$(drafttrain -sc install=bash)" completes words
+  --shell-completion        eval "$({CALL} -sc install=bash)" completes what you type;
+                            install=zsh alike, install=fish by `| source`
   --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
   --version
 

@@ -124,6 +124,8 @@ def _values(override: Override) -> list[str]:
 def _place(command: str, folder: Path, name: str, given: set[str], told: list[str]) -> list[str]:
     """Return what lets a job write where no other of the sweep does."""
     key = PLACES.get(command)
+    if command == "evaluate" and not given & {"drafter", "drafter.path"}:
+        key = None  # it needs a run, which is not there
     added = {} if key is None or key in given else {key: str(folder / name)}
     if command == "regenerate" and added:
         added = {"regenerate.out": f"{folder / name}.jsonl"}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from architectures import EXACT, SHAPE, build, model_config_of, settings_of
 from builders import drafter_config
 from memory_tracker import PeakBytes, bytes_of
@@ -47,7 +46,7 @@ from drafttrain.plan.shapes import Shape, UnknownShapeError, inflated, read_shap
 from drafttrain.plan.throughput import Load
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target.model import load_target
-from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.training.engine.build import build_engine
 
@@ -85,12 +84,7 @@ def shape(**changes: Any) -> Shape:
 
 def model_of(name: str, **changes: Any) -> ModelConfig:
     """A target as conf/model/<name>.yaml says, less what is changed."""
-    values = yaml.safe_load(choices("model")[name].read_text())
-    values.pop("defaults", None)
-    kind = (
-        RandomModelConfig if values.pop("_target_").endswith("RandomModelConfig") else ModelConfig
-    )
-    return kind(**values | changes)
+    return replace(load_choice("model", name), **changes)
 
 
 WIDE = shape()
