@@ -1,7 +1,6 @@
 """--multirun: jobs one after the other, a record of them, and the same command taken up again."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lives import settings, write_conversations
 from paths import PYTHONPATH
 
 from drafttrain.__main__ import main
@@ -63,7 +61,7 @@ def test_what_is_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixtur
     assert "lr_fast  trainer.lr=fast  done before: best checkpoint: x\n" in said.out
     assert "next: python -m drafttrain evaluate --multirun run.dir=sweep/lr_fast\n" in said.out
     assert said.err.startswith("error: 1 of 2 jobs failed: lr_-1;")
-    # A training that was begun is resumed; a job that is told otherwise is another.
+    # A job that is told otherwise is another.
     log = (here / "sweep" / "logs" / "lr_-1.log").read_text()
     assert log.count("error: trainer.lr must be") == 2
     assert main([*FAILING, "trainer.max_steps=3"]) == 1
@@ -132,25 +130,3 @@ def test_a_signal_stops_the_job_and_the_sweep(
     assert error.endswith(f"{said}; the same command goes on with the sweep\n")
     (line,) = record(here / "sweep")
     assert (line["name"], line["result"]) == ("seed_0", "stopped")
-
-
-@pytest.mark.slow
-def test_a_training_that_was_begun_is_resumed(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_conversations(here / "data.jsonl")
-    told = settings(here / "unused", here / "data.jsonl", "trainer.max_steps=2")
-    told = [text for text in told[1:] if not text.startswith(("run.dir=", "run.name="))]
-    sweep = ["train", "--multirun", "hydra.sweep.dir=sweep", *told, "run.seed=0,1"]
-    assert main(sweep) == 0, capsys.readouterr()
-    before = record(here / "sweep")
-    # As a machine that went down leaves it.
-    lines = [before[0] | {"result": "begun", "status": None, "said": ""}]
-    (here / "sweep" / "jobs.jsonl").write_text(json.dumps(lines[0]) + "\n")
-    capsys.readouterr()
-    os.environ.pop("RANK", None)
-    assert main([*sweep]) == 1, "seed_1 has a run that the record does not know"
-    log = (here / "sweep" / "logs" / "seed_0.log").read_text()
-    assert "nothing is left to train" in log
-    assert record(here / "sweep")[0]["result"] == "done"
-    assert "run.resume=true" in record(here / "sweep")[1]["said"]
