@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain import __version__
-from drafttrain.config.compose import compose, printed, typed
+from drafttrain.config.completion import answer
+from drafttrain.config.compose import compose, defaults_of, printed, typed
 from drafttrain.config.groups import command_groups, own_choices
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS
@@ -42,7 +43,10 @@ GOES_ON = {
     "evaluate": "; the same command goes on from what it measured",
     "tune": "; the same command goes on from what it measured",
 }
-OPTIONS = ("--help", "--config", "--config-dir", "--slurm", "--version")
+OPTIONS = (
+    *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),
+    *("--shell-completion", "--version"),
+)
 
 
 @dataclass
@@ -53,6 +57,9 @@ class Request:
     overrides: list[str] = field(default_factory=list)
     help: bool = False
     show_config: bool = False
+    show_defaults: bool = False
+    completion: str | None = None
+    multirun: bool = False
     version: bool = False
     slurm: str | None = None  # options of sbatch, KEY=VALUE,...
     config_dir: Path | None = None
@@ -77,10 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         settle()
         request = read(arguments)
         with own_choices(request.config_dir):
+            if request.completion is not None:
+                print(answer(request.completion, OPTIONS))
+                return 0
             if request.version or request.help or request.command is None:
                 print(__version__ if request.version else _help(request))
                 return 0
             command = request.command
+            if request.multirun:
+                return _multirun(request)
+            if request.show_defaults:
+                for file, section in defaults_of(command, request.overrides):
+                    print(f"{file:<40}{section}".rstrip())
+                return 0
             config = compose(command, request.overrides)
             if request.show_config:
                 print(printed(config), end="")
@@ -141,6 +157,18 @@ def read(arguments: Sequence[str]) -> Request:
             request.help = True
         elif name in ("-c", "--config"):
             request.show_config = True
+        elif name in ("--cfg", "--info"):  # as Hydra spells it
+            known = "job" if name == "--cfg" else "defaults"
+            what = value if equals else next(rest, "")
+            if what != known:
+                raise UsageError(f"{name} must be {known}, got {shown(what) or 'nothing'}")
+            request.show_config |= name == "--cfg"
+            request.show_defaults |= name == "--info"
+        elif name in ("-sc", "--shell-completion"):
+            # query= has the line that is typed, which may hold another =.
+            request.completion = value if equals else next(rest, "")
+        elif name in ("-m", "--multirun"):
+            request.multirun = True
         elif name == "--version":
             request.version = True
         elif name == "--config-dir":
@@ -233,6 +261,17 @@ def _foreseen(error: Exception) -> bool:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _multirun(request: Request) -> int:
+    from drafttrain.commands.multirun import multirun
+
+    if request.show_config or request.show_defaults or request.slurm is not None:
+        other = "--slurm" if request.slurm is not None else "--config"
+        raise UsageError(
+            f"{other} is for one job: leave out --multirun, and give each key one value"
+        )
+    return multirun(str(request.command), request.overrides, request.config_dir)
 
 
 def _slurm_script(request: Request, config: Any) -> str:

@@ -18,7 +18,13 @@ FLOORS = (
 
 # Who may import what is heavy, or dangerous, or changes often.
 DOORS = {
-    "hydra": {"config.groups", "config.compose", "config.overrides", "config.resume"},
+    "hydra": {
+        "config.groups",
+        "config.compose",
+        "config.overrides",
+        "config.resume",
+        "config.sweep",
+    },
     "omegaconf": {"config.compose", "config.values"},
     "deepspeed": {"runtime.deepspeed", "training.engine.deepspeed"},
     "accelerate": {"target.pretrained.ends", "target.pretrained.shards", "target.device_map"},

@@ -8,8 +8,10 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -19,9 +21,10 @@ from drafttrain.config.groups import (
     complete,
     conf_dir,
     content_of,
+    keys_of,
     offer_saved,
     own_dir,
-    read_choice,
+    own_groups,
 )
 from drafttrain.config.overrides import (
     ADMITTED,
@@ -36,43 +39,11 @@ from drafttrain.config.overrides import (
     with_start,
     with_target,
 )
-from drafttrain.config.resume import run_to_resume, values_of_run, with_saved
-from drafttrain.config.sections import (
-    COMMANDS,
-    CaptureConfig,
-    CompareConfig,
-    Config,
-    EvaluateConfig,
-    ExportConfig,
-    PlanConfig,
-    RegenerateConfig,
-    TrainConfig,
-    TuneConfig,
-)
+from drafttrain.config.resume import run_to_resume, with_saved
+from drafttrain.config.sections import COMMANDS, Config
 from drafttrain.config.values import build, check_target, sketch, values_of
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
-
-__all__ = [
-    "COMMANDS",
-    "CaptureConfig",
-    "CompareConfig",
-    "EvaluateConfig",
-    "ExportConfig",
-    "PlanConfig",
-    "RegenerateConfig",
-    "TrainConfig",
-    "TuneConfig",
-    "UsageError",
-    "choices",
-    "command_groups",
-    "compose",
-    "conf_dir",
-    "load_choice",
-    "printed",
-    "recorded",
-    "typed",
-]
 
 # Keys that a command takes without their section.
 SHORT = {"compare": {"runs": "compare.runs"}}
@@ -98,6 +69,36 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     The texts of what is returned are `hidden`. Raises UsageError in one line for an unknown
     section, choice or key and for a missing value.
     """
+    try:
+        config = _composed(*_chosen(command, overrides))
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
+        sections = [field.name for field in fields(COMMANDS[command])]
+        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UsageError(shown(error, 400)) from error
+    return OmegaConf.create(hidden(plain))
+
+
+def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the files that a command composes, in order, and the section that each fills."""
+    head, chosen, _ = _chosen(command, overrides)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        try:
+            found = loader.compute_defaults_list(head, _groups_told(chosen), RunMode.RUN).defaults
+        except (HydraException, yaml.YAMLError) as error:
+            raise UsageError(shown(error, 400)) from error
+    return [
+        (str(entry.config_path), entry.package or "")
+        for entry in found
+        if not str(entry.config_path).startswith(("hydra", "_dummy"))
+    ]
+
+
+def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override], list[Override]]:
+    """Return the yaml that heads a command, the choices it is told, and the values."""
     parsed = parse(command, [_in_full(command, text) for text in overrides])
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
@@ -112,7 +113,7 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     if resumed is not None:
         restored = [group for group in groups if group in resumed]
         offer_saved(resumed, restored, sections)
-        parsed = with_saved(parsed, restored)
+        parsed = with_saved(parsed, resumed, restored)
         groups |= {group: SAVED for group in restored}
     if start is not None:
         offered = STARTED_FROM if os.path.isfile(start / CONFIG) else ()
@@ -131,10 +132,15 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     if command != "train" and SAVED in groups.values():
         saved_run = _saved_run(command, parsed)
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
-    chosen, values = [], []
+    others, chosen, values = own_groups(), [], []
     for override in parsed:
+        key = override.key_or_group
+        if key in others:
+            _check_own_choice(override)
+            chosen.append(override)
+            continue
         section = _section_of(override, command, sections, groups)
-        if section != override.key_or_group:
+        if section != key:
             values.append(override)
             continue
         if section not in groups:
@@ -147,27 +153,8 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
                 "drafter.path=DIR, or train it further, python -m drafttrain train "
                 "run.init_from=DIR"
             )
-        chosen.append(str(override.input_line))
-    own = own_dir()
-    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
-    try:
-        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = hydra.compose(head, overrides=[*search, *chosen])
-        for key, value in values_of_run(resumed).items() if resumed else ():
-            OmegaConf.update(config, key, hidden(value))
-        for override in values:
-            key, added = override.key_or_group, override.type != OverrideType.CHANGE
-            _check_key(key, added, config)
-            # A dict replaces the one before it, as a list does; DeepSpeed's own keys are joined.
-            merge = key.split(".")[0] == "deepspeed"
-            OmegaConf.update(config, key, override.value(), merge=merge, force_add=added)
-        missing = sorted(OmegaConf.missing_keys(config))
-        if missing:
-            raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
-        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UsageError(shown(error, 400)) from error
-    return OmegaConf.create(hidden(plain))
+        chosen.append(override)
+    return head, chosen, values
 
 
 def typed(config: DictConfig, schema: type[Config]) -> Config:
@@ -215,6 +202,37 @@ def recorded(folder: Path, schema: type[Config], key: str) -> Config:
     return _typed({field.name: complete(field.name, saved) for field in fields(schema)}, schema)
 
 
+def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:
+    """Return what Hydra composes, less its words for a key that is not there: those are ours."""
+    search = _groups_told(chosen)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        try:
+            return hydra.compose(head, [*search, *(text for o in values for text in _told(o))])
+        except (HydraException, OmegaConfBaseException):
+            config = hydra.compose(head, search)
+            for override in values:
+                _check_key(override, config)
+            raise
+
+
+def _groups_told(chosen: list[Override]) -> list[str]:
+    """Return the choices as Hydra is told them, and where the user's own are."""
+    own = own_dir()
+    search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
+    return search + [str(override.input_line) for override in chosen]
+
+
+def _told(override: Override) -> list[str]:
+    """Return a value as Hydra is told it."""
+    key, text = override.key_or_group, str(override.input_line)
+    if key.split(".")[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
+        return [text]
+    # A key that is there needs no plus, and no other can be added.
+    text = text.lstrip("+")
+    # A dict replaces the one before it, as a list does; Hydra would join them.
+    return [f"{key}=null", text] if isinstance(override.value(), dict) else [text]
+
+
 def _in_full(command: str, text: str) -> str:
     key, equals, value = text.partition("=")
     return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
@@ -229,21 +247,13 @@ def _section_of(
         return section
     places = ELSEWHERE.get(key, [])
     if key not in ELSEWHERE:
-        places = [f"{name}.{key}" for name in sections if key in _keys(command, name, groups)]
+        places = [f"{name}.{key}" for name in sections if key in keys_of(command, name, groups)]
     places = [place for place in places if place.split(".")[0] in sections]
     hint = did_you_mean(section, sections)
     if places:
         value = str(override.input_line).partition("=")[2]
         hint = f"; did you mean {' or '.join(f'{place}={value}' for place in places[:3])}?"
     raise UsageError(f"no section is called {shown(section)}{hint} sections: {', '.join(sections)}")
-
-
-def _keys(command: str, section: str, groups: dict[str, str]) -> dict[str, Any]:
-    """Return the keys of a section, as its default or another choice has them."""
-    if section not in groups:
-        return dict(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
-    known, default = choices(section), groups[section]
-    return content_of(section, default if default in known else next(iter(known), None))
 
 
 def _check_choice(override: Override, options: list[str]) -> None:
@@ -255,9 +265,19 @@ def _check_choice(override: Override, options: list[str]) -> None:
         )
 
 
-def _check_key(dotted: str, added: bool, config: DictConfig) -> None:
+def _check_own_choice(override: Override) -> None:
+    key = override.key_or_group
+    if override.type != OverrideType.ADD:
+        raise UsageError(
+            f"{key} is in no defaults: it takes a plus, as in +{key}={override.value()}"
+        )
+    _check_choice(override, sorted(choices(key)))
+
+
+def _check_key(override: Override, config: DictConfig) -> None:
+    dotted = override.key_or_group
     path = dotted.split(".")
-    if added and path[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
+    if override.type != OverrideType.CHANGE and path[0] == "deepspeed":
         return
     node: Any = config
     for depth, key in enumerate(path):

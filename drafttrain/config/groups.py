@@ -11,6 +11,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 
 from drafttrain.config.overrides import SAVED, UsageError, hidden
+from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.untrusted_input import shown
 
 # What lets code of others run here is not taken from the config.yaml of a run.
@@ -57,6 +58,12 @@ _own: list[Path] = []  # of this process: one command line, one --config-dir
 def own_dir() -> Path | None:
     """Return the folder that --config-dir names."""
     return _own[0] if _own else None
+
+
+def own_groups() -> list[str]:
+    """Return the groups that are no section, such as `experiment`: they set keys of any section."""
+    files = [file for place in (conf_dir(), *_own) for file in sorted(place.glob("*/*.yaml"))]
+    return list(dict.fromkeys(f.parent.name for f in files if f.parent.name not in SECTIONS))
 
 
 def choices(group: str) -> dict[str, Path]:
@@ -121,8 +128,23 @@ def content_of(group: str, name: str | None) -> dict[str, Any]:
     if name not in files:
         return {}
     own = read_choice(files[name])
-    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != name]
-    return {key: value for base in bases for key, value in content_of(group, base).items()} | own
+    below = [content_of(group, base) for base in bases(own)]
+    own.pop("defaults", None)
+    return {key: value for base in below for key, value in base.items()} | own
+
+
+def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
+    """Return the keys of a section of a command, as its choice has them, or else another does."""
+    if section not in chosen:
+        return list(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
+    known, name = choices(section), chosen[section]
+    return list(content_of(section, name if name in known else next(iter(known), None)))
+
+
+def bases(content: dict[str, Any]) -> list[str]:
+    """Return the choices of the same group that a choice builds on."""
+    named = content.get("defaults", [])
+    return [base for base in named if isinstance(base, str) and base != "_self_"]
 
 
 def read_choice(file: Path) -> dict[str, Any]:

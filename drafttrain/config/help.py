@@ -4,7 +4,14 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from drafttrain.config.groups import choices, command_groups, conf_dir
+from drafttrain.config.groups import (
+    bases,
+    choices,
+    command_groups,
+    conf_dir,
+    own_groups,
+    read_choice,
+)
 from drafttrain.config.overrides import SAVED
 from drafttrain.config.sections import COMMANDS
 
@@ -138,8 +145,12 @@ With a target of your own, from the Hub or from a local directory:
 options:
   COMMAND --help            its sections, their choices, the keys most used
   COMMAND --help SECTION    every key of a section
-  COMMAND --config          print the composed configuration instead of running
+  COMMAND --config          print the composed configuration instead of running (--cfg job)
+  COMMAND --info defaults   print which files of conf/ are composed, and in which order
+  COMMAND --multirun (-m)   one job for each combination of drafter=eagle3,medusa run.seed=0,1
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
+  --shell-completion        eval "$({CALL} -sc install=bash)" completes what you type;
+                            install=zsh alike, install=fish by `| source`
   --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
   --version
 
@@ -165,6 +176,11 @@ def command_help(command: str) -> str:
             lines += _row(f"{section}=saved *", f"as run.dir was trained; or {others}")
         for name, file in files if default != SAVED else []:
             lines += _row(f"{section}={name}{' *' * (name == default)}", headline(file))
+    if SAVED not in groups.values():
+        for group in own_groups():
+            lines += ["", f"{group}: values of several sections at once:"]
+            for name, file in sorted(choices(group).items()):
+                lines += _row(f"+{group}={name}", headline(file))
     lines += ["", f"keys most used (all keys of a section: {CALL} {command} --help SECTION):"]
     for key in MOST_USED[command]:
         comment, value = _find(command, key)
@@ -199,16 +215,21 @@ def headline(file: Path) -> str:
     for line in file.read_text().splitlines():
         if not line.startswith("#"):
             break
-        lines.append(line.lstrip("# "))
+        if not line.startswith("# @"):  # where Hydra puts its keys
+            lines.append(line.lstrip("# "))
     return " ".join(lines)
 
 
 def documented(file: Path) -> dict[str, tuple[str, str]]:
     """Return (the comment above, the value as written) of every key, by its dotted name.
 
+    A choice that builds on another has the other's keys too, and its comments where it has none.
     Below the first level only what has a comment counts: DeepSpeed's own keys have none.
     """
     found: dict[str, tuple[str, str]] = {}
+    files = choices(file.parent.name)
+    for base in bases(read_choice(file)):
+        found |= documented(files[base]) if base in files else {}
     comment: list[str] = []
     parent = ""
     for line in file.read_text().splitlines():
@@ -223,7 +244,8 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
                 parent = key
             if comment or (value and not nested):
                 name = f"{parent}.{key}" if nested else key
-                found[name] = (" ".join(comment), value.strip())
+                said = " ".join(comment) or found.get(name, ("",))[0]
+                found[name] = (said, value.strip())
         comment = []
     return found
 

@@ -25,8 +25,11 @@ class UsageError(ValueError):
     """What was typed cannot be meant: a command, a section, a choice, a key or a value."""
 
 
-def parse(command: str, overrides: Sequence[str]) -> list[Override]:
-    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text."""
+def parse(command: str, overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
+    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text.
+
+    sweeps: whether a key may have several values, as in a,b and range(3).
+    """
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -50,10 +53,10 @@ def parse(command: str, overrides: Sequence[str]) -> list[Override]:
                 override = parser.parse_override(f"{key}={quoted(value)}")
             except HydraException:
                 raise UsageError(f"{key!r} cannot be a key, in {text!r}") from None
-        if override.is_sweep_override():
+        if override.is_sweep_override() and not sweeps:
             raise UsageError(
-                f"one run has one value, got {text!r}; a list is written [a,b], text with a comma "
-                f"in two kinds of quotes: {key}='\"a,b\"'"
+                f"one run has one value, got {text!r}; --multirun makes a run of each; a list is "
+                f"written [a,b], text with a comma in two kinds of quotes: {key}='\"a,b\"'"
             )
         parsed.append(override)
     return parsed

@@ -7,8 +7,8 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from drafttrain.config.groups import WITHHELD, complete
-from drafttrain.config.overrides import SAVED, parse
+from drafttrain.config.groups import WITHHELD, complete, own_groups
+from drafttrain.config.overrides import SAVED, hidden, parse, quoted
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, load_config
 
 Saved = dict[str, dict[str, Any]]
@@ -42,6 +42,7 @@ def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) ->
     if "run.resume" not in given or given["run.resume"].value() is not True:
         return None
     naming = ("run.dir", "run.name") if "run.dir" in given else NAMING
+    naming = (*naming, *own_groups())
     folder = dir_of([str(given[key].input_line) for key in naming if key in given])
     if not (Path(folder) / CONFIG).is_file():
         return None
@@ -50,19 +51,17 @@ def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) ->
     return {**saved, "run": {**saved.get("run", {}), "dir": folder}} if "trainer" in saved else None
 
 
-def with_saved(parsed: list[Override], groups: Iterable[str]) -> list[Override]:
-    """Let the groups be as they were saved, unless another choice is given."""
+def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> list[Override]:
+    """Let the groups and the section `run` be as they were saved, unless otherwise is given."""
     given = {override.key_or_group for override in parsed}
-    return [
-        *parse("train", [f"{group}={SAVED}" for group in groups if group not in given]),
-        *parsed,
-    ]
-
-
-def values_of_run(saved: Saved) -> dict[str, Any]:
-    """Return what the section `run` of a resumed run begins with, by key."""
     run = complete("run", saved)
-    return {f"run.{key}": run[key] for key in (*OF_THE_RUN, "dir")}
+    values = {key: run[key] for key in (*OF_THE_RUN, "dir")}
+    told = [f"{group}={SAVED}" for group in groups if group not in given]
+    told += [
+        f"run.{key}={quoted(hidden(value)) if isinstance(value, str) else _text(value)}"
+        for key, value in values.items()
+    ]
+    return [*parse("train", told), *parsed]
 
 
 def check_resumed(config: Any) -> list[str]:

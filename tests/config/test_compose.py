@@ -13,7 +13,14 @@ from paths import ROOT
 from drafttrain.__main__ import PLACES
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.compose import compose, load_choice, recorded, typed
-from drafttrain.config.groups import choices, command_groups, conf_dir, own_choices
+from drafttrain.config.groups import (
+    bases,
+    choices,
+    command_groups,
+    conf_dir,
+    content_of,
+    own_choices,
+)
 from drafttrain.config.help import EXAMPLES, MOST_USED, documented, headline
 from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
 from drafttrain.runtime.run_folder import RunConfig, check_run_folder, load_config, write_config
@@ -82,21 +89,21 @@ def test_yaml_documents_itself(file: Path) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_group_files_set_each_field_of_their_class_once_and_nothing_else(group: str) -> None:
+def test_choices_set_each_field_of_their_class_once_and_nothing_else(group: str) -> None:
     for name, file in choices(group).items():
-        raw = yaml.safe_load(file.read_text())
-        inherits = any(
-            not isinstance(entry, dict) or "override" not in next(iter(entry))
-            for entry in raw.get("defaults", [])
-        )
-        if inherits:  # a variant of another file says only what differs
-            continue
-        command = "export" if group == "export" else "train"
-        assert command in COMMANDS
-        kind = class_of(group, raw.get("_target_"))
-        keys = set(raw) - {"_target_", "defaults"}
+        kind = class_of(group, content_of(group, name).get("_target_"))
+        keys = set(content_of(group, name)) - {"_target_"}
         assert keys == {field.name for field in fields(kind)}, name
         assert set(documented(file)) >= keys, name
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_choice_that_builds_on_another_says_only_what_differs(group: str) -> None:
+    for name, file in choices(group).items():
+        raw = yaml.safe_load(file.read_text())
+        for base in bases(raw):
+            below = content_of(group, base)
+            assert not [key for key, value in raw.items() if (key, value) in below.items()], name
 
 
 def class_of(group: str, target: str | None) -> type:
@@ -104,6 +111,60 @@ def class_of(group: str, target: str | None) -> type:
 
     module, _, name = (target or SECTIONS[group]).rpartition(".")
     return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_an_experiment_composes_and_types(name: str) -> None:
+    for command, told in (("train", []), ("plan", []), ("capture", ["store.dir=store"])):
+        config = typed(compose(command, [f"+experiment={name}", *told]), COMMANDS[command])
+        for section, values in content_of("experiment", name).items():
+            for key, value in values.items() if section != "defaults" else ():
+                if hasattr(config, section) and "$" not in str(value):
+                    expected = "store" if f"{section}.{key}" == "store.dir" else value
+                    assert getattr(getattr(config, section), key) == expected
+
+
+def test_what_is_typed_wins_over_an_experiment() -> None:
+    config = compose("train", ["trainer.max_steps=7", "+experiment=smoke", "drafter=eagle"])
+    assert (config.trainer.max_steps, config.drafter.name) == (7, "eagle")
+    assert (config.hardware.name, config.trainer.save_every) == ("cpu", 2)
+
+
+def test_a_group_of_ones_own_sets_keys_of_any_section(tmp_path: Path) -> None:
+    (tmp_path / "ablation").mkdir()
+    text = "# @package _global_\n# Mine.\ndefaults:\n  - override /drafter: medusa\n"
+    (tmp_path / "ablation" / "wide.yaml").write_text(f"{text}trainer:\n  lr: 0.5\n")
+    with own_choices(tmp_path):
+        config = compose("train", ["+ablation=wide"])
+        assert (config.drafter.name, config.trainer.lr) == ("medusa", 0.5)
+        with pytest.raises(ValueError, match=r"ablation=wid is not a choice; did you mean wide\?"):
+            compose("train", ["+ablation=wid"])
+        with pytest.raises(ValueError, match=r"takes a plus, as in \+ablation=wide"):
+            compose("train", ["ablation=wide"])
+    with pytest.raises(ValueError, match="no section is called ablation"):
+        compose("train", ["+ablation=wide"])
+
+
+def test_an_own_choice_builds_on_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    text = "# Mine.\ndefaults:\n  - eagle3\n  - _self_\n\nname: mine\nunroll: 5\n"
+    (tmp_path / "drafter" / "mine.yaml").write_text(text)
+    with own_choices(tmp_path):
+        config = compose("train", ["drafter=mine"])
+        assert (config.drafter.unroll, config.drafter.depth_decay) == (5, 0.8)
+        assert load_choice("drafter", "mine").unroll == 5
+        told = documented(tmp_path / "drafter" / "mine.yaml")
+    assert told["unroll"][1] == "5"
+    assert told["unroll"][0].startswith("Depths that training unrolls")
+
+
+def test_a_dict_replaces_the_one_before_it() -> None:
+    losses = "drafter.losses={forward_kl: 0.5}"
+    assert compose("train", [losses]).drafter.losses == {"forward_kl": 0.5}
+    later = compose("train", [losses, "drafter.losses.forward_kl=2"])
+    assert later.drafter.losses == {"forward_kl": 2}
+    shape = compose("train", ["model.shape={hidden_size: 8}", "model=llama8b"]).model.shape
+    assert shape == {"hidden_size": 8}
 
 
 def test_a_field_that_yaml_lacks_or_invents_is_an_error(tmp_path: Path) -> None:
@@ -222,12 +283,11 @@ def test_a_run_folder_that_moved_is_found_where_it_is(run_folder: Path, tmp_path
 
 def test_each_command_asks_for_sections_it_knows() -> None:
     for command, schema in COMMANDS.items():
-        # `trainer` stands in every primary file, because an entry of conf/model may choose it.
         own = PLACES.get(command, "run")
-        unread = set() if command == "compare" else {"trainer"}
-        assert {field.name for field in fields(schema)} | unread == set(command_groups(command)) | {
-            own
-        }
+        sections, groups = {field.name for field in fields(schema)}, set(command_groups(command))
+        assert sections - groups <= {own}
+        # Which entries of conf/model or conf/experiment may choose for every command.
+        assert groups - sections <= {"trainer", "features", "deepspeed"}
         composed = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
         assert set(composed) == {"defaults", own}
     told = documented(conf_dir() / "train.yaml")

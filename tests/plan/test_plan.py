@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from architectures import EXACT, SHAPE, build, model_config_of, settings_of
 from builders import drafter_config
 from memory_tracker import PeakBytes, bytes_of
@@ -52,7 +51,7 @@ from drafttrain.plan.throughput import Load
 from drafttrain.plan.trace import DrafterCost, UnknownCostError, trace
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target.model import load_target
-from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.training.engine.build import build_engine
 
@@ -90,12 +89,7 @@ def shape(**changes: Any) -> Shape:
 
 def model_of(name: str, **changes: Any) -> ModelConfig:
     """A target as conf/model/<name>.yaml says, less what is changed."""
-    values = yaml.safe_load(choices("model")[name].read_text())
-    values.pop("defaults", None)
-    kind = (
-        RandomModelConfig if values.pop("_target_").endswith("RandomModelConfig") else ModelConfig
-    )
-    return kind(**values | changes)
+    return replace(load_choice("model", name), **changes)
 
 
 WIDE = shape()

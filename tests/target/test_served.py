@@ -18,12 +18,12 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 
 from drafttrain.__main__ import PLACES, main
+from drafttrain.config.compose import load_choice
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Sample
 from drafttrain.data.batches import collate, documents_of, pack
 from drafttrain.target.describe import read_out
 from drafttrain.target.model import load_target
-from drafttrain.target.pretrained.config import RandomModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
 from drafttrain.target.served import spec_on_disk, visible_name
@@ -107,10 +107,8 @@ def test_what_runs_must_be_what_lies_on_the_disk(tiny_target_dir: Path) -> None:
 
     with pytest.raises(ValueError, match=r"model\.inflate must be null where vLLM runs .*got 1M"):
         directory(dataclasses.replace(model_config(tiny_target_dir), inflate="1M"))
-    values = yaml.safe_load((CONF / "model" / "random.yaml").read_text())
-    del values["_target_"]
     with pytest.raises(ValueError, match="model=random draws its weights, and vLLM loads those"):
-        directory(RandomModelConfig(**values))
+        directory(load_choice("model", "random"))
 
 
 def test_documents_are_found_in_padded_and_in_packed_rows() -> None:

@@ -1,0 +1,153 @@
+"""A sweep: a command line with several values of a key, as a command line for each combination."""
+
+import itertools
+import re
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from drafttrain.config.compose import compose
+from drafttrain.config.groups import choices
+from drafttrain.config.overrides import UsageError, parse, quoted, revealed
+
+FOLDER = "hydra.sweep.dir="  # Hydra's own key, the only one that is taken
+# The key that names what a command writes. `tune` writes into the run that it measures.
+PLACES = {
+    "train": "run.dir",
+    "evaluate": "run.dir",
+    "export": "export.dir",
+    "compare": "compare.dir",
+    "capture": "store.dir",
+    "regenerate": "regenerate.out",
+    "plan": "plan.dir",
+}
+LONGEST = 80  # characters of a name
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command line of a sweep."""
+
+    name: str
+    told: list[str]  # its own of the values that are swept
+    overrides: list[str]  # all that the command is told
+    run: str | None  # the folder of the run that it makes or measures
+    evaluation: str | None  # the name of what it measures there
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The jobs of a sweep, and the folder of what it leaves behind."""
+
+    folder: Path
+    jobs: list[Job]
+
+
+def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
+    """Return a job for every combination of the values that Hydra's sweep syntax gives.
+
+    That is a,b or choice(a,b), range(3), and glob(eagle*) of a group. A job gets a place of its own
+    in the folder of the sweep where none is typed. Each is composed here: UsageError for the first
+    that cannot be.
+    """
+    folders = [text.removeprefix(FOLDER) for text in overrides if text.startswith(FOLDER)]
+    typed = [text for text in overrides if not text.startswith(FOLDER)]
+    parsed = parse(command, typed, sweeps=True)
+    swept = [override.is_sweep_override() for override in parsed]
+    keys = [_leaf(o.key_or_group) for o, several in zip(parsed, swept, strict=True) if several]
+    # The same command line finds the same folder again.
+    code = zlib.crc32("\n".join([command, *typed]).encode())
+    own = f"{'-'.join([command, *keys])[:LONGEST]}-{code:08x}"
+    folder = Path(folders[-1]) if folders else Path("outputs", "sweeps", own)
+    given = {override.key_or_group for override in parsed}
+    jobs, names = [], Counter[str]()
+    for values in itertools.product(*map(_values, parsed)):
+        told = [value for value, several in zip(values, swept, strict=True) if several]
+        name = _name(told) or command
+        names[name] += 1
+        if names[name] > 1:
+            name = f"{name}-no{names[name]}"
+        words = [*values, *_place(command, folder, name, given, told)]
+        config: Any = compose(command, words)
+        run = revealed(config.run.dir) if "run" in config else None
+        evaluation = revealed(config.eval.name) if command == "evaluate" else None
+        jobs.append(Job(name, told, words, run, evaluation))
+    return Sweep(folder, jobs)
+
+
+def several(key: str, values: Sequence[str]) -> str:
+    """Return the override that sweeps over these texts."""
+    return f"{key}={','.join(map(_written, values))}"
+
+
+def listed(key: str, values: Sequence[str]) -> str:
+    """Return the override that gives a list of these texts."""
+    return f"{key}=[{','.join(map(_written, values))}]"
+
+
+def _written(text: str) -> str:
+    return text if re.fullmatch(r"[\w./+-]+", text) else quoted(text)
+
+
+class _Groups:
+    """What Hydra's glob(...) asks for the choices of a group."""
+
+    def get_group_options(self, group_name: str, results_filter: object = None) -> list[str]:
+        return sorted(choices(group_name))
+
+
+def _values(override: Override) -> list[str]:
+    """Return what one override stands for, each as it would be typed alone."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    loader: Any = _Groups()
+    override.config_loader = loader
+    try:
+        if not override.is_discrete_sweep():
+            raise HydraException("an interval has no end of values")
+        found = [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise UsageError(
+            f"{override.input_line} must give values one by one, as a,b or range(3): {error}"
+        ) from error
+    if not found:
+        raise UsageError(f"{override.input_line} must give values, got none")
+    return found
+
+
+def _place(command: str, folder: Path, name: str, given: set[str], told: list[str]) -> list[str]:
+    """Return what lets a job write where no other of the sweep does."""
+    key = PLACES.get(command)
+    if command == "evaluate" and not given & {"drafter", "drafter.path"}:
+        key = None  # it needs a run, which is not there
+    added = {} if key is None or key in given else {key: str(folder / name)}
+    if command == "regenerate" and added:
+        added = {"regenerate.out": f"{folder / name}.jsonl"}
+    if command == "train":
+        added["run.name"] = name
+    if command == "evaluate" and "run.dir" in given:
+        own = _name([text for text in told if not text.startswith("run.dir=")])
+        added = {"eval.name": own} if own else {}
+    return [f"{key}={quoted(value)}" for key, value in added.items() if key not in given]
+
+
+def _name(told: Sequence[str]) -> str:
+    """Return a name for what is told: eagle3-seed_0 for drafter=eagle3 run.seed=0."""
+    parts = []
+    for text in told:
+        key, _, value = text.lstrip("+").partition("=")
+        value = value.strip("'\"")
+        if key == "run.dir":  # whose last part is a name already
+            value = Path(value).name
+        parts.append(value if "." not in key or key == "run.dir" else f"{_leaf(key)}_{value}")
+    return re.sub(r"[^\w.+-]+", "_", "-".join(parts)).strip("_.-")[:LONGEST]
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]

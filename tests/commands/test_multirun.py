@@ -1,0 +1,132 @@
+"""--multirun: jobs one after the other, a record of them, and the same command taken up again."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import PYTHONPATH
+
+from drafttrain.__main__ import main
+
+# Each fails within a second, before anything heavy is imported.
+FAILING = ["train", "-m", "hydra.sweep.dir=sweep", "trainer.lr=fast,-1"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    return tmp_path
+
+
+def record(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
+
+
+def test_a_job_that_fails_is_named_and_the_rest_is_done(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(FAILING) == 1
+    said = capsys.readouterr()
+    assert "1/2  lr_fast  trainer.lr=fast  failed after " in said.out
+    assert "2/2  lr_-1  trainer.lr=-1  failed after " in said.out
+    assert ": error: trainer.lr must be a number, got fast" in said.out
+    assert said.err == (
+        "error: 2 of 2 jobs failed: lr_fast, lr_-1; their output is in sweep/logs; the same "
+        "command tries them again\n"
+    )
+    lines = record(here / "sweep")
+    assert [(line["name"], line["result"], line["status"]) for line in lines] == [
+        ("lr_fast", "failed", 2),
+        ("lr_-1", "failed", 2),
+    ]
+    assert lines[0]["said"] == "error: trainer.lr must be a number, got fast"
+    assert (here / "sweep" / "logs" / "lr_fast.log").read_text().startswith("error: ")
+
+
+def test_what_is_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(FAILING)
+    lines = record(here / "sweep")
+    lines[0] |= {"result": "done", "status": 0, "said": "best checkpoint: x"}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (here / "sweep" / "jobs.jsonl").write_text(text)
+    capsys.readouterr()
+    assert main(FAILING) == 1
+    said = capsys.readouterr()
+    assert "lr_fast  trainer.lr=fast  done before: best checkpoint: x\n" in said.out
+    assert "next: python -m drafttrain evaluate --multirun run.dir=sweep/lr_fast\n" in said.out
+    assert said.err.startswith("error: 1 of 2 jobs failed: lr_-1;")
+    # A job that is told otherwise is another.
+    log = (here / "sweep" / "logs" / "lr_-1.log").read_text()
+    assert log.count("error: trainer.lr must be") == 2
+    assert main([*FAILING, "trainer.max_steps=3"]) == 1
+    assert "done before" not in capsys.readouterr().out
+
+
+def test_what_is_to_compare_is_printed_after_the_last(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(FAILING)
+    lines = [line | {"result": "done", "status": 0} for line in record(here / "sweep")]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (here / "sweep" / "jobs.jsonl").write_text(text)
+    capsys.readouterr()
+    assert main(FAILING) == 0
+    said = capsys.readouterr().out.splitlines()
+    both = "sweep/lr_fast,sweep/lr_-1"
+    assert said[-2] == f"next: python -m drafttrain evaluate --multirun run.dir={both}"
+    assert said[-1] == f"then: python -m drafttrain compare 'runs=[{both}]'"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("train -m drafter=eagel,medusa", "drafter=eagel is not a choice; did you mean eagle?"),
+        ("train -m run.seed=0,1 --slurm", "--slurm is for one job: leave out --multirun"),
+        ("train -m run.seed=0,1 --config", "--config is for one job"),
+        ("train run.seed=0,1", "one run has one value, got 'run.seed=0,1'; --multirun makes a"),
+        ("evaluate -m eval.depth=1,2", "run.dir must be given"),
+    ],
+)
+def test_a_mistake_is_answered_and_no_job_begins(
+    told: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(told.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert list(here.iterdir()) == []
+
+
+def test_a_launcher_starts_no_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert main(FAILING) == 2
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "code"),
+    [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "stopped by SIGTERM", 143)],
+)
+def test_a_signal_stops_the_job_and_the_sweep(
+    number: int, said: str, code: int, here: Path
+) -> None:
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "drafttrain", *FAILING[:3], "run.seed=0,1", "model=random"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    until = time.monotonic() + 100
+    while not (here / "sweep" / "logs" / "seed_0.log").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    sweep.send_signal(number)
+    error = sweep.communicate(timeout=100)[1]
+    assert sweep.returncode == code, error
+    assert error.endswith(f"{said}; the same command goes on with the sweep\n")
+    (line,) = record(here / "sweep")
+    assert (line["name"], line["result"]) == ("seed_0", "stopped")

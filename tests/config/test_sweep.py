@@ -1,0 +1,106 @@
+"""A sweep: which jobs a command line stands for, what they are called and where they write."""
+
+from pathlib import Path
+
+import pytest
+
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TrainConfig
+from drafttrain.config.sweep import listed, several, sweep_of
+from drafttrain.runtime.run_folder import write_config
+
+
+def test_every_combination_is_a_job_with_a_name_and_a_run_of_its_own() -> None:
+    told = ["drafter=eagle3,medusa", "trainer.lr=1.0e-3", "run.seed=range(2)"]
+    sweep = sweep_of("train", told)
+    names = ["eagle3-seed_0", "eagle3-seed_1", "medusa-seed_0", "medusa-seed_1"]
+    assert [job.name for job in sweep.jobs] == names
+    assert sweep.jobs[1].told == ["drafter=eagle3", "run.seed=1"]
+    assert [job.run for job in sweep.jobs] == [str(sweep.folder / name) for name in names]
+    assert sweep.folder.parent == Path("outputs/sweeps")
+    config = compose("train", sweep.jobs[3].overrides)
+    assert (config.drafter.name, config.run.seed, config.run.name) == ("medusa", 1, names[3])
+    assert config.trainer.lr == 1e-3
+
+
+def test_the_same_command_line_finds_its_folder_and_another_does_not() -> None:
+    first = sweep_of("train", ["run.seed=0,1"]).folder
+    assert sweep_of("train", ["run.seed=0,1"]).folder == first
+    assert sweep_of("train", ["run.seed=0,2"]).folder != first
+    named = sweep_of("train", ["run.seed=0,2", "hydra.sweep.dir=outputs/mine"])
+    assert named.folder == Path("outputs/mine")
+    assert [job.run for job in named.jobs] == ["outputs/mine/seed_0", "outputs/mine/seed_2"]
+
+
+def test_hydras_ways_to_give_several_values_are_understood() -> None:
+    for text in ("drafter=choice(eagle,eagle3)", "drafter=glob(eagle*)", "drafter=eagle,eagle3"):
+        assert [job.name for job in sweep_of("train", [text]).jobs] == ["eagle", "eagle3"]
+    lists = sweep_of("train", ["drafter.layers=[1,2],[0]", "drafter.losses={forward_kl:1}"])
+    layers = [compose("train", job.overrides).drafter.layers for job in lists.jobs]
+    assert layers == [[1, 2], [0]]
+    assert len({job.run for job in lists.jobs}) == 2
+    assert [job.name for job in sweep_of("train", ["run.seed=3"]).jobs] == ["train"]
+
+
+def test_names_that_meet_are_told_apart() -> None:
+    jobs = sweep_of("train", ["data=jsonl", "data.path='a b','a/b'"]).jobs
+    assert [job.name for job in jobs] == ["path_a_b", "path_a_b-no2"]
+    assert len({job.run for job in jobs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "key"),
+    [
+        ("evaluate", ["drafter=ngram,two_model"], "run.dir"),
+        ("capture", ["drafter=eagle,medusa"], "store.dir"),
+        ("plan", ["drafter=eagle,medusa"], "plan.dir"),
+        ("compare", ["runs=[a,b]", "compare.seed=0,1"], "compare.dir"),
+        ("regenerate", ["data.path=talk.jsonl", "regenerate.seed=0,1"], "regenerate.out"),
+    ],
+)
+def test_no_job_writes_where_another_does(command: str, told: list[str], key: str) -> None:
+    sweep = sweep_of(command, told)
+    section, _, name = key.partition(".")
+    places = {compose(command, job.overrides)[section][name] for job in sweep.jobs}
+    assert len(places) == len(sweep.jobs) == 2
+    assert all(Path(place).parent == sweep.folder for place in places)
+    given = sweep_of(command, [*told, f"{key}=mine"])
+    assert {compose(command, job.overrides)[section][name] for job in given.jobs} == {"mine"}
+
+
+def test_evaluations_of_one_run_get_names_and_those_of_several_do_not(tmp_path: Path) -> None:
+    runs = [str(tmp_path / name) for name in ("a", "b")]
+    for run in runs:
+        Path(run).mkdir()
+        config = typed(compose("train", [f"run.dir={run}"]), TrainConfig)
+        write_config(config, Path(run) / "config.yaml")
+    over_runs = sweep_of("evaluate", [several("run.dir", runs)])
+    assert [(job.name, job.run, job.evaluation) for job in over_runs.jobs] == [
+        ("a", runs[0], "default"),
+        ("b", runs[1], "default"),
+    ]
+    over_depths = sweep_of("evaluate", [f"run.dir={runs[0]}", "eval.depth=2,4"])
+    assert [job.evaluation for job in over_depths.jobs] == ["depth_2", "depth_4"]
+    assert {job.run for job in over_depths.jobs} == {runs[0]}
+
+
+def test_lists_of_paths_are_written_as_they_are_read(tmp_path: Path) -> None:
+    odd = [f"{tmp_path}/a b", f"{tmp_path}/it's,here", "plain-1.0/x"]
+    assert compose("compare", [listed("runs", odd)]).compare.runs == odd
+    jobs = sweep_of("train", ["data=jsonl", several("data.path", odd)]).jobs
+    assert [compose("train", job.overrides).data.path for job in jobs] == odd
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("drafter=eagle,medsua", r"drafter=medsua is not a choice; did you mean medusa\?"),
+        ("trainer.lrr=1,2", "trainer=default has no key lrr"),
+        ("trainer.lr=interval(0,1)", r"must give values one by one, as a,b or range\(3\)"),
+        ("trainer.lr=range(0)", "must give values, got none"),
+        ("hydra.run.dir=x", "no section is called hydra"),
+    ],
+)
+def test_a_mistake_is_answered_before_any_job(told: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sweep_of("train", [told])
