@@ -1,3 +1,26 @@
-"""drafttrain: train, measure and serve the drafters of speculative decoding."""
+"""drafttrain: train, measure and serve the drafters of speculative decoding.
+
+From Python, with what the commands leave behind:
+
+    target = drafttrain.load_target("tiny")
+    drafter = drafttrain.load_drafter("outputs/demo", target)
+    print(drafttrain.generate(target, drafter, "Why is the sky blue?").text)
+    report = drafttrain.evaluate(target, drafter, prompts_per_task=2)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drafttrain.commands.setup.api import evaluate, generate, load_drafter, load_target
 
 __version__ = "0.4.0"
+__all__ = ["evaluate", "generate", "load_drafter", "load_target"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: it brings torch, which takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module 'drafttrain' has no attribute {name!r}")
+    from drafttrain.commands.setup import api
+
+    return getattr(api, name)

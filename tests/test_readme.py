@@ -1,5 +1,7 @@
 """README.md keeps its word: its commands compose, its make targets and its paths exist."""
 
+import ast
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+import drafttrain
 from drafttrain.__main__ import read
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import COMMANDS, TrainConfig
@@ -91,6 +94,23 @@ def test_make_target_in_readme_exists() -> None:
     for line in [*blocks(TEXT), *inline(TEXT)]:
         if line.startswith("make "):
             assert line.split()[1] in known, line
+
+
+def test_python_in_readme_calls_what_the_package_offers() -> None:
+    """Each name and each argument; tests/commands/test_api.py runs them."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.S | re.M)
+    called = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("drafttrain."):
+            name = ast.unparse(node.func).partition(".")[2]
+            arguments = {str(word.arg): word.value for word in node.keywords}
+            inspect.signature(getattr(drafttrain, name)).bind(*node.args, **arguments)
+            called.append(name)
+    assert sorted(called) == sorted(drafttrain.__all__)
+
+
+def test_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 120
 
 
 EXAMPLE = """

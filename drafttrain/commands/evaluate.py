@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, set_up, tuned
+from drafttrain.commands.setup.evaluation import Setup, measured, set_up, tuned
 from drafttrain.commands.setup.target_and_drafter import (
     record_evaluation,
 )
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.evaluation.measure import PLAIN
 from drafttrain.evaluation.record import keep, require_same, settings_of
 from drafttrain.report.adaptation import adaptation_table
@@ -20,9 +19,7 @@ from drafttrain.report.tuning import rich_table
 from drafttrain.report.witness import witness_table
 from drafttrain.report.write import REPORT_FILES, summary_table, write_report
 from drafttrain.runtime.lock import hold, require_free
-from drafttrain.runtime.run_folder import (
-    provenance,
-)
+from drafttrain.runtime.run_folder import provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import open_tracker
 
@@ -49,30 +46,10 @@ def require_kept(config: EvaluateConfig, place: Path, subject: Mapping[str, str]
 
 def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     """Measure what is set up, and write the report to a place that is this command's own."""
-    settings, parts = setup.settings, setup.parts
+    settings = setup.settings
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
-    report, results, journals = evaluate_drafter(
-        parts,
-        setup.prompts,
-        setup.template,
-        settings,
-        folder=place,
-        conditions=setup.conditions,
-        timing=setup.timing,
-        report_settings={
-            "target": config.model.label,
-            "provenance": provenance(sys.argv[1:])
-            | {
-                "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
-                "drafter": setup.origin,
-                "target_fingerprint": parts.target.spec.fingerprint,
-            },
-            "prompts": setup.about_prompts,
-            "notes": setup.notes,
-        },
-        seed=config.run.seed,
-    )
+    report, results, journals = measured(config, setup, place, provenance(sys.argv[1:]))
     keep(place, settings_of(config, setup.subject))
     write_report(report, place)
     if served is not None:  # what we measured is on the disk, whatever becomes of vLLM

@@ -118,6 +118,66 @@ EXAMPLES = {
         "plan model=llama8b hardware=h100x1 deepspeed=zero2 plan.price_per_hour=2.2",
     ),
 }
+# What a command does, beyond its headline.
+ABOUT = {
+    "train": """\
+Data is a file of conversations ({messages: [{role, content}, ...]}, the spellings of
+`conversations` and ShareGPT too), a data set of the Hub, or nothing: with data=selfgen the target
+writes it. The loss covers the assistant's tokens alone. A line that cannot be used is counted and
+named.
+
+Losses do not depend on the micro batch, the ranks or the engine. Logits of a whole batch are never
+held: losses and their gradients are computed in chunks of positions. hardware.target_placement
+says where the target lives: whole on each device, spread by accelerate, partitioned by ZeRO-3, or
+in vLLM. deepspeed= shards the drafter's optimizer, or puts it on the host.
+
+A run may be killed at any instant: on a CPU run.resume=true ends bit for bit where an undisturbed
+run ends. SIGTERM and SIGUSR1 save the step that is reached. A damaged checkpoint is refused by the
+name of its file; run.skip_damaged=true takes the newest whole one. run.init_from=DIR starts from a
+run, or from a directory that engines serve, on new data or for a changed target; its report shows
+acceptance before and after.""",
+    "evaluate": """\
+drafter.path=DIR measures what others trained: EAGLE-3 (native, SafeAILab, speculators), EAGLE-1
+with its bias, Medusa (vLLM, FasterDecoding), any causal model of Transformers. It names what it
+recognised, and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
+drafter=two_model drafter.path=DIR is any smaller model, of the same vocabulary or by token
+intersection.
+
+The report has a verdict for each task with the speedup, money at eval.price_per_hour and the extra
+memory; acceptance length and acceptance per position; tokens per second with and without the
+drafter; 95 % intervals by bootstrap over prompts, paired with the plain loop of the same process;
+prompt lookup beside it; and whether greedy output was identical, token for token, in float32.
+eval.certify=true adds a certificate, which goes into the model card too. Rows of a batch
+(eval.batch_size) have the tokens of batch 1, sampled or greedy.
+
+model.inflate=0.5B gives target and drafter the cost of a larger model: the same text and
+acceptance, labelled in every report. eval.engine=vllm decodes the same prompts with a real vLLM in
+an environment of its own (eval.vllm_python or DRAFTTRAIN_VLLM_PYTHON), and names every output
+whose counters differ.""",
+    "compare": """\
+Rows are paired by prompt, and so are the intervals of their differences; seeds of one setting are
+grouped. Runs must have been evaluated on the same prompts.""",
+    "tune": """\
+It times passes of target and drafter on this machine, predicts the speedup of every depth and
+batch size, measures beside it, and writes the choice where eval.tuned=true and export.tuned=true
+find it.""",
+    "regenerate": """\
+Answers come from Transformers, from vLLM (regenerate.backend=vllm) or from any OpenAI-compatible
+endpoint (regenerate.backend=openai). They are written row by row, and the same command resumes.
+Bad answers are counted and named; one that was cut is trained without an end of turn.""",
+    "export": """\
+It writes the drafter as engines load it, checks names, shapes and completeness (engines do not),
+loads its own output back and compares logits, and prints the commands that serve it.""",
+    "capture": """\
+Size and time are printed first. A killed capture resumes by the same command; a damaged shard is
+named and written again alone. `train features=stored features.validate=false` then trains without
+loading the target.""",
+    "plan": """\
+From yaml alone and offline: memory per GPU by component for every way to shard, features on disk,
+hours, energy, money, and up to which batch the drafter will pay and its caches fit.
+plan.measured=outputs/NAME puts the efficiency of your own run in place of the guessed one. `train`
+prints the short form, and refuses what cannot fit (hardware.check_fit).""",
+}
 CALL = "python -m drafttrain"
 WIDTH = 100
 COLUMN = 30  # where the explanations begin
@@ -167,6 +227,7 @@ def command_help(command: str) -> str:
     groups = command_groups(command)
     lines = [headline(primary(command)), ""]
     lines += [f"usage: {CALL} {command} [SECTION=CHOICE ...] [SECTION.KEY=VALUE ...]", ""]
+    lines += [ABOUT[command], ""]
     lines += ["sections and their choices (* default):"]
     for section in (field.name for field in fields(COMMANDS[command])):
         files = sorted(choices(section).items())

@@ -55,6 +55,7 @@ class Target:
         self.scattered = False  # whether the layers' weights are not whole in this process
         self.placed = ""  # where it lives, and why there
         self.where = ""  # which of them are where, if there is more to say
+        self.config: ModelConfig | None = None  # which it is, where a configuration named it
 
     @property
     def dtype(self) -> torch.dtype:

@@ -78,7 +78,7 @@ def load_placed(
         target = load_spread(config, dtype, str(ranks.device), room_of(ranks.device))
     else:
         raise AssertionError(f"no placement is called {placement.kind}")
-    target.placed = str(placement)
+    target.placed, target.config = str(placement), config
     return target
 
 

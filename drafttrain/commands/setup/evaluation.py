@@ -1,5 +1,6 @@
 """From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from drafttrain.commands.setup.init_from import changed_target, drafter_before
 from drafttrain.commands.setup.target_and_drafter import (
+    GivenDrafter,
     check_fingerprint,
     drafter_to_evaluate,
     inflate_as,
@@ -18,6 +20,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig, TuneConfig
+from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import (
     BUILTIN_PROMPTS,
     Prompt,
@@ -30,13 +33,14 @@ from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
+from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.adaptation import BEFORE
-from drafttrain.report.build import TimingInfo
-from drafttrain.runtime.hardware import choose_device, choose_draft_dtype
+from drafttrain.report.build import Report, TimingInfo
+from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -68,15 +72,50 @@ class Setup:
         return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
 
 
-def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Setup:
+@dataclass(frozen=True)
+class Loaded:
+    """A drafter that has met its target, and the target in the dtype to decode in."""
+
+    given: GivenDrafter
+    target: Target
+    choice: DecodeChoice
+    device: torch.device
+
+
+def load(config: EvaluateConfig | TuneConfig, settings: EvalConfig) -> Loaded:
+    """Load the drafter, then the target, which takes its time. ValueError for what does not fit."""
+    model = config.model
+    device = torch.device(choose_device(config.hardware))
+    choice_of = partial(load_choice, "drafter")
+    given = drafter_to_evaluate(Path(config.run.dir), config.drafter, model, choice_of)
+    for line in given.lines:
+        console.print(line)
+    check_depths(given.drafter, settings)
+    target, choice = load_target_to_decode(model, config.hardware, device)
+    meet(given, target, device)
+    return Loaded(given, target, choice, device)
+
+
+def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
+    """Make a drafter ready to draft for a target. ValueError where it cannot."""
+    drafter = given.drafter
+    if given.checkpoint is not None:  # which the run may have dropped since it was read
+        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
+    drafter.attach(target.tokenizer)
+    drafter.to(device).eval()
+
+
+def set_up(
+    config: EvaluateConfig | TuneConfig, needs_exact: bool = True, loaded: Loaded | None = None
+) -> Setup:
     """Load what is to be measured, saying what that is. ValueError for whatever does not fit.
 
-    needs_exact: the target is wanted in float32 too, where it is timed in another dtype.
+    needs_exact: the target is wanted in float32 too, where it is timed in another dtype. loaded:
+    what is loaded already.
     """
     folder, model = Path(config.run.dir), config.model
     # `tune` chooses the depth: it cannot ask for the one that it has yet to choose.
     settings = config.eval if isinstance(config, TuneConfig) else tuned(config.eval, folder)
-    device = torch.device(choose_device(config.hardware))
     source = settings.source
     prompts, skipped = load_prompts(source)
     if source.path is not None and skipped.counts:
@@ -88,16 +127,9 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
     file = BUILTIN_PROMPTS if source.embedded else source.path
     ours = model.embedded and not model.path
     overlap = overlap_record(file) if file is not None and ours else None
-    given = drafter_to_evaluate(folder, config.drafter, model, partial(load_choice, "drafter"))
+    loaded = loaded or load(config, settings)
+    given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
     drafter = given.drafter
-    for line in given.lines:
-        console.print(line)
-    check_depths(drafter, settings)  # before the target, which takes its time
-    target, choice = load_target_to_decode(model, config.hardware, device)
-    if given.checkpoint is not None:  # which the run may have dropped since it was read
-        check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
-    drafter.attach(target.tokenizer)
-    drafter.to(device).eval()
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     references = reference_drafters(settings, drafter, target, draft_dtype)
     if settings.before and given.checkpoint is not None and isinstance(config, EvaluateConfig):
@@ -170,6 +202,37 @@ def set_up(config: EvaluateConfig | TuneConfig, needs_exact: bool = True) -> Set
             "overlap": overlap,
         },
         notes=[how, "losslessness is checked on first turns", *lines, *given.lines],
+    )
+
+
+def measured(
+    config: EvaluateConfig, setup: Setup, place: Path, record: Mapping[str, Any]
+) -> tuple[Report, list[PromptResult], list[Journal]]:
+    """Measure what is set up: the report, the results behind its headline, and the journals.
+
+    place: of the journals, which are to be finished when the report is on the disk. record: the
+    provenance of the measurement.
+    """
+    return evaluate_drafter(
+        setup.parts,
+        setup.prompts,
+        setup.template,
+        setup.settings,
+        folder=place,
+        conditions=setup.conditions,
+        timing=setup.timing,
+        report_settings={
+            "target": config.model.label,
+            "provenance": {
+                **record,
+                "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
+                "drafter": setup.origin,
+                "target_fingerprint": setup.parts.target.spec.fingerprint,
+            },
+            "prompts": setup.about_prompts,
+            "notes": setup.notes,
+        },
+        seed=config.run.seed,
     )
 
 

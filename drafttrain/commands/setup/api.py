@@ -1,0 +1,275 @@
+"""drafttrain from Python: the target, a drafter, a text and a report, as the commands make them.
+
+Settings are keyword arguments, named and checked as on the command line, where
+`python -m drafttrain evaluate --help model`, `--help drafter` and `--help eval` list them.
+"""
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from drafttrain.commands.setup.evaluation import Loaded, measured, meet, set_up
+from drafttrain.commands.setup.target_and_drafter import (
+    GivenDrafter,
+    drafter_to_evaluate,
+    load_target_to_decode,
+    name_of,
+)
+from drafttrain.config.compose import compose, load_choice, typed
+from drafttrain.config.groups import choices, own_choices
+from drafttrain.config.overrides import UsageError, hidden, quoted
+from drafttrain.config.sections import EvaluateConfig
+from drafttrain.core.chance import SeededChance
+from drafttrain.core.types import Decoded
+from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.records import Message, Unusable, message_of
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
+from drafttrain.report.build import Report
+from drafttrain.report.write import write_report
+from drafttrain.runtime.hardware import DecodeChoice, choose_device
+from drafttrain.runtime.lock import hold
+from drafttrain.runtime.run_folder import CONFIG, provenance
+from drafttrain.runtime.terminal import console
+from drafttrain.runtime.untrusted_input import shown
+from drafttrain.target.model import Target
+
+Messages = Sequence[Mapping[str, str]]  # {"role", "content"}, as in a chat
+
+
+@dataclass(frozen=True)
+class Generated(Decoded):
+    """An answer: its text, its tokens (the end of the turn too), and what they cost."""
+
+    text: str
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per target pass that verified a draft, bonus counted; None without a draft."""
+        counters = self.stats.trimmed
+        if not counters.num_drafts:
+            return None
+        return 1 + counters.num_accepted_tokens / counters.num_drafts
+
+
+def load_target(
+    model: str | Path = "tiny",
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    config_dir: str | Path | None = None,
+    **settings: object,
+) -> Target:
+    """Load a target to decode with, and set the threads of this process as commands do.
+
+    model: a name in conf/model, or a directory with a model of Transformers. dtype: float32,
+    bfloat16, or auto (measured on a CPU). config_dir: yaml of your own, laid out like conf/.
+    settings: keys of `model`, such as revision or max_positions.
+    """
+    with own_choices(None if config_dir is None else Path(config_dir)):
+        known = choices("model")
+        if str(model) in known:
+            chosen = f"model={model}"
+        elif Path(model).expanduser().is_dir():
+            chosen = _setting("model.path", str(model))
+        else:
+            raise UsageError(
+                "model must be the directory of a model or one of "
+                f"{', '.join(sorted(known))}, got {shown(model)}; a model of the Hub is "
+                "load_target('llama8b', repo='owner/name')"
+            )
+        hardware = {"hardware.device": device, "hardware.dtype": dtype}
+        config = _composed("drafter=ngram", chosen, **hardware, **_keys("model", settings))
+    where = torch.device(choose_device(config.hardware))
+    return load_target_to_decode(config.model, config.hardware, where)[0]
+
+
+def load_drafter(
+    drafter: str | Path,
+    target: Target,
+    *,
+    config_dir: str | Path | None = None,
+    **settings: object,
+) -> Drafter:
+    """Load a drafter for a target, in float32 where the target is.
+
+    drafter: the folder of a run (its best checkpoint is taken), a directory with a drafter that
+    others trained, or one that needs no training, "ngram". config_dir: yaml of your own, laid out
+    like conf/, where the run's drafter is your own. settings: keys of `drafter`.
+    """
+    folder = Path(drafter).expanduser()
+    with own_choices(None if config_dir is None else Path(config_dir)):
+        if (folder / CONFIG).is_file():
+            chosen = _setting("run.dir", str(folder))
+        elif folder.is_dir():
+            chosen = _setting("drafter.path", str(folder))
+        elif str(drafter) in choices("drafter"):
+            chosen = f"drafter={drafter}"
+        else:
+            raise UsageError(
+                "drafter must be the folder of a run, the directory of a drafter, or a name in "
+                f"conf/drafter, got {shown(drafter)}, which is none; train one: "
+                "python -m drafttrain train run.name=demo, then load_drafter('outputs/demo', ...)"
+            )
+        config = _composed(chosen, **_keys("drafter", settings))
+        given = drafter_to_evaluate(
+            folder, config.drafter, _config_of(target), partial(load_choice, "drafter")
+        )
+    for line in given.lines:
+        console.print(line)
+    meet(given, target, target.device)
+    return given.drafter
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: str | Messages,
+    *,
+    seed: int = 0,
+    **settings: object,
+) -> Generated:
+    """Answer a text or the messages of a chat; drafter None decodes token by token.
+
+    settings: keys of `eval` that say how to decode (depth, temperature, top_p, rule, stop_strings,
+    max_new_tokens), and template, template_kwargs, template_date. template="none" takes the text as
+    it is, for a target without a chat template.
+    """
+    config = _composed("drafter=ngram", **_decoding(seed, settings))
+    tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
+    told: dict[str, Any] = {
+        "sampling": config.eval.sampling,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "stop_strings": config.eval.stop_strings,
+        "chance": SeededChance(seed),
+    }
+    if drafter is None:
+        decoded = autoregressive_decode(target, tokens, **told)
+    else:
+        _check_pair(target, drafter)
+        told["draft_sampling"] = config.eval.draft_sampling
+        told["rule"], told["depth"] = config.eval.acceptance_rule, config.eval.depth
+        decoded = speculative_decode(target, drafter, tokens, **told)
+    text = target.tokenizer.decode(decoded.tokens, skip_special_tokens=True)
+    return Generated(decoded.tokens, decoded.stats, text)
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    *,
+    folder: str | Path | None = None,
+    seed: int = 0,
+    **settings: object,
+) -> Report:
+    """Measure a drafter as it is now in the whole speculative loop, beside plain decoding.
+
+    folder: gets report.json, report.md, report.html and the measurements, from which a stopped
+    evaluation goes on; None keeps no file. settings: keys of `eval` (prompts, prompts_per_task,
+    depth, certify), and template, template_kwargs, template_date.
+    """
+    if settings.get("engine", "drafttrain") != "drafttrain":
+        raise UsageError(
+            f"engine must be drafttrain here, got {shown(settings['engine'])}; a run is measured "
+            "in vLLM by python -m drafttrain evaluate run.dir=DIR eval.engine=vllm"
+        )
+    _check_pair(target, drafter)
+    config = _composed("drafter=ngram", **_decoding(seed, settings))
+    device, dtype = str(target.device), name_of(target.dtype)
+    config = replace(
+        config,
+        model=_config_of(target),
+        drafter=drafter.config,
+        hardware=replace(config.hardware, device=device, dtype=dtype),
+    )
+    mine = copy.deepcopy(drafter).to(target.device, torch.float32).eval()
+    weights = hashlib.sha256(save({k: v.contiguous() for k, v in mine.state_dict().items()}))
+    origin = f"{drafter.config.name} from Python, weights {weights.hexdigest()[:16]}"
+    threads = torch.get_num_threads()
+    choice = DecodeChoice(target.dtype, threads, f"{dtype} with {threads} threads")
+    loaded = Loaded(GivenDrafter(mine, None, origin, ()), target, choice, target.device)
+    setup = set_up(config, loaded=loaded)
+    record = provenance([]) | {"command": "drafttrain.evaluate(target, drafter)"}
+    if folder is None:
+        with TemporaryDirectory() as removed:
+            return measured(config, setup, Path(removed), record)[0]
+    place = Path(folder)
+    with hold(place, "folder", "evaluate", console.print):
+        report, _, journals = measured(config, setup, place, record)
+        write_report(report, place)
+        for journal in journals:
+            journal.finish()
+    return report
+
+
+def _composed(*chosen: str, **settings: object) -> EvaluateConfig:
+    told = [_setting(key, value) for key, value in settings.items()]
+    return typed(compose("evaluate", [*chosen, *told]), EvaluateConfig)
+
+
+def _keys(section: str, settings: Mapping[str, object]) -> dict[str, object]:
+    return {f"{section}.{key}": value for key, value in settings.items()}
+
+
+def _decoding(seed: int, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return settings by the keys that they have on the command line."""
+    section = lambda key: "data" if key.startswith("template") else "eval"  # noqa: E731
+    return {"run.seed": seed} | {f"{section(key)}.{key}": v for key, v in settings.items()}
+
+
+def _setting(key: str, value: object) -> str:
+    return f"{key}={_spelled(value)}"
+
+
+def _spelled(value: object) -> str:
+    """Return a value as the command line spells it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_spelled(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_spelled, value)) + "]"
+    return quoted(hidden(str(value))) if isinstance(value, str | Path) else str(value)
+
+
+def _messages(prompt: str | Messages) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    try:
+        messages = [message_of(dict(turn), place) for place, turn in enumerate(prompt, 1)]
+        if not messages or messages[-1].role != "user":
+            raise Unusable("no turn" if not messages else f"the {messages[-1].role}'s at the end")
+    except (Unusable, TypeError, ValueError) as error:
+        detail = f" ({error.detail})" if isinstance(error, Unusable) and error.detail else ""
+        raise ValueError(
+            'prompt must be text, or messages such as [{"role": "user", "content": "Hello"}] of '
+            f"which the last is a user's, got {shown(error)}{detail}"
+        ) from error
+    return messages
+
+
+def _config_of(target: Target) -> Any:
+    assert target.config is not None, "a target comes from load_target"
+    return target.config
+
+
+def _check_pair(target: Target, drafter: Drafter) -> None:
+    """Refuse a drafter that was made for a target of another shape."""
+    keys = ("vocab_size", "hidden_size", "num_layers")
+    for key in keys:
+        own, other = getattr(drafter.spec, key), getattr(target.spec, key)
+        if own != other:
+            raise ValueError(
+                f"drafter must be one for {target.spec.name}, whose {key} is {other:,}, got one "
+                f"for {drafter.spec.name}, where it is {own:,}; load it with "
+                "load_drafter(..., target)"
+            )
