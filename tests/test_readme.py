@@ -13,6 +13,7 @@ import drafttrain
 from drafttrain.__main__ import read
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import COMMANDS, TrainConfig
+from drafttrain.config.sweep import sweep_of
 from drafttrain.runtime.run_folder import write_config
 
 TEXT = (ROOT / "README.md").read_text() if (ROOT / "README.md").is_file() else ""
@@ -80,7 +81,9 @@ def test_command_in_readme_composes(
             Path(folder).mkdir(parents=True)
             saved = typed(compose("train", [f"run.dir={folder}"]), TrainConfig)
             write_config(saved, Path(folder) / "config.yaml")
-    if not request.help:
+    if request.multirun:
+        assert len(sweep_of(request.command, request.overrides).jobs) > 1  # each composes
+    elif not request.help:
         typed(compose(request.command, request.overrides), COMMANDS[request.command])
 
 

@@ -34,8 +34,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.journal import Journal
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
+from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.adaptation import BEFORE
@@ -207,7 +207,7 @@ def set_up(
 
 def measured(
     config: EvaluateConfig, setup: Setup, place: Path, record: Mapping[str, Any]
-) -> tuple[Report, list[PromptResult], list[Journal]]:
+) -> tuple[Report, list[PromptResult], list[Measurements]]:
     """Measure what is set up: the report, the results behind its headline, and the journals.
 
     place: of the journals, which are to be finished when the report is on the disk. record: the
