@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import model_config
+from drafttrain.report.certificate import Check, certificate, certificate_rows
 from test_drafters import random_drafter
 from test_evaluate import settings
 
@@ -14,7 +15,6 @@ from drafttrain.core.ops.growing import RaggedCache
 from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS, Lenience, Typical
 from drafttrain.evaluation.certify import certify, near_tie
-from drafttrain.report.certificate import Check, certificate, certificate_rows
 from drafttrain.target.model import Target, load_target
 
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "certify": True}

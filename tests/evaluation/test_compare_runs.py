@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from drafttrain.report.certificate import Check, certificate
 from rich.console import Console
 from safetensors.torch import save_file
 from scipy.stats import norm
@@ -25,7 +26,6 @@ from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
 from drafttrain.evaluation.config import CompareConfig
 from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
-from drafttrain.report.certificate import Check, certificate
 from drafttrain.report.comparison_pages import (
     comparison_html,
     comparison_markdown,

@@ -12,16 +12,12 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs
 from drafttrain.evaluation.config import CompareConfig
-from drafttrain.evaluation.evaluate import certificate_table
-from drafttrain.report.adaptation import with_adaptation
-from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
-from drafttrain.report.certificate import Check, certificate
+from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.comparison_pages import write_comparison
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.statistics import Resampling
-from drafttrain.report.sweep import sweep_point, sweep_table
-from drafttrain.report.verdict import ExtraMemory
-from drafttrain.report.write import write_report
+from drafttrain.report.pages import write_report
+from drafttrain.report.results import Check, ExtraMemory, LosslessCheck, TimingInfo
+from drafttrain.report.tables import certificate_table, sweep_table
 
 GOLDEN = ROOT / "tests" / "golden"
 DIVERGENCE = {"prompt": "prompt 1", "position": 3, "gap": 0.25, "noise": 1e-5, "tie": False}
@@ -61,7 +57,7 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
         Check("one-step law", True, 1e-7, "1e-6", "at most 1e-07 apart", []),
         Check("law of the text", None, 0.1, "none", "0.1 apart", []),
     ]
-    section = certificate(checks, rule="greedy", lossless=True, dtype="float32", num_prompts=2)
+    section = certified(checks, rule="greedy", lossless=True, dtype="float32", num_prompts=2)
     report = build_report(
         results,
         target="tiny",
@@ -91,7 +87,7 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
         verdict=VerdictSettings(1.05, 3.6, "EUR"),
         memory=ExtraMemory(3 * 2**20, 1024),
     )
-    write_report(with_adaptation(report, Resampling(200, 0)), folder)
+    write_report(report, folder)
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportConfig
-from drafttrain.report.adaptation import BEFORE
-from drafttrain.report.build import TimingInfo
+from drafttrain.report.pairs import BEFORE
+from drafttrain.report.results import TimingInfo
 from drafttrain.runtime.hardware import choose_device, choose_draft_dtype
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
