@@ -100,6 +100,11 @@ def estimate(measured: dict[str, Any]) -> str:
 
 def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
     """The report of these results, as report.json has it."""
+    data: dict[str, Any] = as_data(built(results, **changes))
+    return data
+
+
+def built(results: list[PromptResult], **changes: Any) -> Report:
     blocks = len({result.block for result in results})
     arguments: dict[str, Any] = {
         "target": "tiny",
@@ -121,8 +126,7 @@ def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
         "seed": RESAMPLING.seed,
         "verdict": VerdictSettings(1.05, None, "USD"),
     }
-    data: dict[str, Any] = as_data(build_report(results, **{**arguments, **changes}))
-    return data
+    return build_report(results, **{**arguments, **changes})
 
 
 def two_prompts() -> list[PromptResult]:
@@ -443,8 +447,7 @@ def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
     results = [
         replace(result, task=odd, prompt_id=odd + result.prompt_id) for result in two_prompts()
     ]
-    report = report_of(results, target=odd, prompts={"source": odd}, notes=[odd])
-    write_report(report, tmp_path)
+    write_files(built(results, target=odd, prompts={"source": odd}, notes=[odd]), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["target"] == odd
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text()
@@ -710,7 +713,7 @@ def test_plots_take_names_in_any_script_and_any_method_alone():
         for result in two_prompts()
         if result.method != "ngram"
     ]
-    page = html(report_of(results, depth=40))
+    page = report_html(built(results, depth=40))
     assert page.count("_$x_{1}$ \N{CJK UNIFIED IDEOGRAPH-6570} --</text>") == 2
 
 

@@ -198,7 +198,7 @@ def test_every_page_shows_the_verdicts(judged: dict[str, Any]) -> None:
     cost = judged["verdicts"]["gains"]["money"]["per_million_tokens"]["speculative"]
     assert f"{cost:.2f}" in page
     assert f"| {cost:.2f} |" in text
-    assert text.count("3.0 MiB") == 4
+    assert text.count("3.0 MiB") == 5
     unpriced = report_of(tasks_of_every_kind())
     assert "per million" not in markdown(unpriced).split("## Definitions")[0]
     output = io.StringIO()
