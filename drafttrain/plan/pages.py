@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -13,12 +13,11 @@ from drafttrain.plan.job import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
-from drafttrain.report.results import Cell, Table
+from drafttrain.report.results import Table
 from drafttrain.report.tables import texts as texts_of
 from drafttrain.report.terminal import rich_table
 
 GIBIBYTE = 2**30
-Part = TypeVar("Part", str, Cell)
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
 WHERE = {
     "device": "whole on each",
@@ -109,7 +108,7 @@ def pieces(content: Table, console: Console) -> Iterator[Table]:
 
 
 def _columns(content: Table, names: int, start: int, end: int) -> Table:
-    def cut(cells: Sequence[Part]) -> list[Part]:
+    def cut(cells: Sequence[Any]) -> list[Any]:
         return [*cells[:names], *cells[start:end]]
 
     caption = content.caption if start == names else "continued"

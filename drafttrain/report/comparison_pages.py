@@ -7,7 +7,7 @@ from drafttrain.report.document import Document, Listing, notes
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
 from drafttrain.report.pairs import Spread
-from drafttrain.report.results import Cell, Estimate, Table
+from drafttrain.report.results import Cell, Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed
 from drafttrain.report.write import as_data, as_json, write_texts
@@ -91,11 +91,6 @@ def _difference(comparison: Comparison, row: MethodRow, task: str, quantity: str
     return difference
 
 
-def _estimate(numbers: Numbers, quantity: str) -> Estimate:
-    measured: Spread = getattr(numbers, quantity)
-    return Estimate(measured.value, measured.ci95)
-
-
 def _range(numbers: Numbers, quantity: str) -> str:
     measured: Spread = getattr(numbers, quantity)
     if len(measured.by_run) < 2 or measured.range is None:
@@ -114,7 +109,7 @@ def comparison_summary(comparison: Comparison) -> Table:
         seeds = len(row.seeds)
         training = f"{seeds} seeds" if seeds > 1 else "single run" if seeds else "reference"
         numbers = [
-            f"{cell(_estimate(row.summary, quantity))}\n"
+            f"{cell(getattr(row.summary, quantity))}\n"
             f"{cell(_difference(comparison, row, 'all', quantity))}"
             for quantity in QUANTITIES
         ]
@@ -154,7 +149,7 @@ def _numbers_table(comparison: Comparison) -> Table:
             numbers = row.by_name[task]
             line: list[Cell] = [task, row.method, count(numbers.num_prompts)]
             for quantity in QUANTITIES:
-                line += [_estimate(numbers, quantity), _range(numbers, quantity)]
+                line += [getattr(numbers, quantity), _range(numbers, quantity)]
                 line.append(_difference(comparison, row, task, quantity))
             rows.append(line)
     caption = (

@@ -9,8 +9,10 @@ from markupsafe import Markup, escape
 from drafttrain.report.document import Document, Figure
 from drafttrain.report.markdown import LONGEST_TEXT
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
-from drafttrain.report.wording import cell, positions, value_and_range
+from drafttrain.report.wording import positions, value_and_range
 from drafttrain.runtime.untrusted_input import shown
+
+LONG = 40  # characters of a cell, above which it takes several lines
 
 
 def html(document: Document, figures: Sequence[Figure] = ()) -> str:
@@ -54,7 +56,8 @@ def _cell(value: Cell, widest: float) -> Markup:
         kind = value.word.replace(" ", "-")
         return Markup('<span class="badge {}">{}</span>').format(kind, value.word)
     if isinstance(value, str):
-        return escape(_text(cell(value)))
+        text = escape(_text(value))
+        return Markup('<span class="long">{}</span>').format(text) if len(value) > LONG else text
     bars = Markup("").join(
         Markup('<span><span style="height: {:.1f}%"></span></span>').format(100 * (rate or 0))
         for rate in value

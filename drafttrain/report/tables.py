@@ -72,7 +72,7 @@ LENGTH = Column[Row]("acceptance length, 95 %", lambda row: row.acceptance_lengt
 POSITIONS = Column[Row]("per position", lambda row: row.acceptance_per_position)
 PLAIN_SPEED = Column[Row]("tokens/s plain", lambda row: speed(row.tokens_per_second.autoregressive))
 SPEED = Column[Row]("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
-SPEEDUP = Column[Row]("speedup, 95 %", lambda row: row.speedup.estimate)
+SPEEDUP = Column[Row]("speedup, 95 %", lambda row: row.speedup)
 PREDICTED = Column[Row]("predicted speedup", lambda row: number(row.predicted_speedup))
 REPEATS = Column[Row]("text repeats", lambda row: percent(row.repetition_rate))
 
@@ -264,7 +264,7 @@ def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
             str(point.batch_size),
             str(point.depth),
             *(one.cell(point.summary) for one in (LENGTH, PLAIN_SPEED, SPEED, SPEEDUP, PREDICTED)),
-            point.ngram.speedup.estimate if point.ngram else NOTHING,
+            point.ngram.speedup if point.ngram else NOTHING,
         ]
         for point in points
     ]
@@ -340,10 +340,8 @@ def witness_table(section: WitnessSection) -> Table:
             PLAIN_SPEED.heading, lambda row: speed(row.tokens_per_second.autoregressive)
         ),
         Column[WitnessRow](SPEED.heading, lambda row: speed(row.tokens_per_second.speculative)),
-        Column[WitnessRow]("speedup, vLLM, 95 %", lambda row: row.speedup.estimate),
-        Column[WitnessRow](
-            "ours, 95 %", lambda row: row.ours.speedup.estimate if row.ours else NOTHING
-        ),
+        Column[WitnessRow]("speedup, vLLM, 95 %", lambda row: row.speedup),
+        Column[WitnessRow]("ours, 95 %", lambda row: row.ours.speedup if row.ours else NOTHING),
     ]
     temperature = section.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
