@@ -52,7 +52,11 @@ def _listing(content: Listing) -> list[str]:
     if not content.items:
         return []
     lines = [
-        f"- **{escaped(key)}**: {escaped(text)}" if key else f"- {escaped(text)}"
+        f"- {_key(key)}: {escaped(text)}" if key else f"- {escaped(text)}"
         for key, text in content.items
     ]
     return [f"## {escaped(content.title)}", "", *lines, ""]
+
+
+def _key(key: str) -> str:
+    return f"`{key}`" if key.isidentifier() and key.isascii() else f"**{escaped(key)}**"
