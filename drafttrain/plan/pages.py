@@ -80,6 +80,7 @@ def printed(content: Table) -> RichTable:
     shown.title_style = ""
     shown.show_header = any(content.columns)
     for place, column in enumerate(shown.columns):
+        column.header = content.columns[place]
         cells = [row[place] for row in texts_of(content)]
         numbers = sum(cell[:1].isdigit() or cell[:1] in "-$" for cell in cells)
         texts = max(len(cell) for cell in cells) > LONGEST_NUMBER
