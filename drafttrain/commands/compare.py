@@ -7,6 +7,7 @@ from pathlib import Path
 from drafttrain.config.sections import CompareConfig
 from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
 from drafttrain.report.comparison_pages import FILES, comparison_summary, write_comparison
+from drafttrain.report.terminal import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import (
@@ -24,7 +25,7 @@ def compare(config: CompareConfig) -> None:
     place = Path(settings.dir)
     with hold(place, "compare.dir", "compare", console.print):
         write_comparison(comparison, place)
-        console.print(comparison_summary(comparison))
+        console.print(rich_table(comparison_summary(comparison)))
         html = place / "compare.html"
         console.print(f"comparison: {html} (the same in compare.md, compare.json)")
         told = {"run": {"name": settings.name}} | asdict(config)

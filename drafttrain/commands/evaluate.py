@@ -11,13 +11,11 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.measure import PLAIN
 from drafttrain.evaluation.record import keep, require_same, settings_of
-from drafttrain.report.adaptation import adaptation_table
-from drafttrain.report.build import Report
-from drafttrain.report.tuning import rich_table
-from drafttrain.report.witness import witness_table
-from drafttrain.report.write import REPORT_FILES, summary_table, write_report
+from drafttrain.report.pages import REPORT_FILES, write_report
+from drafttrain.report.results import Report
+from drafttrain.report.tables import adaptation_table, summary_table, witness_table
+from drafttrain.report.terminal import rich_table
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.run_folder import provenance
 from drafttrain.runtime.terminal import console
@@ -57,14 +55,14 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
         write_report(report, place)
     for journal in journals:
         journal.finish()
-    console.print(summary_table(report))
-    if report["adaptation"] is not None:
-        console.print(rich_table(adaptation_table(report["adaptation"])))
-        console.print(report["adaptation"]["statement"])
-    if report["vllm"] is not None:
-        console.print(rich_table(witness_table(report["vllm"])))
-    if report["certificate"] is not None:
-        console.print(f"certificate: {report['certificate']['statement']}")
+    console.print(rich_table(summary_table(report)))
+    if report.adaptation is not None:
+        console.print(rich_table(adaptation_table(report.adaptation)))
+        console.print(report.adaptation.statement)
+    if report.vllm is not None:
+        console.print(rich_table(witness_table(report.vllm)))
+    if report.certificate is not None:
+        console.print(f"certificate: {report.certificate.statement}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
     tracker = open_tracker(
         config.tracker,
@@ -84,12 +82,11 @@ def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float |
     columns = ["method", "task", "acceptance_length", "acceptance_rate", "tokens_per_second"]
     columns += ["speedup", "speedup_low", "speedup_high"]
     rows: list[list[str | float | None]] = []
-    others = {name: part for name, part in report["methods"].items() if name != PLAIN}
-    drafting = {report["drafter"]: report, **others}
+    drafting = report.drafting | {report.drafter: report.by_depth[report.depth]}
     for method, part in drafting.items():
-        for task, row in {**part["tasks"], "all": part["summary"]}.items():
-            low, high = row["speedup"]["ci95"] or (None, None)
-            length, speed = row["acceptance_length"]["micro"], row["tokens_per_second"]
-            values = [length, row["acceptance_rate"], speed["speculative"], row["speedup"]["value"]]
+        for task, row in {**part.tasks, "all": part.summary}.items():
+            low, high = row.speedup.ci95 or (None, None)
+            values = [row.acceptance_length.micro, row.acceptance_rate]
+            values += [row.tokens_per_second.speculative, row.speedup.value]
             rows.append([method, task, *values, low, high])
     return columns, rows

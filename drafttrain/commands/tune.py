@@ -9,8 +9,9 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation.record import keep, require_same, settings_of
-from drafttrain.evaluation.tune import TUNED, as_rows, choose, tune_drafter, write_tuned
-from drafttrain.report.tuning import headline, rich_table, tune_tables, write_tuning
+from drafttrain.evaluation.tune import TUNED, choose, tune_drafter, write_tuned
+from drafttrain.report.terminal import rich_table
+from drafttrain.report.tuning import headline, tune_tables, write_tuning
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
@@ -50,14 +51,12 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
     file = write_tuned(setup.folder, predictions, costs, setup.conditions)
-    rows = as_rows(predictions)
-    choice = choose(predictions)
-    tables = tune_tables(rows, choice)
-    console.print(headline(choice))
-    for table in tables:
+    choices = choose(predictions)
+    console.print(headline(choices))
+    for table in tune_tables(predictions, choices):
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
-    page = write_tuning(setup.folder, title, rows, tables, setup.notes, choice)
+    page = write_tuning(setup.folder, title, predictions, choices, setup.notes)
     console.print(f"chosen depths: {file}; the whole of it: {page}")
     console.print(
         f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "

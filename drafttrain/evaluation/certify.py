@@ -23,7 +23,7 @@ from drafttrain.decode.loop import (
 from drafttrain.decode.verify import Rule, drawn_law, one_step_law
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.report.certificate import Check
+from drafttrain.report.results import Check
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 

@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.evaluation.config import CompareSettings
-from drafttrain.report import build
 from drafttrain.report.comparison import Comparison, build_comparison
 from drafttrain.report.pairs import measured_of
+from drafttrain.report.results import NOT_COMPARED, SCHEMA_VERSION, Report
 from drafttrain.report.runs import RunReport
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
-    Amount,
-    Count,
     UntrustedError,
     header_of,
     read_bytes,
-    read_object,
     shown,
     typed,
 )
@@ -33,47 +30,6 @@ from drafttrain.training.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, 
 UNSCIENTIFIC = ("run", "tracker", "hardware")
 TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-
-
-@dataclass(frozen=True)
-class _Seconds:
-    total: Amount
-    draft: Amount
-
-
-@dataclass(frozen=True)
-class _Row:
-    task: str
-    prompt_id: str
-    method: str
-    num_accepted_tokens: Amount
-    num_drafts: Amount
-    num_draft_tokens: Amount
-    num_target_passes: Amount
-    num_output_tokens: Amount
-    seconds: _Seconds
-
-
-@dataclass(frozen=True)
-class _Lossless:
-    rule: str
-    lossless: bool
-    statement: str
-    greedy_identical: Count
-    greedy_total: Count
-
-
-@dataclass(frozen=True)
-class _Flag:
-    kind: str
-    row: str
-    text: str
-
-
-@dataclass(frozen=True)
-class _Certificate:
-    certified: bool
-    statement: str
 
 
 @dataclass(frozen=True)
@@ -89,26 +45,12 @@ class _Prompts:
 
 
 @dataclass(frozen=True)
-class _Sampling:
-    temperature: float
+class _Origins:
+    """What a comparison reads of the parts of a report that hold whatever is known."""
 
-
-@dataclass(frozen=True)
-class _Report:
-    """What a comparison reads of a report, whoever wrote it."""
-
-    target: str
-    drafter: str
-    depth: Count
-    lossless: _Lossless
-    flags: list[_Flag]
-    sampling: _Sampling
-    timing: dict[str, Any]
+    schema_version: Any
     prompts: _Prompts
     provenance: _RunProvenance
-    measurements: list[_Row]
-    certificate: _Certificate | None = None
-    batch_size: Count = 1
 
 
 def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comparison:
@@ -143,24 +85,24 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     file = _find_report(folder, evaluation)
     again = _command(folder, evaluation)
     try:
-        report = read_object(file)
-        version = report.get("schema_version")
-        if version != build.SCHEMA_VERSION:
-            raise ValueError(f"it has schema_version {shown(version)}, not {build.SCHEMA_VERSION}")
-        known = typed(_Report, read_bytes(file, MAX_JSON_BYTES), "it")
-        measured = measured_of(report)
-        if known.drafter not in measured:
-            raise ValueError(f"it has no measurements of {shown(known.drafter)}")
-    except (OSError, ValueError, KeyError) as error:
-        what = f"no {shown(error)}" if isinstance(error, KeyError) else shown(error, 400)
+        content = read_bytes(file, MAX_JSON_BYTES)
+        origins = typed(_Origins, content, "it")
+        if origins.schema_version != SCHEMA_VERSION:
+            version = shown(origins.schema_version)
+            raise ValueError(f"it has schema_version {version}, not {SCHEMA_VERSION}")
+        report = typed(Report, content, "it")
+        measured = measured_of(report.measurements)
+        if report.drafter not in measured:
+            raise ValueError(f"it has no measurements of {shown(report.drafter)}")
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{file} must be a report that `evaluate` wrote, but cannot be used: {what}; "
-            f"make it again: {again}"
+            f"{file} must be a report that `evaluate` wrote, but cannot be used: "
+            f"{shown(error, 400)}; make it again: {again}"
         ) from error
     config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
     # By its name, for the run may have moved; a later run may have dropped it.
-    recorded = Path(known.provenance.checkpoint or "").name
-    trained = known.provenance.checkpoint not in (None, "None")  # nothing was for ngram, say
+    recorded = Path(origins.provenance.checkpoint or "").name
+    trained = origins.provenance.checkpoint not in (None, "None")  # nothing was for ngram, say
     checkpoint = folder / CHECKPOINTS / recorded
     parameters, tokens = _sizes(checkpoint) if NAME.fullmatch(recorded) else (None, None)
     return RunReport(
@@ -211,12 +153,12 @@ def num_parameters(checkpoint: Path) -> int:
     return sum(math.prod(entry.shape) for entry in entries if entry.dtype in FLOATS)
 
 
-def _identity(config: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+def _identity(config: Mapping[str, Any], report: Report) -> str:
     """Return what training and evaluation were told, apart from the seed and the run's name."""
     trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
-    measured = {key: report["timing"].get(key) for key in TIMED_WITH}
-    evaluated = [report["drafter"], report["depth"], report["lossless"]["rule"], measured]
-    evaluated.append(report.get("draft_sampling"))
+    measured = {key: getattr(report.timing, key) for key in TIMED_WITH}
+    evaluated = [report.drafter, report.depth, report.lossless.rule, measured]
+    evaluated.append(report.draft_sampling and vars(report.draft_sampling))
     return json.dumps([trained, evaluated], sort_keys=True, default=str)
 
 
@@ -229,23 +171,18 @@ def comparison_table(
         for kind in (name, f"{name}_difference"):
             columns += [kind, f"{kind}_low", f"{kind}_high"]
     columns += ["draft_ms", "drafter_parameters", "training_tokens", "lossless"]
-    versus = {
-        pair["method"]: pair
-        for pair in comparison["differences"]
-        if pair["other"] == comparison["baseline"]
-    }
     rows: list[list[str | float | None]] = []
-    for row in comparison["rows"]:
-        pair = versus.get(row["method"])
-        for task, part in {"all": row["summary"], **row["tasks"]}.items():
-            cells: list[str | float | None] = [row["method"], row["training"], task]
-            cells.append(float(part["num_prompts"]))
-            beside = pair and {"all": pair["summary"], **pair["tasks"]}[task]
+    for row in comparison.rows:
+        pair = comparison.versus.get(row.method)
+        for task, part in row.by_name.items():
+            cells: list[str | float | None] = [row.method, row.training, task]
+            cells.append(float(part.num_prompts))
             for name in ("acceptance_length", "speedup"):
-                for value in (part[name], beside[name] if beside else {}):
-                    cells += [value.get("value"), *(value.get("ci95") or (None, None))]
-            sizes = (row["drafter_parameters"], row["training_tokens"])
-            cells += [part["draft_ms"], *(None if size is None else float(size) for size in sizes)]
-            cells.append(row["lossless"]["statement"])
+                for side in (part, pair.by_name[task] if pair else None):
+                    found = getattr(side, name) if side else NOT_COMPARED
+                    cells += [found.value, *(found.ci95 or (None, None))]
+            sizes = (row.drafter_parameters, row.training_tokens)
+            cells += [part.draft_ms, *(None if size is None else float(size) for size in sizes)]
+            cells.append(row.lossless.statement)
             rows.append(cells)
     return columns, rows

@@ -26,12 +26,16 @@ from drafttrain.evaluation.measure import (
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.report.adaptation import with_adaptation
-from drafttrain.report.build import LosslessCheck, Report, TimingInfo, build_report
-from drafttrain.report.certificate import Check, certificate, certificate_rows
-from drafttrain.report.statistics import Resampling
-from drafttrain.report.sweep import sweep_point, sweep_table
-from drafttrain.report.tables import Table
+from drafttrain.report.build import build_report, certified, sweep_point
+from drafttrain.report.results import (
+    Certificate,
+    Check,
+    LosslessCheck,
+    Point,
+    Report,
+    TimingInfo,
+)
+from drafttrain.report.tables import certificate_table, sweep_table
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 
@@ -79,7 +83,7 @@ def evaluate_drafter(
     timed = parts.timed_drafter
     drafters = {**parts.references, parts.drafter_name: timed}
     methods = methods_of(drafters, config.every_depth, config.depth)
-    points: list[dict[str, Any]] = []
+    points: list[Point] = []
     base: list[PromptResult] = []
     journals = []
     for temperature, batch_size in config.points:
@@ -158,13 +162,12 @@ def evaluate_drafter(
         memory=extra_memory(parts.target, timed),
         **report_settings,
     )
-    report = with_adaptation(report, Resampling(config.resamples, seed))
     return report, base, journals
 
 
 def losslessness(
     parts: Parts, prompts: Sequence[Prompt], template: Template, config: EvalConfig, seed: int
-) -> tuple[LosslessCheck, dict[str, Any] | None]:
+) -> tuple[LosslessCheck, Certificate | None]:
     """Return the greedy check of every report, and the certificate where it is wanted.
 
     A rule that is not lossless at every temperature measured is always certified: its distance from
@@ -182,7 +185,7 @@ def losslessness(
         narrow = None if parts.exact is parts.target else (parts.target, parts.timed_drafter)
         checks = certify(parts.exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
         dtype = str(parts.exact.dtype).removeprefix("torch.")
-        section = certificate(
+        section = certified(
             checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=len(chosen)
         )
     else:
@@ -201,16 +204,4 @@ def _greedy_summary(
         greedy_identical=total - len(check.divergences),
         greedy_total=total,
         divergences=check.divergences,
-    )
-
-
-def certificate_table(section: Mapping[str, Any]) -> Table:
-    """Return the certificate as a table of the report."""
-    return Table(
-        "Certificate",
-        f"{section['statement'][0].upper()}{section['statement'][1:]}. Rule: {section['rule']}; "
-        f"checked in {section['dtype']} on {section['num_prompts']} prompts.",
-        ["check", "outcome", "measured", "bound"],
-        [list(row) for row in certificate_rows(dict(section))],
-        [],
     )

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from drafttrain.drafters.base import Drafter
-from drafttrain.report.verdict import ExtraMemory
+from drafttrain.report.results import ExtraMemory
 from drafttrain.target.model import Target
 
 PROBE = 8  # tokens of a text that is read only to see what the drafter keeps of it

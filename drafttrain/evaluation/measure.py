@@ -17,11 +17,11 @@ from drafttrain.decode.loop import check_depth, speculative_decode_batch
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
-from drafttrain.report.statistics import disturbed_turns
+from drafttrain.report.results import PLAIN
+from drafttrain.report.totals import disturbed_turns
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
 
-PLAIN = "autoregressive"
 TRIES_AGAIN = 2  # how often what was disturbed is measured again
 
 Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # prompts, row names

@@ -16,29 +16,12 @@ from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import PLAIN, DraftMethod, check_settings, measure
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.report.tuning import Choice, ChosenDepth, DepthPrediction
+from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
 
 TUNED = "tuned.json"
-
-Choice = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TunedPoint:
-    """A depth at a batch size on one task, or on all: what should be and what was."""
-
-    task: str
-    batch_size: int
-    depth: int
-    acceptance_length: float
-    predicted: float  # speedup of decoding, prefill left out
-    measured: float | None
-
-    @property
-    def error(self) -> float | None:
-        """How far the prediction lies from what was measured, relative to it."""
-        return None if self.measured is None else self.predicted / self.measured - 1
 
 
 def tune_drafter(
@@ -51,7 +34,7 @@ def tune_drafter(
     folder: Path,
     conditions: Mapping[str, Any],
     seed: int,
-) -> tuple[list[TunedPoint], Costs]:
+) -> tuple[list[DepthPrediction], Costs]:
     """Return what every depth and batch size should bring, and what it brings if that is asked for.
 
     The prompts are decoded one at a time by the deepest chains for the acceptance of all depths;
@@ -99,7 +82,7 @@ def tune_drafter(
 
     journals: list[Measurements] = []
     alone = results_at(1)
-    predictions: list[TunedPoint] = []
+    predictions: list[DepthPrediction] = []
     for size in sorted(settings.batch_sizes):
         here = predict(in_order(alone, prompts), deepest, costs, depths, size)
         if settings.measure:
@@ -144,7 +127,7 @@ def predict(
     costs: Costs,
     depths: Sequence[int],
     batch_size: int,
-) -> list[TunedPoint]:
+) -> list[DepthPrediction]:
     """Return the predicted speedup of every depth at a batch size, by task and in all.
 
     results: of the plain loop and of the drafter at the deepest depth, one prompt at a time: they
@@ -167,12 +150,12 @@ def predict(
             totals[depth][0] += ours
             totals[depth][1] += theirs
             predictions.append(
-                TunedPoint(task, batch_size, depth, lengths[depth], theirs / ours, None)
+                DepthPrediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
             )
     counters = sum((result.stats.trimmed for result in drafted), Counters())
     lengths = acceptance_lengths(counters, depths)
     predictions += [
-        TunedPoint("all", batch_size, depth, lengths[depth], theirs / ours, None)
+        DepthPrediction("all", batch_size, depth, lengths[depth], theirs / ours, None)
         for depth, (ours, theirs) in totals.items()
     ]
     return predictions
@@ -216,7 +199,7 @@ def _until_all_end(passes: Sequence[float], seconds: Callable[[int], float]) -> 
     return total
 
 
-def decoding_speedup(results: Sequence[PromptResult], method: str, point: TunedPoint) -> float:
+def decoding_speedup(results: Sequence[PromptResult], method: str, point: DepthPrediction) -> float:
     """Return the measured speedup of decoding on the point's task, prefill left out."""
     chosen = [result for result in results if point.task in ("all", result.task)]
 
@@ -228,40 +211,33 @@ def decoding_speedup(results: Sequence[PromptResult], method: str, point: TunedP
     return per_token(PLAIN) / per_token(method)
 
 
-def choose(predictions: Sequence[TunedPoint]) -> dict[str, Choice]:
+def choose(predictions: Sequence[DepthPrediction]) -> dict[str, Choice]:
     """Return for every batch size the depth that should be fastest, by task and in all.
 
     What was measured outweighs what was predicted, where both are there.
     """
     chosen: dict[str, Choice] = {}
     for size in dict.fromkeys(prediction.batch_size for prediction in predictions):
-        here = [p for p in predictions if p.batch_size == size]
-
-        def best(task: str, here: list[TunedPoint] = here) -> Choice:
-            rows = [p for p in here if p.task == task]
-            top = max(rows, key=lambda p: p.predicted if p.measured is None else p.measured)
-            speedup = top.predicted if top.measured is None else top.measured
-            return {"depth": top.depth, "speedup": speedup, "speculate": speedup > 1}
-
-        tasks = [p.task for p in here if p.task != "all"]
-        chosen[str(size)] = {
-            "all": best("all"),
-            "tasks": {task: best(task) for task in dict.fromkeys(tasks)},
-        }
+        best: dict[str, ChosenDepth] = {}
+        for p in predictions:
+            speedup = p.predicted if p.measured is None else p.measured
+            if p.batch_size == size and (p.task not in best or speedup > best[p.task].speedup):
+                best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1)
+        chosen[str(size)] = Choice(best.pop("all"), best)
     return chosen
 
 
 def write_tuned(
     folder: Path,
-    predictions: Sequence[TunedPoint],
+    predictions: Sequence[DepthPrediction],
     costs: Costs,
     conditions: Mapping[str, Any],
 ) -> Path:
     """Write what was chosen, and from what, where `evaluate` and `export` find it."""
     file = folder / TUNED
     record = {
-        "batches": choose(predictions),
-        "predictions": as_rows(predictions),
+        "batches": as_data(choose(predictions)),
+        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
         "costs_ms": {
             "plain": _cells(costs.plain, ("batch", "context")),
             "verify": _cells(costs.verify, ("depth", "batch", "context")),
@@ -271,11 +247,6 @@ def write_tuned(
     }
     write_whole(file, json.dumps(record, indent=2) + "\n")
     return file
-
-
-def as_rows(predictions: Sequence[TunedPoint]) -> list[dict[str, Any]]:
-    """Return predictions as plain data."""
-    return [asdict(p) | {"error": p.error} for p in predictions]
 
 
 def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:

@@ -7,14 +7,16 @@ from typing import Any
 from drafttrain.plan.job import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES
 from drafttrain.plan.pages import GIBIBYTE, components, headline, notes, tables
-from drafttrain.report.markdown import escaped, table
-from drafttrain.report.pages import page
+from drafttrain.report.document import Document, Figure
+from drafttrain.report.document import notes as listed
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
 from drafttrain.report.write import as_json, write_texts
 
 
 def write_plan(plan: Plan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, every way to shard by component."""
-    from drafttrain.report.plan_plots import memory_plot  # matplotlib takes a second
+    from drafttrain.report.plots import memory_plot  # matplotlib takes a second
 
     # What was asked for first, the rest below it.
     own = plan.chosen.memory.placement
@@ -22,34 +24,30 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
     first, _, *rest = tables(plan)
     shown = [first, *(components(plan, where) for where in placements), *rest]
     title = f"{plan.job.drafter} for {plan.job.target}: the plan"
-    lines = [f"# {escaped(title)}", "", escaped(headline(plan)), ""]
-    for content in shown:
-        cells = [[escaped(cell) for cell in row] for row in content.rows]
-        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
-        lines += [*table([escaped(c) for c in content.columns], cells), ""]
-    lines += ["## Advice", "", *(f"- {escaped(text)}" for text in plan.advice), ""]
-    lines += [f"- {escaped(text)}" for text in notes(plan, source)]
+    document = Document(
+        "memory, time, disk and money",
+        title,
+        [headline(plan)],
+        first=[listed("Advice", list(plan.advice))],
+        rest=[*shown, listed("What the numbers assume", notes(plan, source))],
+    )
+    parts = {
+        cost.memory.sharding.name: {
+            NAMES[name]: value / GIBIBYTE for name, value in cost.memory.parts.items()
+        }
+        for cost in plan.others
+        if cost.memory.placement == own
+    }
+    figure = Figure(
+        "Memory by component",
+        "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
+        "dashed line is what there is.",
+        memory_plot(parts, plan.chosen.memory.limit / GIBIBYTE),
+    )
     texts = {
         "plan.json": as_json(as_data(plan)),
-        "plan.md": "\n".join(lines) + "\n",
-        "plan.html": page(
-            "plan.html.j2",
-            title=title,
-            headline=headline(plan),
-            plot=memory_plot(
-                {
-                    cost.memory.sharding.name: {
-                        NAMES[name]: value / GIBIBYTE for name, value in cost.memory.parts.items()
-                    }
-                    for cost in plan.others
-                    if cost.memory.placement == own
-                },
-                plan.chosen.memory.limit / GIBIBYTE,
-            ),
-            tables=shown,
-            advice=plan.advice,
-            notes=notes(plan, source),
-        ),
+        "plan.md": markdown(document),
+        "plan.html": html(document, [figure]),
     }
     write_texts(texts, folder)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -12,8 +13,9 @@ from drafttrain.plan.job import Cost, Job, Plan
 from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import drafter_bytes, fitting
 from drafttrain.plan.units import count, disk, gib, hours, seconds, three
-from drafttrain.report.tables import Table
-from drafttrain.report.tuning import rich_table
+from drafttrain.report.results import Table
+from drafttrain.report.tables import texts as texts_of
+from drafttrain.report.terminal import rich_table
 
 GIBIBYTE = 2**30
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
@@ -78,7 +80,8 @@ def printed(content: Table) -> RichTable:
     shown.title_style = ""
     shown.show_header = any(content.columns)
     for place, column in enumerate(shown.columns):
-        cells = [row[place] for row in content.rows]
+        column.header = content.columns[place]
+        cells = [row[place] for row in texts_of(content)]
         numbers = sum(cell[:1].isdigit() or cell[:1] in "-$" for cell in cells)
         texts = max(len(cell) for cell in cells) > LONGEST_NUMBER
         column.justify = "right" if place and numbers > len(cells) / 2 and not texts else "left"
@@ -93,7 +96,7 @@ def pieces(content: Table, console: Console) -> Iterator[Table]:
     A table whose last column is sentences folds there instead.
     """
     names = 2 if content.columns[1] == "deepspeed" else 1
-    folds = max(len(row[-1]) for row in content.rows) > LONGEST_NUMBER
+    folds = max(len(row[-1]) for row in texts_of(content)) > LONGEST_NUMBER
     start, count = names, len(content.columns)
     while start < count:
         end = count
@@ -106,7 +109,7 @@ def pieces(content: Table, console: Console) -> Iterator[Table]:
 
 
 def _columns(content: Table, names: int, start: int, end: int) -> Table:
-    def cut(cells: Sequence[str]) -> list[str]:
+    def cut(cells: Sequence[Any]) -> list[Any]:
         return [*cells[:names], *cells[start:end]]
 
     caption = content.caption if start == names else "continued"

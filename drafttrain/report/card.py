@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.drafters.base import About
-from drafttrain.report.certificate import certificate_rows
 from drafttrain.report.definitions import DEFINITIONS
-from drafttrain.report.markdown import LONGEST_TEXT, depth_told, escaped, table
-from drafttrain.report.verdict import main_depth, rows_by_depth
-from drafttrain.report.wording import estimate, flat, number, positions, speed
-from drafttrain.runtime.untrusted_input import read_object, shown
+from drafttrain.report.markdown import LONGEST_TEXT, escaped, table
+from drafttrain.report.results import Cell, Report
+from drafttrain.report.tables import MEASURED, certificate_table, depth_shown
+from drafttrain.report.wording import flat
+from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
 
@@ -53,7 +53,7 @@ class CardData:
     license: str
     training: Mapping[str, Any]
     provenance: Mapping[str, Any]
-    reports: Mapping[str, Mapping[str, Any]]
+    reports: Mapping[str, Report]
 
 
 def served_as(model: ModelConfig) -> str:
@@ -66,17 +66,22 @@ def served_as(model: ModelConfig) -> str:
     return str(EMBEDDED) if model.embedded else model.repo or model.name
 
 
-def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Report]]:
     """Return provenance.json and every evaluations/*/report.json of a run, by evaluation name.
 
-    Raises ValueError, naming the file, for one that is not JSON.
+    Raises ValueError, naming the file, for one that is not JSON or no report.
     """
     provenance = run_dir / "provenance.json"
-    reports = sorted((run_dir / "evaluations").glob("*/report.json"))
-    return (
-        read_object(provenance) if provenance.exists() else {},
-        {path.parent.name: read_object(path) for path in reports},
-    )
+    reports = {}
+    for file in sorted((run_dir / "evaluations").glob("*/report.json")):
+        try:
+            reports[file.parent.name] = read_typed(Report, file)
+        except UntrustedError as error:
+            raise ValueError(
+                f"{error}: no model card can be made from this report; evaluate the run again, or "
+                "remove its folder"
+            ) from error
+    return read_object(provenance) if provenance.exists() else {}, reports
 
 
 def model_card(
@@ -98,11 +103,11 @@ def model_card(
         "The target must be the very weights that the drafter was trained with; a fine-tuned "
         "variant is accepted less often.",
         "## Shape",
-        _listed(["config.json", ""], {k: v for k, v in settings.items() if v is not None}),
+        _listed(["config.json", "value"], {k: v for k, v in settings.items() if v is not None}),
         "## Training",
         _listed(["setting", "value"], card.training),
         "## Provenance",
-        _listed(["", ""], card.provenance),
+        _listed(["record", "value"], card.provenance),
         MADE_BY,
     ]
     return "\n\n".join(sections) + "\n"
@@ -173,74 +178,41 @@ def _front_matter(card: CardData, commands: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _measured(reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _measured(reports: Mapping[str, Report]) -> list[str]:
     if not reports:
         return ["Not measured: the run has no evaluation. Acceptance and speedup are unknown."]
-    parts: list[str] = []
-    for name, report in reports.items():
-        try:
-            parts += _evaluation(name, report)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(
-                f"evaluation {shown(name)} has a report.json that a card cannot be made from (it "
-                f"lacks {shown(error)}); evaluate the run again, or remove that folder"
-            ) from error
+    parts = [part for name, report in reports.items() for part in _evaluation(name, report)]
     terms = ("acceptance_length", "acceptance_per_position", "tokens_per_second", "speedup", "ci95")
     parts.append("\n".join(f"- `{term}`: {DEFINITIONS[term]}" for term in terms))
     return parts
 
 
-def _evaluation(name: str, report: Mapping[str, Any]) -> list[str]:
-    header = ["task", "acceptance length", "macro", "per position", "tokens/s plain"]
-    header += ["tokens/s drafted", "speedup"]
-    rows = [
-        _row("**all**" if task == "all" else escaped(task), row)
-        for task, row in rows_by_depth(report)[main_depth(report)].items()
+def _evaluation(name: str, report: Report) -> list[str]:
+    (drafter, own), *others = report.drafting.items()
+    lines = own.by_name | {f"all, by {method}": rows.summary for method, rows in others}
+    rows: list[list[Cell]] = [
+        [task, *(column.cell(row) for column in MEASURED)] for task, row in lines.items()
     ]
-    for method, other in report["methods"].items():
-        if "speedup" in other["summary"]:
-            rows.append(_row(f"all, by {escaped(method)}", other["summary"]))
-    sampling, timing, lossless = report["sampling"], report["timing"], report["lossless"]
-    greedy = sampling["temperature"] == 0
-    settings = ", ".join(f"{key} {value}" for key, value in sampling.items())
+    sampling, timing = report.sampling, report.timing
+    settings = ", ".join(f"{key} {value}" for key, value in vars(sampling).items())
+    drawn = "greedy" if sampling.temperature == 0 else settings
+    certificate = [] if report.certificate is None else [certificate_table(report.certificate)]
     return [
-        f"Evaluation **{escaped(name)}**: {escaped(report['drafter'])} at "
-        f"{escaped(depth_told(report))}, {'greedy' if greedy else escaped(settings)}, "
-        f"batch {escaped(report['batch_size'])}. {escaped(report['verdict'])}",
-        "\n".join(table(header, rows)),
-        f"Lossless: {escaped(lossless['statement'])}.",
-        *_certificate(report["certificate"]),
-        f"Timed in {escaped(timing['dtype'])} on {escaped(timing['device'])} with "
-        f"{escaped(timing['threads'])} threads, {escaped(timing['blocks'])} interleaved blocks.",
-        *(f"Beware ({escaped(flag['row'])}): {escaped(flag['text'])}." for flag in report["flags"]),
+        f"Evaluation **{escaped(name)}**: {escaped(drafter)} at {depth_shown(report)}, {drawn}, "
+        f"batch {report.batch_size}. {escaped(report.verdict)}",
+        "\n".join(table(["task", *(column.heading for column in MEASURED)], rows)),
+        f"Lossless: {escaped(report.lossless.statement)}.",
+        *(
+            f"Certificate: {escaped(checks.caption)}\n\n"
+            + "\n".join(table(checks.columns, checks.rows))
+            for checks in certificate
+        ),
+        f"Timed in {escaped(timing.dtype)} on {escaped(timing.device)} with {timing.threads} "
+        f"threads, {timing.blocks} interleaved blocks.",
+        *(f"Read with care ({escaped(flag.row)}): {escaped(flag.text)}." for flag in report.flags),
     ]
 
 
-def _certificate(section: Mapping[str, Any] | None) -> list[str]:
-    if section is None:
-        return []
-    checks = [[escaped(cell) for cell in row] for row in certificate_rows(dict(section))]
-    return [
-        f"Certificate ({escaped(section['dtype'])}, {escaped(section['num_prompts'])} prompts): "
-        f"{escaped(section['statement'])}. Rule: {escaped(section['rule'])}.",
-        "\n".join(table(["check", "outcome", "measured", "bound"], checks)),
-    ]
-
-
-def _row(name: str, row: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a row; `name` is Markdown already, the rest are numbers."""
-    length, rates = row["acceptance_length"], row["tokens_per_second"]
-    return [
-        name,
-        estimate({"micro": length["micro"], "ci95": length["ci95"]}),
-        number(length["macro"]),
-        positions(row["acceptance_per_position"]),
-        speed(rates["autoregressive"]),
-        speed(rates["speculative"]),
-        estimate(row["speedup"]),
-    ]
-
-
-def _listed(header: list[str], tree: Mapping[str, Any]) -> str:
-    rows = [[escaped(cell) for cell in row] for row in flat(public(tree))]
-    return "\n".join(table(header, rows)) if rows else "Not recorded."
+def _listed(columns: list[str], tree: Mapping[str, Any]) -> str:
+    rows = [list[Cell](row) for row in flat(public(tree))]
+    return "\n".join(table(columns, rows)) if rows else "Not recorded."

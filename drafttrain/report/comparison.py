@@ -1,10 +1,20 @@
 """From the reports of several runs to one comparison: rows, differences, and what they hold for."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.report.definitions import comparison_definitions
-from drafttrain.report.pairs import QUANTITIES, Columns, mean_ratio
+from drafttrain.report.metrics import Resampling
+from drafttrain.report.pairs import (
+    ACCEPTANCE_LENGTH,
+    SPEEDUP,
+    Columns,
+    Spread,
+    by_scope,
+    mean_ratio,
+)
+from drafttrain.report.results import Change, Flag, Interval, Speeds, Timing
 from drafttrain.report.runs import (
     Method,
     RunReport,
@@ -16,14 +26,131 @@ from drafttrain.report.runs import (
     shared_prompts,
     training_statement,
 )
-from drafttrain.report.statistics import Key, Resampling
+from drafttrain.report.totals import Key
 from drafttrain.report.wording import between, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
 
-Comparison = dict[str, Any]
-Scopes = dict[str | None, list[Key]]  # the prompts of each task; None: of all
+Scopes = Mapping[str, list[Key]]  # the prompts of each task, and under "all" of all
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a method measured on one task, or on all: means over its runs."""
+
+    num_prompts: int
+    acceptance_length: Spread
+    speedup: Spread
+    acceptance_rate: float | None
+    tokens_per_second: Speeds
+    draft_ms: float | None
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What the runs of a method say of their losslessness."""
+
+    lossless: bool
+    statement: str
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """One method: runs that differ in their seed alone, or a reference beside several runs."""
+
+    method: str
+    reference: bool
+    drafter: str
+    depth: int
+    runs: list[str]
+    seeds: list[int | None]
+    training: str
+    drafter_parameters: int | None
+    training_tokens: float | None
+    lossless: RuleCheck
+    summary: Numbers
+    tasks: dict[str, Numbers]
+
+    @property
+    def by_name(self) -> dict[str, Numbers]:
+        """The numbers by task, those of all prompts first, under "all"."""
+        return {"all": self.summary, **self.tasks}
+
+
+@dataclass(frozen=True)
+class Both:
+    """The differences in both quantities."""
+
+    acceptance_length: Change
+    speedup: Change
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The differences of one method to another, and what they decide."""
+
+    method: str
+    other: str
+    summary: Both
+    tasks: dict[str, Both]
+    answer: str | None
+    statement: str
+
+    @property
+    def by_name(self) -> dict[str, Both]:
+        """The differences by task, those on all prompts first, under "all"."""
+        return {"all": self.summary, **self.tasks}
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run: what it was and where it came from."""
+
+    name: str
+    folder: str
+    drafter: str
+    depth: int
+    seed: int | None
+    drafter_parameters: int | None
+    training_tokens: int | None
+    lossless: str
+    timing: Timing
+    provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """The prompts that every run decoded."""
+
+    num_prompts: int
+    tasks: dict[str, int]
+    by_run: dict[str, int]
+    statement: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a comparison says; compare.json is these fields in this order."""
+
+    schema_version: int
+    name: str
+    evaluation: str
+    target: str
+    baseline: str
+    conditions: dict[str, Any]
+    prompts: SharedPrompts
+    rows: list[MethodRow]
+    differences: list[Pair]
+    runs: list[ComparedRun]
+    definitions: dict[str, str]
+    provenance: Mapping[str, Any]
+    flags: list[Flag]
+
+    @property
+    def versus(self) -> dict[str, Pair]:
+        """The differences to the baseline, by method."""
+        return {pair.method: pair for pair in self.differences if pair.other == self.baseline}
 
 
 def build_comparison(
@@ -37,7 +164,7 @@ def build_comparison(
     seed: int,
     provenance: Mapping[str, Any],
 ) -> Comparison:
-    """Return everything a comparison says, as what JSON can hold.
+    """Return everything a comparison says.
 
     `baseline` is a run or a method, None for the first run's; every other row is compared with it,
     and with `all_pairs` with each other. Raises ValueError when the runs did not decode the same
@@ -47,37 +174,32 @@ def build_comparison(
     keys = shared_prompts(runs)
     methods = methods_of(runs)
     base = find_method(methods, baseline)
-    scopes: Scopes = {None: keys}
-    for key in keys:
-        scopes.setdefault(key[0], []).append(key)
+    scopes = by_scope(keys)
     resampling = Resampling(resamples, seed)
-    rows = [_row(method, scopes, resampling) for method in methods]
     pairs = [(method, base) for method in methods if method is not base]
     if all_pairs:
         others = [method for method in methods if method is not base]
         pairs += [(later, one) for i, one in enumerate(others) for later in others[i + 1 :]]
-    first = runs[0].report
-    comparison: Comparison = {
-        "schema_version": SCHEMA_VERSION,
-        "name": name,
-        "evaluation": evaluation,
-        "target": first["target"],
-        "baseline": base.label,
-        "conditions": conditions(first),
-        "prompts": {
-            "num_prompts": len(keys),
-            "tasks": {task: len(scope) for task, scope in scopes.items() if task is not None},
-            "by_run": {run.name: len(prompts_of(run)) for run in runs},
-            "statement": _shared_statement(runs, keys),
-        },
-        "rows": rows,
-        "differences": [_difference(one, two, scopes, resampling) for one, two in pairs],
-        "runs": [_run(run) for run in runs],
-        "definitions": comparison_definitions(resamples),
-        "provenance": dict(provenance),
-    }
-    comparison["flags"] = _flags(runs, methods, keys)
-    return comparison
+    return Comparison(
+        schema_version=SCHEMA_VERSION,
+        name=name,
+        evaluation=evaluation,
+        target=runs[0].report.target,
+        baseline=base.label,
+        conditions=conditions(runs[0].report),
+        prompts=SharedPrompts(
+            len(keys),
+            {task: len(scope) for task, scope in scopes.items() if task != "all"},
+            {run.name: len(prompts_of(run)) for run in runs},
+            _shared_statement(runs, keys),
+        ),
+        rows=[_row(method, scopes, resampling) for method in methods],
+        differences=[_difference(one, two, scopes, resampling) for one, two in pairs],
+        runs=[_run(run) for run in runs],
+        definitions=comparison_definitions(resamples),
+        provenance=dict(provenance),
+        flags=_flags(runs, methods, keys),
+    )
 
 
 def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
@@ -90,84 +212,76 @@ def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     return f"{used}; {', '.join(left)}, left out here" if left else used
 
 
-def _row(method: Method, scopes: Scopes, resampling: Resampling) -> dict[str, Any]:
+def _row(method: Method, scopes: Scopes, resampling: Resampling) -> MethodRow:
     numbers = {name: _numbers(method.columns(keys), resampling) for name, keys in scopes.items()}
-    summary = numbers.pop(None)
     tokens = [run.training_tokens for run in method.runs if run.training_tokens is not None]
     sizes = {run.parameters for run in method.runs}
     known = not method.reference
-    return {
-        "method": method.label,
-        "reference": method.reference,
-        "drafter": method.drafter,
-        "depth": method.runs[0].report["depth"],
-        "runs": [run.folder for run in method.runs],
-        "seeds": [run.seed for run in method.runs] if known else [],
-        "training": training_statement(method),
-        "drafter_parameters": sizes.pop() if known and len(sizes) == 1 else None,
-        "training_tokens": sum(tokens) / len(tokens) if known and tokens else None,
-        "lossless": _lossless(method),
-        "summary": summary,
-        "tasks": numbers,
-    }
+    return MethodRow(
+        method=method.label,
+        reference=method.reference,
+        drafter=method.drafter,
+        depth=method.runs[0].report.depth,
+        runs=[run.folder for run in method.runs],
+        seeds=[run.seed for run in method.runs] if known else [],
+        training=training_statement(method),
+        drafter_parameters=sizes.pop() if known and len(sizes) == 1 else None,
+        training_tokens=sum(tokens) / len(tokens) if known and tokens else None,
+        lossless=_lossless(method),
+        summary=numbers.pop("all"),
+        tasks=numbers,
+    )
 
 
-def _numbers(columns: Sequence[Columns], resampling: Resampling) -> dict[str, Any]:
-    return {
-        "num_prompts": len(columns[0]["tokens"]),
-        **{name: one.mean(columns, resampling) for name, one in QUANTITIES.items()},
-        "acceptance_rate": mean_ratio(columns, "accepted", "drafted"),
-        "tokens_per_second": {
-            "autoregressive": mean_ratio(columns, "plain_tokens", "plain_seconds"),
-            "speculative": mean_ratio(columns, "tokens", "seconds"),
-        },
-        "draft_ms": mean_ratio(columns, "draft_seconds", "passes", scale=1000.0),
-    }
+def _numbers(columns: Sequence[Columns], resampling: Resampling) -> Numbers:
+    return Numbers(
+        num_prompts=len(columns[0]["tokens"]),
+        acceptance_length=ACCEPTANCE_LENGTH.mean(columns, resampling),
+        speedup=SPEEDUP.mean(columns, resampling),
+        acceptance_rate=mean_ratio(columns, "accepted", "drafted"),
+        tokens_per_second=Speeds(
+            mean_ratio(columns, "plain_tokens", "plain_seconds"),
+            mean_ratio(columns, "tokens", "seconds"),
+        ),
+        draft_ms=mean_ratio(columns, "draft_seconds", "passes", scale=1000.0),
+    )
 
 
-def _lossless(method: Method) -> dict[str, Any]:
+def _lossless(method: Method) -> RuleCheck:
     """Return what the runs say of their losslessness; of a reference only the rule is known."""
-    checks = [run.report["lossless"] for run in method.runs]
-    texts = []
-    for run, check in zip(method.runs, checks, strict=True):
-        text = check["statement"]
-        certificate = run.report.get("certificate") or {}
+    texts = {}
+    for run in method.runs:
+        check, certificate = run.report.lossless, run.report.certificate
+        text = check.statement
         if method.reference:
-            rule = rule_statement(check["rule"], check["lossless"])
+            rule = rule_statement(check.rule, check.lossless)
             text = f"{rule}; outputs of this reference were not checked"
-        elif certificate.get("statement"):
-            text = f"{text}; certificate: {certificate['statement']}"
-        texts.append(text)
-    same = len(set(texts)) == 1
-    named = [f"{run.name}: {text}" for run, text in zip(method.runs, texts, strict=True)]
-    return {
-        "lossless": all(check["lossless"] for check in checks),
-        "statement": texts[0] if same else "; ".join(named),
-    }
+        elif certificate is not None and certificate.statement:
+            text = f"{text}; certificate: {certificate.statement}"
+        texts[run.name] = text
+    named = "; ".join(f"{name}: {text}" for name, text in texts.items())
+    return RuleCheck(
+        all(run.report.lossless.lossless for run in method.runs),
+        next(iter(texts.values())) if len(set(texts.values())) == 1 else named,
+    )
 
 
-def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling) -> dict[str, Any]:
+def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling) -> Pair:
+    sides = {name: (one.columns(keys), two.columns(keys)) for name, keys in scopes.items()}
     found = {
-        scope: {
-            name: quantity.difference(one.columns(keys), two.columns(keys), resampling)
-            for name, quantity in QUANTITIES.items()
-        }
-        for scope, keys in scopes.items()
+        name: Both(
+            ACCEPTANCE_LENGTH.difference(*columns, resampling),
+            SPEEDUP.difference(*columns, resampling),
+        )
+        for name, columns in sides.items()
     }
-    summary = found.pop(None)
-    return {
-        "method": one.label,
-        "other": two.label,
-        "summary": summary,
-        "tasks": found,
-        **_answer(one, two, summary, scopes[None]),
-    }
+    summary = found.pop("all")
+    answer, statement = _answer(one, two, summary, scopes["all"])
+    return Pair(one.label, two.label, summary, found, answer, statement)
 
 
-def _answer(
-    one: Method, two: Method, summary: Mapping[str, Any], keys: Sequence[Key]
-) -> dict[str, Any]:
-    ci95 = summary["speedup"]["ci95"]
+def _answer(one: Method, two: Method, both: Both, keys: Sequence[Key]) -> tuple[str | None, str]:
+    ci95: Interval | None = both.speedup.ci95
     apart = plain_loops_apart([*one.runs, *two.runs], keys)
     answer = None
     if ci95 is not None:
@@ -177,53 +291,51 @@ def _answer(
     if answer not in ("faster", "slower"):
         words = f"Whether {one.label} is faster than {two.label} is undecided"
     shown = [
-        f"{name.replace('_', ' ')} difference {signed(value['value'])}"
-        + (f" (95 % interval {between(value['ci95'])})" if value["ci95"] else " (no interval)")
-        for name, value in reversed(list(summary.items()))
+        f"{name} difference {signed(change.value)}"
+        + (f" (95 % interval {between(change.ci95)})" if change.ci95 else " (no interval)")
+        for name, change in (
+            ("speedup", both.speedup),
+            ("acceptance length", both.acceptance_length),
+        )
     ]
-    lossy = [method.label for method in (one, two) if not _lossless(method)["lossless"]]
+    lossy = [method.label for method in (one, two) if not _lossless(method).lossless]
     warning = f"; NOT lossless: {', '.join(lossy)}" if lossy else ""
     if apart:
         warning += "; their plain loops ran at clearly different speeds"
-    return {"answer": answer, "statement": f"{words}: {', '.join(shown)}{warning}."}
+    return answer, f"{words}: {', '.join(shown)}{warning}."
 
 
-def _run(run: RunReport) -> dict[str, Any]:
-    report = run.report
-    return {
-        "name": run.name,
-        "folder": run.folder,
-        "drafter": report["drafter"],
-        "depth": report["depth"],
-        "seed": run.seed,
-        "drafter_parameters": run.parameters,
-        "training_tokens": run.training_tokens,
-        "lossless": report["lossless"]["statement"],
-        "timing": dict(report["timing"]),
-        "provenance": dict(report["provenance"]),
-    }
+def _run(run: RunReport) -> ComparedRun:
+    return ComparedRun(
+        name=run.name,
+        folder=run.folder,
+        drafter=run.report.drafter,
+        depth=run.report.depth,
+        seed=run.seed,
+        drafter_parameters=run.parameters,
+        training_tokens=run.training_tokens,
+        lossless=run.report.lossless.statement,
+        timing=run.report.timing,
+        provenance=run.report.provenance,
+    )
 
 
-def _flags(
-    runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[Key]
-) -> list[dict[str, str]]:
+def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[Key]) -> list[Flag]:
     """Return what to read with care: lossy rows, unlike machines, unlike texts, the runs' own."""
     found = []
 
     def flag(kind: str, row: str, text: str) -> None:
-        found.append({"kind": kind, "row": row, "text": text})
+        found.append(Flag(kind, row, text))
 
     for method in methods:
         lossless = _lossless(method)
         checked = [] if method.reference else [run.report for run in method.runs]
-        checks = [report["lossless"] for report in checked]
-        certificates = [report.get("certificate") for report in checked]
-        if not lossless["lossless"]:
-            flag("lossy", method.label, lossless["statement"])
-        elif any(one is not None and not one["certified"] for one in certificates):
-            flag("certificate", method.label, lossless["statement"])
-        elif any(check["greedy_identical"] < check["greedy_total"] for check in checks):
-            flag("lossless", method.label, lossless["statement"])
+        if not lossless.lossless:
+            flag("lossy", method.label, lossless.statement)
+        elif any(one.certificate and not one.certificate.certified for one in checked):
+            flag("certificate", method.label, lossless.statement)
+        elif not all(report.lossless.identical for report in checked):
+            flag("lossless", method.label, lossless.statement)
     if any(len(prompts_of(run)) > len(keys) for run in runs):
         flag("prompts", "all", _shared_statement(runs, keys))
     for what, values in _machines(runs).items():
@@ -233,7 +345,7 @@ def _flags(
     apart = plain_loops_apart(runs, keys)
     if apart:
         flag("plain_loops", "all", apart)
-    if runs[0].report["sampling"]["temperature"] == 0:
+    if runs[0].report.sampling.temperature == 0:
         for run in runs[1:]:
             num = _texts_differing(runs[0], run, keys)
             if num:
@@ -248,13 +360,13 @@ def _flags(
             if not method.reference and one.identity is not None and one.identity == two.identity:
                 text = f"configuration and seeds are those of {other.label}: not another seed"
                 flag("repeated", method.label, text)
-    own: dict[tuple[str, str, str], list[str]] = {}
+    own: dict[Flag, list[str]] = {}
     for run in runs:
-        for item in run.report["flags"]:
-            if item["kind"] != "lossless":  # said above
-                own.setdefault((item["kind"], item["row"], item["text"]), []).append(run.name)
-    for (kind, row, text), names in own.items():
-        flag(kind, f"{', '.join(names)}: {row}", text)
+        for item in run.report.flags:
+            if item.kind != "lossless":  # said above
+                own.setdefault(item, []).append(run.name)
+    for item, names in own.items():
+        flag(item.kind, f"{', '.join(names)}: {item.row}", item.text)
     return found
 
 
@@ -267,9 +379,9 @@ def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     speeds = {}
     for run in runs:
         plain = [next(iter(run.measured.values())).plain[key] for key in keys]
-        seconds = sum(row.seconds for row in plain)
+        seconds = sum(row.seconds.total for row in plain)
         if seconds > 0:
-            speeds[run.name] = sum(row.tokens for row in plain) / seconds
+            speeds[run.name] = sum(row.num_output_tokens for row in plain) / seconds
     if not speeds or max(speeds.values()) <= PLAIN_APART * min(speeds.values()):
         return ""
     listed = ", ".join(f"{name} {speed(value)}" for name, value in speeds.items())
@@ -282,17 +394,16 @@ def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
 
 def _machines(runs: Sequence[RunReport]) -> dict[str, dict[str, str]]:
     """Return by run what a speedup depends on besides the drafter."""
-    found: dict[str, dict[str, str]] = {
-        "engine": {run.name: str(run.report.get("engine", "drafttrain")) for run in runs}
+    found = {
+        key: {run.name: str(getattr(run.report.timing, key)) for run in runs}
+        for key in ("device", "dtype", "draft_dtype", "threads")
     }
-    for key in ("device", "dtype", "draft_dtype", "threads"):
-        found[key] = {run.name: str(run.report["timing"].get(key)) for run in runs}
     for key in ("cpu", "gpus"):
-        hardware = {run.name: run.report["provenance"].get("hardware") or {} for run in runs}
+        hardware = {run.name: run.report.provenance.get("hardware") or {} for run in runs}
         found[key] = {name: str(value.get(key)) for name, value in hardware.items()}
     return found
 
 
 def _texts_differing(one: RunReport, two: RunReport, keys: Sequence[Key]) -> int:
     first, second = (next(iter(run.measured.values())).plain for run in (one, two))
-    return sum(first[key].tokens != second[key].tokens for key in keys)
+    return sum(first[key].num_output_tokens != second[key].num_output_tokens for key in keys)

@@ -1,239 +1,208 @@
 """A comparison on disk and on the terminal: JSON, Markdown, one HTML file, a table."""
 
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
-
-from drafttrain.report import wording
-from drafttrain.report.markdown import escaped, table
-from drafttrain.report.pages import page
-from drafttrain.report.wording import NOTHING, change, estimate, flat, number, size, speed
-from drafttrain.report.write import as_json, write_texts
+from drafttrain.report.comparison import ComparedRun, Comparison, MethodRow, Numbers
+from drafttrain.report.document import Document, Listing, notes
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
+from drafttrain.report.pairs import Spread
+from drafttrain.report.results import Cell, Table
+from drafttrain.report.tables import Column, table
+from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed
+from drafttrain.report.write import as_data, as_json, write_texts
 
 FILES = ("compare.json", "compare.md", "compare.html")
+QUANTITIES = ("acceptance_length", "speedup")
 
 
-def write_comparison(comparison: dict[str, Any], folder: Path) -> None:
+def write_comparison(comparison: Comparison, folder: Path) -> None:
     """Write compare.json, compare.md and compare.html; each appears whole or not at all."""
-    texts = (as_json(comparison), comparison_markdown(comparison), comparison_html(comparison))
+    texts = (
+        as_json(as_data(comparison)),
+        comparison_markdown(comparison),
+        comparison_html(comparison),
+    )
     write_texts(dict(zip(FILES, texts, strict=True)), folder)
 
 
-def versus_baseline(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the differences to the baseline, by method."""
-    base = comparison["baseline"]
-    return {pair["method"]: pair for pair in comparison["differences"] if pair["other"] == base}
+def comparison_markdown(comparison: Comparison) -> str:
+    """Return the comparison as Markdown."""
+    return markdown(comparison_document(comparison))
 
 
-def other_pairs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the differences between rows other than the baseline."""
-    base = comparison["baseline"]
-    return [pair for pair in comparison["differences"] if pair["other"] != base]
+def comparison_html(comparison: Comparison) -> str:
+    """Return the comparison as one HTML file."""
+    from drafttrain.report.plots import comparison_figures  # matplotlib takes a second
+
+    return html(comparison_document(comparison), comparison_figures(comparison))
 
 
-def spread_of(measured: dict[str, Any]) -> str:
-    """Return the range over seeds or repeated measurements, a dash for a single one."""
-    if len(measured["by_run"]) < 2 or measured["range"] is None:
-        return NOTHING
-    low, high = measured["range"]
-    return f"{number(low)} to {number(high)}"
+def comparison_document(comparison: Comparison) -> Document:
+    """Return what the pages of a comparison say."""
+    versus = list(comparison.versus.values())
+    others = [pair.statement for pair in comparison.differences if pair not in versus]
+    return Document(
+        "drafters compared",
+        f"{comparison.name}: drafters of {comparison.target}",
+        [pair.statement for pair in versus],
+        conditions_line(comparison),
+        [],
+        [
+            Listing("Read with care", [(f.row, f.text) for f in comparison.flags], "flags"),
+            _numbers_table(comparison),
+            _methods_table(comparison),
+        ],
+        [
+            notes("Other differences", others),
+            _runs_table(comparison),
+            Listing("Definitions", list(comparison.definitions.items())),
+            *(
+                Listing(
+                    f"Provenance of {run.name}",
+                    [*flat(as_data(run.timing), "timing."), *flat(run.provenance)],
+                )
+                for run in comparison.runs
+            ),
+            Listing("Provenance of this page", flat(comparison.provenance)),
+        ],
+    )
 
 
-def conditions_line(comparison: dict[str, Any]) -> str:
+def conditions_line(comparison: Comparison) -> str:
     """Return under which conditions all runs were evaluated."""
-    told = comparison["conditions"]
+    told, prompts = comparison.conditions, comparison.prompts
     sampling = ", ".join(
         f"{key.removeprefix('eval.').replace('_', ' ')} {value}"
         for key, value in told.items()
         if key not in ("target fingerprint", "eval.prompts")
     )
     return (
-        f"{comparison['prompts']['statement']}, in {len(comparison['prompts']['tasks'])} tasks of "
-        f"{told['eval.prompts']}; {sampling}; target fingerprint "
-        f"{str(told['target fingerprint'])[:16]}"
+        f"{prompts.statement}, in {len(prompts.tasks)} tasks of {told['eval.prompts']}; "
+        f"{sampling}; target fingerprint {str(told['target fingerprint'])[:16]}"
     )
 
 
-def comparison_summary(comparison: dict[str, Any]) -> Table:
-    """Return what the terminal shows: a row per method, its differences, what to read with care."""
-    versus = versus_baseline(comparison)
-    caption = [pair["statement"] for pair in comparison["differences"]]
-    caption += [f"{row['method']}: {row['lossless']['statement']}." for row in comparison["rows"]]
-    caption += [f"Flag: {flag['row']}: {flag['text']}." for flag in comparison["flags"]]
-    caption += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
-    shown = Table(
-        title=Text(f"{comparison['target']}: differences to {comparison['baseline']}"),
-        caption=Text("\n".join(caption)),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    shown.add_column("method\ntraining", overflow="fold", min_width=12)
-    # 80 columns hold the numbers whole; what gives way is the method's name.
-    for name in ("accept. length, 95 %", "speedup, 95 %"):
-        shown.add_column(f"{name}\ndifference", justify="right", no_wrap=True, min_width=20)
-    for name in ("draft\nms", "para-\nmeters", "loss-\nless"):
-        shown.add_column(
-            name, justify="right", no_wrap=True, min_width=len(max(name.split("\n"), key=len))
-        )
-    for row in comparison["rows"]:
-        summary, pair = row["summary"], versus.get(row["method"])
-        cells = [
-            f"{estimate(summary[name])}\n{change(pair['summary'][name]) if pair else 'baseline'}"
-            for name in ("acceptance_length", "speedup")
+def _difference(comparison: Comparison, row: MethodRow, task: str, quantity: str) -> Cell:
+    pair = comparison.versus.get(row.method)
+    if pair is None:
+        return "baseline"
+    difference: Cell = getattr(pair.by_name[task], quantity)
+    return difference
+
+
+def _range(numbers: Numbers, quantity: str) -> str:
+    measured: Spread = getattr(numbers, quantity)
+    if len(measured.by_run) < 2 or measured.range is None:
+        return NOTHING
+    return " to ".join(map(number, measured.range))
+
+
+def comparison_summary(comparison: Comparison) -> Table:
+    """Return what the terminal shows: two lines per method, its numbers and its differences."""
+    notes = [pair.statement for pair in comparison.differences]
+    notes += [f"{row.method}: {row.lossless.statement}." for row in comparison.rows]
+    notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]
+    notes += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
+    rows: list[list[Cell]] = []
+    for row in comparison.rows:
+        seeds = len(row.seeds)
+        training = f"{seeds} seeds" if seeds > 1 else "single run" if seeds else "reference"
+        numbers = [
+            f"{cell(getattr(row.summary, quantity))}\n"
+            f"{cell(_difference(comparison, row, 'all', quantity))}"
+            for quantity in QUANTITIES
         ]
-        count = len(row["seeds"])
-        training = f"{count} seeds" if count > 1 else "single run" if count else "reference"
-        shown.add_row(
-            Text(f"{row['method']}\n{training}"),
-            *map(Text, cells),
-            number(summary["draft_ms"]),
-            size(row["drafter_parameters"]),
-            "yes" if row["lossless"]["lossless"] else "NO",
-            style="bold" if row["method"] == comparison["baseline"] else None,
+        rows.append(
+            [
+                f"{row.method}\n{training}",
+                *numbers,
+                number(row.summary.draft_ms),
+                size(row.drafter_parameters),
+                "yes" if row.lossless.lossless else "NO",
+            ]
         )
-    return shown
-
-
-def comparison_markdown(comparison: dict[str, Any]) -> str:
-    """Return the whole comparison as one document."""
-    flags = [
-        f"- **{escaped(flag['row'])}**: {escaped(flag['text'])}" for flag in comparison["flags"]
-    ]
-    lines = [
-        f"# {escaped(comparison['name'])}: drafters of {escaped(comparison['target'])}",
+    return Table(
+        f"{comparison.target}: differences to {comparison.baseline}",
         "",
-        *(f"- {escaped(pair['statement'])}" for pair in versus_baseline(comparison).values()),
-        "",
-        f"{escaped(conditions_line(comparison))}.",
-        "",
-        *(["## Read with care", "", *flags, ""] if flags else []),
-        "## Methods",
-        "",
-        *_methods_table(comparison),
-        "",
-    ]
-    for task in ("all", *comparison["prompts"]["tasks"]):
-        lines += [f"## {escaped(task)}", "", *_task_table(comparison, task), ""]
-    lists = {
-        "Other differences": [
-            f"- {escaped(pair['statement'])}" for pair in other_pairs(comparison)
-        ],
-        "Runs": _runs_table(comparison),
-        "Definitions": [
-            f"- `{key}`: {escaped(text)}" for key, text in comparison["definitions"].items()
-        ],
-        "Provenance": [
-            f"- {escaped(key)}: {escaped(text)}" for key, text in flat(comparison["provenance"])
-        ],
-    }
-    for title, items in lists.items():
-        if items:
-            lines += [f"## {title}", "", *items, ""]
-    return "\n".join(lines)
-
-
-def _methods_table(comparison: dict[str, Any]) -> list[str]:
-    columns = [
-        "method",
-        "drafter",
-        "depth",
-        "training",
-        "parameters",
-        "training tokens",
-        "draft ms",
-        "tokens/s plain",
-        "tokens/s drafted",
-        "losslessness",
-    ]
-    cells = [
         [
-            escaped(row["method"]),
-            escaped(row["drafter"]),
-            number(row["depth"], 0),
-            escaped(row["training"]),
-            size(row["drafter_parameters"]),
-            size(row["training_tokens"]),
-            number(row["summary"]["draft_ms"]),
-            speed(row["summary"]["tokens_per_second"]["autoregressive"]),
-            speed(row["summary"]["tokens_per_second"]["speculative"]),
-            escaped(row["lossless"]["statement"]),
-        ]
-        for row in comparison["rows"]
-    ]
-    return table(columns, cells)
+            "method\ntraining",
+            "accept. length, 95 %\ndifference",
+            "speedup, 95 %\ndifference",
+            "draft\nms",
+            "para-\nmeters",
+            "loss-\nless",
+        ],
+        rows,
+        notes,
+    )
 
 
-def _task_table(comparison: dict[str, Any], task: str) -> list[str]:
-    versus = versus_baseline(comparison)
-    columns = ["method", "prompts"]
+def _numbers_table(comparison: Comparison) -> Table:
+    """Return both quantities of every method with their differences, task by task."""
+    columns = ["task", "method", "prompts"]
     for name in ("acceptance length", "speedup"):
-        columns += [f"{name} [95 %]", "range", f"to {escaped(comparison['baseline'])} [95 %]"]
-    cells = []
-    for row in comparison["rows"]:
-        part = row["summary"] if task == "all" else row["tasks"][task]
-        line = [escaped(row["method"]), number(part["num_prompts"], 0)]
-        for name in ("acceptance_length", "speedup"):
-            pair = versus.get(row["method"])
-            beside = pair and (pair["summary"] if task == "all" else pair["tasks"][task])
-            line += [estimate(part[name]), spread_of(part[name])]
-            line.append(change(beside[name]) if beside else "baseline")
-        cells.append(line)
-    return table(columns, cells)
-
-
-def _runs_table(comparison: dict[str, Any]) -> list[str]:
-    columns = ["run", "drafter", "depth", "seed", "parameters", "training tokens", "losslessness"]
-    cells = [
-        [
-            escaped(run["folder"]),
-            escaped(run["drafter"]),
-            number(run["depth"], 0),
-            number(run["seed"], 0),
-            size(run["drafter_parameters"]),
-            size(run["training_tokens"]),
-            escaped(run["lossless"]),
-        ]
-        for run in comparison["runs"]
-    ]
-    return table(columns, cells)
-
-
-def comparison_html(comparison: dict[str, Any]) -> str:
-    """Return the page: style and figures inline, every text escaped; it loads nothing."""
-    from drafttrain.report import comparison_plots as plots  # matplotlib takes a second
-
-    rows, versus = comparison["rows"], versus_baseline(comparison)
-    pairs = list(versus.values())
-    against = f"difference to {comparison['baseline']}, 95 % interval"
-    times = "times plain decoding, 95 % interval"
-    return page(
-        "comparison.html.j2",
-        comparison=comparison,
-        rows=rows,
-        versus=versus,
-        others=other_pairs(comparison),
-        conditions=conditions_line(comparison),
-        scopes=["all", *comparison["prompts"]["tasks"]],
-        looks=plots.looks(rows),
-        plots={
-            "speedup": plots.estimates_plot(rows, "speedup", times, even=1.0),
-            "length": plots.estimates_plot(
-                rows, "acceptance_length", "tokens per target pass, 95 % interval", even=1.0
-            ),
-            "speedup_difference": plots.differences_plot(rows, pairs, "speedup", against),
-            "length_difference": plots.differences_plot(rows, pairs, "acceptance_length", against),
-        },
-        words=wording,
-        spread_of=spread_of,
-        widest={
-            name: max((row["summary"][name]["value"] or 0.0 for row in rows), default=0.0) or 1.0
-            for name in ("acceptance_length", "speedup")
-        },
+        columns += [f"{name}, 95 %", "range", f"minus {comparison.baseline}, 95 %"]
+    rows: list[list[Cell]] = []
+    for task in ("all", *comparison.prompts.tasks):
+        for row in comparison.rows:
+            numbers = row.by_name[task]
+            line: list[Cell] = [task, row.method, count(numbers.num_prompts)]
+            for quantity in QUANTITIES:
+                line += [getattr(numbers, quantity), _range(numbers, quantity)]
+                line.append(_difference(comparison, row, task, quantity))
+            rows.append(line)
+    caption = (
+        "Intervals: 95 %, bootstrap over prompts; differences are paired by prompt. range: over "
+        "training seeds, or over the runs beside which a reference was measured."
     )
+    return Table("Methods, task by task", caption, columns, rows, [])
+
+
+def _methods_table(comparison: Comparison) -> Table:
+    columns = [
+        Column[MethodRow]("drafter", lambda row: row.drafter),
+        Column[MethodRow]("depth", lambda row: count(row.depth)),
+        Column[MethodRow]("training", lambda row: row.training),
+        Column[MethodRow]("parameters", lambda row: size(row.drafter_parameters)),
+        Column[MethodRow]("training tokens", lambda row: size(row.training_tokens)),
+        Column[MethodRow]("rate", lambda row: number(row.summary.acceptance_rate)),
+        Column[MethodRow]("draft ms", lambda row: number(row.summary.draft_ms)),
+        Column[MethodRow](
+            "tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)
+        ),
+        Column[MethodRow](
+            "tokens/s drafted", lambda row: speed(row.summary.tokens_per_second.speculative)
+        ),
+        Column[MethodRow]("losslessness", lambda row: row.lossless.statement),
+    ]
+    rows = {row.method: row for row in comparison.rows}
+    return table("Methods, on all prompts", "", "method", columns, rows)
+
+
+def _runs_table(comparison: Comparison) -> Table:
+    own = {
+        folder: (row, place)
+        for row in comparison.rows
+        if not row.reference
+        for place, folder in enumerate(row.runs)
+    }
+
+    def alone(quantity: str) -> Column[ComparedRun]:
+        def value(run: ComparedRun) -> Cell:
+            row, place = own[run.folder]
+            return number(getattr(row.summary, quantity).by_run[place])
+
+        return Column(quantity.replace("_", " "), value)
+
+    columns = [
+        Column[ComparedRun]("drafter", lambda run: run.drafter),
+        Column[ComparedRun]("depth", lambda run: count(run.depth)),
+        Column[ComparedRun]("seed", lambda run: count(run.seed)),
+        *map(alone, QUANTITIES),
+        Column[ComparedRun]("parameters", lambda run: size(run.drafter_parameters)),
+        Column[ComparedRun]("training tokens", lambda run: size(run.training_tokens)),
+        Column[ComparedRun]("losslessness", lambda run: run.lossless),
+    ]
+    runs = {run.folder: run for run in comparison.runs}
+    return table("Runs", "Each run by itself, on the shared prompts.", "run", columns, runs)

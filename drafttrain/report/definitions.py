@@ -1,6 +1,6 @@
 """What every number of a report means, in one sentence each: printed wherever the number is."""
 
-from drafttrain.report.statistics import DISTURBED, FEWEST_PROMPTS
+from drafttrain.report.totals import DISTURBED, FEWEST_PROMPTS
 
 DEFINITIONS: dict[str, str] = {
     "num_prompts": "Prompts measured; the turns of one prompt count as one, and one prompt is the "

@@ -1,59 +1,70 @@
-"""The report as one HTML file that loads nothing: a page to show a colleague."""
+"""A document as one HTML file that loads nothing: a page to show a colleague."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from drafttrain.report import plots, sweep_plots, wording
-from drafttrain.report.markdown import depth_told, methods_of, money_cells
-from drafttrain.report.pages import page
-from drafttrain.report.statistics import PLAIN
-from drafttrain.report.verdict import bill, is_serious
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from drafttrain.report.document import Document, Figure
+from drafttrain.report.markdown import LONGEST_TEXT
+from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
+from drafttrain.report.wording import positions, value_and_range
+from drafttrain.runtime.untrusted_input import shown
+
+LONG = 40  # characters of a cell, above which it takes several lines
 
 
-def html(report: dict[str, Any]) -> str:
-    """Return the page: style and plots inline, every text of the report escaped."""
-    rows, drafter = methods_of(report), report["drafter"]
-    summaries = {method: tasks["all"] for method, tasks in rows.items()}
-    plain = report["methods"][PLAIN]["summary"]
-    timed = any(row["speedup"]["value"] for row in summaries.values())
-    drafted = any(row["num_drafts"] for row in summaries.values())
-    return page(
-        "report.html.j2",
-        report=report,
-        rows=rows,
-        main=summaries[drafter],
-        others={method: row for method, row in rows.items() if method != drafter},
-        step_ms=plain["time_ms"],
-        plots={
-            "speedup": plots.speedup_plot(rows, drafter) if timed else None,
-            "acceptance": plots.acceptance_plot(summaries, drafter) if drafted else None,
-            "time": plots.time_plot(summaries, plain, drafter)
-            if plain["num_target_passes"]
-            else None,
-            "speed": plots.speed_plot(rows, drafter) if timed else None,
-            **_sweep(report["sweep"]),
-        },
-        depth=depth_told(report),
-        serious=[flag for flag in report["flags"] if is_serious(flag, report)],
-        ordinary=[flag for flag in report["flags"] if not is_serious(flag, report)],
-        words=wording,
-        bill=bill(report["verdicts"]["all"]),
-        money_cells=money_cells,
-        widest=_widest(rows[drafter]),
+def html(document: Document, figures: Sequence[Figure] = ()) -> str:
+    """Return the page: style and figures inline, every text escaped."""
+    environment = Environment(
+        loader=PackageLoader("drafttrain.report"),
+        autoescape=True,
+        finalize=_text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        document=document, figures=figures, rows_of=rows_of
     )
 
 
-def _widest(rows: dict[str, Any]) -> dict[str, float]:
-    """Return what a full bar in a table cell stands for."""
-    return {
-        "length": max(row["acceptance_length"]["micro"] or 0.0 for row in rows.values()) or 1.0,
-        "speedup": max(row["speedup"]["value"] or 0.0 for row in rows.values()) or 1.0,
-    }
+def rows_of(table: Table) -> list[list[Markup]]:
+    """Return the cells of a table as HTML; bars are as long as their column's largest is wide."""
+    widest = [
+        max((value.value or 0.0 for value in column if isinstance(value, Estimate)), default=0.0)
+        for column in zip(*table.rows, strict=True)
+    ]
+    return [
+        [_cell(value, most) for value, most in zip(row, widest, strict=True)] for row in table.rows
+    ]
 
 
-def _sweep(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plots of a sweep, where more than one depth or batch was measured."""
-    several = {key: len({point[key] for point in points}) > 1 for key in ("depth", "batch_size")}
-    return {
-        "by_depth": sweep_plots.depth_plot(points) if several["depth"] else None,
-        "by_batch": sweep_plots.batch_plot(points) if several["batch_size"] else None,
-    }
+def _cell(value: Cell, widest: float) -> Markup:
+    if isinstance(value, Estimate):
+        number, *bounds = value_and_range(value)
+        told = Markup('{} <span class="range">{}</span>').format(number, bounds[0].strip("[]")) \
+            if bounds else escape(number)  # fmt: skip
+        if isinstance(value, Change):
+            return told
+        width = 100 * max(value.value or 0.0, 0.0) / (widest or 1.0)
+        return Markup('<span class="track"><span style="width: {:.1f}%"></span></span>{}').format(
+            width, told
+        )
+    if isinstance(value, Badge):
+        kind = value.word.replace(" ", "-")
+        return Markup('<span class="badge {}">{}</span>').format(kind, value.word)
+    if isinstance(value, str):
+        text = escape(_text(value))
+        return Markup('<span class="long">{}</span>').format(text) if len(value) > LONG else text
+    bars = Markup("").join(
+        Markup('<span><span style="height: {:.1f}%"></span></span>').format(100 * (rate or 0))
+        for rate in value
+    )
+    return Markup('<span class="spark" title="{}">{}</span>').format(positions(value), bars)
+
+
+def _text(value: Any) -> Any:
+    """Return a text without the characters that turn a line around, or that no file can hold."""
+    return shown(value, LONGEST_TEXT) if type(value) is str else value

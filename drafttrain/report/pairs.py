@@ -1,59 +1,97 @@
-"""Runs on the prompts they share: estimates over training seeds, and differences paired by prompt.
+"""Methods on the prompts they share: means over training seeds, differences paired by prompt."""
 
-Every statistic and every interval is that of `report.statistics`, of several runs at once.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from drafttrain.report.statistics import (
-    PLAIN,
-    Key,
+from drafttrain.report.metrics import (
     Resampling,
-    Values,
+    Statistic,
     interval,
     length_statistic,
+    of_sides,
     speedup_statistic,
 )
+from drafttrain.report.results import (
+    PLAIN,
+    Adaptation,
+    AdaptationRow,
+    BeforeAfter,
+    Change,
+    Estimate,
+    Interval,
+    Measurement,
+)
+from drafttrain.report.totals import Key
+from drafttrain.report.wording import TOO_FEW, change, number
 
+BEFORE = "before"  # the method that decodes with what training started from
+ADAPTATION = (
+    "A drafter that started from another one (run.init_from), beside that one as it was: the same "
+    "prompts, decoded by the same target in the same timing blocks. difference: after minus "
+    "before; ci95: bootstrap over prompts, paired, so that a prompt is drawn with both."
+)
 
-@dataclass(frozen=True)
-class PromptCounts:
-    """What one method counted and timed on one prompt, its turns taken together; in seconds."""
-
-    accepted: float
-    drafts: float
-    drafted: float
-    passes: float
-    tokens: float
-    seconds: float
-    draft_seconds: float
-
-
-Counts = Mapping[Key, PromptCounts]
+Columns = dict[str, list[float]]  # by prompt
 
 
 @dataclass(frozen=True)
 class Measured:
     """One drafting method of one report, and the plain loop beside which it was measured."""
 
-    drafted: Counts
-    plain: Counts
+    drafted: dict[Key, Measurement]
+    plain: dict[Key, Measurement]
 
-    def on(self, keys: Sequence[Key]) -> "Columns":
+    def on(self, keys: Sequence[Key]) -> Columns:
         """Return the columns of these prompts, in their order."""
         mine, theirs = [self.drafted[key] for key in keys], [self.plain[key] for key in keys]
-        columns = {name: [getattr(row, name) for row in mine] for name in _NAMES}
-        for name in ("tokens", "seconds"):
-            columns[f"plain_{name}"] = [getattr(row, name) for row in theirs]
-        return columns
+        return {
+            "accepted": [float(row.num_accepted_tokens) for row in mine],
+            "drafts": [float(row.num_drafts) for row in mine],
+            "drafted": [float(row.num_draft_tokens) for row in mine],
+            "passes": [float(row.num_target_passes) for row in mine],
+            "draft_seconds": [row.seconds.draft for row in mine],
+            "tokens": [float(row.num_output_tokens) for row in mine],
+            "seconds": [row.seconds.total for row in mine],
+            "plain_tokens": [float(row.num_output_tokens) for row in theirs],
+            "plain_seconds": [row.seconds.total for row in theirs],
+        }
 
 
-Columns = dict[str, list[float]]
-_NAMES = tuple(PromptCounts.__dataclass_fields__)
+def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
+    """Return the measurements of a report by drafting method.
+
+    Raises ValueError where a prompt is there twice, or a method has not those of the plain loop.
+    """
+    by_method: dict[str, dict[Key, Measurement]] = {PLAIN: {}}
+    for row in rows:
+        prompts = by_method.setdefault(row.method, {})
+        if (row.task, row.prompt_id) in prompts:
+            raise ValueError(f"prompt {row.prompt_id} of {row.task} is there twice by {row.method}")
+        prompts[row.task, row.prompt_id] = row
+    plain = by_method.pop(PLAIN)
+    for method, prompts in by_method.items():
+        if set(prompts) != set(plain):
+            raise ValueError(f"{method} and {PLAIN} have different prompts")
+    return {method: Measured(prompts, plain) for method, prompts in by_method.items()}
+
+
+def by_scope(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """Return the prompts of all tasks, under "all", and of each."""
+    scopes: dict[str, list[Key]] = {"all": list(keys)}
+    for key in scopes["all"]:
+        scopes.setdefault(key[0], []).append(key)
+    return scopes
+
+
+@dataclass(frozen=True)
+class Spread(Estimate):
+    """The mean over several runs with its interval over prompts, their range and each run's own."""
+
+    range: Interval | None
+    by_run: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -61,84 +99,61 @@ class Quantity:
     """Something measured that has an interval: the columns it is computed from, and how."""
 
     columns: tuple[str, ...]
-    statistic: Callable[..., Values]
+    statistic: Statistic
     positive: tuple[str, ...]  # columns that must be positive: in all, or on every prompt
     every_prompt: bool
 
-    def defined(self, run: Columns) -> bool:
-        """Whether the quantity can be computed from these prompts."""
-        enough: Callable[[Any], bool] = all if self.every_prompt else any
-        return all(enough(value > 0 for value in run[name]) for name in self.positive)
-
     def of(self, run: Columns) -> float | None:
         """Return the quantity of one run, None where there is nothing to compute it from."""
-        if not self.defined(run):
+        enough: Callable[[Any], bool] = all if self.every_prompt else any
+        if not all(enough(value > 0 for value in run[name]) for name in self.positive):
             return None
-        return float(self.statistic(*map(np.asarray, self._columns(run)), axis=-1))
+        columns = (np.asarray(run[name]) for name in self.columns)
+        return float(self.statistic(*columns, axis=-1))
 
-    def _columns(self, run: Columns) -> list[list[float]]:
-        return [run[name] for name in self.columns]
-
-    def mean(self, runs: Sequence[Columns], resampling: Resampling) -> dict[str, Any]:
+    def mean(self, runs: Sequence[Columns], resampling: Resampling) -> Spread:
         """Return the mean over runs, its interval over prompts, the range and each run's own."""
         values = [self.of(run) for run in runs]
         known = [value for value in values if value is not None]
         if len(known) < len(values):
-            return {"value": None, "ci95": None, "range": None, "by_run": values}
-        return {
-            "value": sum(known) / len(known),
-            "ci95": self._interval([runs], resampling),
-            "range": [min(known), max(known)],
-            "by_run": values,
-        }
+            return Spread(None, None, None, values)
+        ci95 = self._interval([runs], resampling)
+        return Spread(sum(known) / len(known), ci95, [min(known), max(known)], values)
 
     def difference(
         self, runs: Sequence[Columns], others: Sequence[Columns], resampling: Resampling
-    ) -> dict[str, Any]:
+    ) -> Change:
         """Return the mean over `runs` minus the mean over `others`, paired by prompt."""
-        if not all(self.defined(run) for run in (*runs, *others)):
-            return {"value": None, "ci95": None}
-        means = [sum(self.of(run) or 0.0 for run in side) / len(side) for side in (runs, others)]
-        ci95 = self._interval([runs, others], resampling)
-        return {"value": means[0] - means[1], "ci95": ci95}
+        values = [self.of(run) for run in (*runs, *others)]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return Change(None, None)
+        mine, theirs = known[: len(runs)], known[len(runs) :]
+        value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
+        return Change(value, self._interval([runs, others], resampling))
 
     def _interval(
         self, sides: Sequence[Sequence[Columns]], resampling: Resampling
-    ) -> list[float] | None:
+    ) -> Interval | None:
         """Return the interval of the first side's mean, minus the second's if there is one."""
-        width = len(self.columns)
-        counts = [len(side) for side in sides]
-
-        def statistic(*columns: np.ndarray, axis: int) -> Values:
-            values = [
-                self.statistic(*columns[start : start + width], axis=axis)
-                for start in range(0, len(columns), width)
-            ]
-            mean = np.mean(values[: counts[0]], axis=0)
-            return mean - np.mean(values[counts[0] :], axis=0) if len(counts) > 1 else mean
-
-        columns = [column for side in sides for run in side for column in self._columns(run)]
+        columns = [run[name] for side in sides for run in side for name in self.columns]
         if not self.every_prompt:
             # A prompt on which nobody drafted says nothing, as in the report of one run.
-            said = [any(row) for row in zip(*columns, strict=True)]
-            columns = [
-                [value for value, keep in zip(column, said, strict=True) if keep]
-                for column in columns
-            ]
+            drafted = [row for row in zip(*columns, strict=True) if any(row)]
+            columns = [list(column) for column in zip(*drafted, strict=True)]
+        statistic = of_sides(self.statistic, [len(side) for side in sides], len(self.columns))
         return interval(statistic, columns, resampling)
 
 
-QUANTITIES = {
-    "acceptance_length": Quantity(
-        ("accepted", "drafts"), length_statistic, ("drafts",), every_prompt=False
-    ),
-    "speedup": Quantity(
-        ("tokens", "seconds", "plain_tokens", "plain_seconds"),
-        speedup_statistic,
-        ("tokens", "seconds", "plain_tokens", "plain_seconds"),
-        every_prompt=True,
-    ),
-}
+ACCEPTANCE_LENGTH = Quantity(
+    ("accepted", "drafts"), length_statistic, ("drafts",), every_prompt=False
+)
+SPEEDUP = Quantity(
+    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
+    speedup_statistic,
+    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
+    every_prompt=True,
+)
 
 
 def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
@@ -149,29 +164,43 @@ def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1
     return sum(scale * value / divisor for value, divisor in sums) / len(sums)
 
 
-def measured_of(report: Mapping[str, Any]) -> dict[str, Measured]:
-    """Return the measurements of a report by drafting method.
-
-    Raises KeyError, TypeError or ValueError where the report does not hold what it should.
-    """
-    by_method: dict[str, dict[Key, PromptCounts]] = {}
-    for row in report["measurements"]:
-        counts = PromptCounts(
-            accepted=float(row["num_accepted_tokens"]),
-            drafts=float(row["num_drafts"]),
-            drafted=float(row["num_draft_tokens"]),
-            passes=float(row["num_target_passes"]),
-            tokens=float(row["num_output_tokens"]),
-            seconds=float(row["seconds"]["total"]),
-            draft_seconds=float(row["seconds"]["draft"]),
+def adaptation(
+    rows: Iterable[Measurement], drafter: str, resampling: Resampling
+) -> Adaptation | None:
+    """Return acceptance and speedup before and after adapting, None where not measured."""
+    measured = measured_of(rows)
+    if BEFORE not in measured:
+        return None
+    found = {}
+    for scope, keys in by_scope(measured[drafter].drafted).items():
+        old, new = [measured[BEFORE].on(keys)], [measured[drafter].on(keys)]
+        found[scope] = AdaptationRow(
+            len(keys),
+            _before_and_after(ACCEPTANCE_LENGTH, old, new, resampling),
+            _before_and_after(SPEEDUP, old, new, resampling),
         )
-        prompts = by_method.setdefault(row["method"], {})
-        key = (row["task"], row["prompt_id"])
-        if key in prompts:
-            raise ValueError(f"prompt {key[1]} of {key[0]} is there twice by {row['method']}")
-        prompts[key] = counts
-    plain = by_method.pop(PLAIN)
-    for method, prompts in by_method.items():
-        if set(prompts) != set(plain):
-            raise ValueError(f"{method} and {PLAIN} have different prompts")
-    return {method: Measured(prompts, plain) for method, prompts in by_method.items()}
+    return Adaptation(found, _statement(found["all"]), ADAPTATION)
+
+
+def _before_and_after(
+    quantity: Quantity, old: list[Columns], new: list[Columns], resampling: Resampling
+) -> BeforeAfter:
+    before, after = (quantity.mean(side, resampling) for side in (old, new))
+    return BeforeAfter(
+        Estimate(before.value, before.ci95),
+        Estimate(after.value, after.ci95),
+        quantity.difference(new, old, resampling),
+    )
+
+
+def _statement(row: AdaptationRow) -> str:
+    length = row.acceptance_length
+    statement = (
+        f"acceptance length {number(length.before.value)} before, {number(length.after.value)} "
+        f"after adapting, on {row.num_prompts} prompts"
+    )
+    ci95 = length.difference.ci95
+    if ci95 is None or length.difference.value is None:
+        return f"{statement}; {TOO_FEW}"
+    answer = "better" if ci95[0] > 0 else "worse" if ci95[1] < 0 else "not decided"
+    return f"{statement}: {answer} ({change(length.difference)}, 95 %)"

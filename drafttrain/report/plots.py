@@ -1,10 +1,11 @@
-"""The plots of the HTML report: drawn by matplotlib, as inline SVG in the page's own colours."""
+"""Figures of pages: drawn by matplotlib, as inline SVG in the page's own colours."""
 
 import io
 import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,13 +17,18 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from drafttrain.report.rows import Row
-from drafttrain.report.wording import Number, estimate, number, speed
+from drafttrain.report.comparison import Comparison
+from drafttrain.report.document import Figure as Picture
+from drafttrain.report.results import Estimate, Point, Report, Row
+from drafttrain.report.tables import best_depths
+from drafttrain.report.wording import Number, cell, number, speed
 
 WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
 FAR = 0.6  # of the range of the values: how far beyond them an axis goes for intervals
+HEIGHT = 300  # of a plot with two scales
+WIDEST = 1.5  # of the memory there is: a bar that is longer is cut, its number is not
 LEGEND_LIMIT = 50  # characters of all names that fit in one line
 
 # Names of the page's CSS variables. matplotlib draws with stand-ins that say which is meant, so
@@ -33,6 +39,9 @@ COLOURS = [
 ]  # fmt: skip
 STAND_IN = {name: f"#0000{place:02x}" for place, name in enumerate(COLOURS, start=1)}
 STAGES = {"draft": "draft", "verify": "verify", "other": "rest"}
+KINDS = ("drafter", "other", "third", "conditional", "verify", "plain")  # in the order of the rows
+MARKS = "osD^vP*X"
+DASHED: dict[str, Any] = {"linewidth": 1.25, "linestyle": (0, (4, 3)), "zorder": 1}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text; the style sheet gives it the font of the page
@@ -129,14 +138,6 @@ def _patch(colour: str) -> Patch:
     return Patch(facecolor=STAND_IN[colour])
 
 
-def _kinds(rows: Mapping[str, object], drafter: str) -> dict[str, str]:
-    others = [method for method in rows if method != drafter]
-    return {
-        drafter: "drafter",
-        **dict(zip(others, ["other", *["third"] * len(others)], strict=False)),
-    }
-
-
 def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
     """Give the picture one row per name, from the top, and a scale from 0 below them."""
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -184,52 +185,82 @@ def cut_interval(
             axes.plot(at, y, mark, clip_on=False, markersize=6, **look)
 
 
-def speedup_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
-    """Return measured speedup by task with intervals, the predicted one beside it.
+@dataclass(frozen=True)
+class Series:
+    """What is drawn in one colour: values by row with their intervals, and lesser marks."""
 
-    `rows` are by method, then by task or "all".
+    name: str
+    colour: str
+    mark: str
+    values: Mapping[str, Estimate]
+    lesser: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+
+
+def dots(
+    name: str,
+    label: str,
+    series: Sequence[Series],
+    unit: str,
+    *,
+    even: float,
+    from_zero: bool = True,
+    lesser: str = "",
+) -> Markup:
+    """Return values as dots on their intervals, a line where nothing is gained (`even`).
+
+    Several series on a row stand below each other. The first one's values are written beside it,
+    unless there are others that they could be taken for. lesser: what the lesser marks are.
     """
-    names, kinds = list(rows[drafter]), _kinds(rows, drafter)
+    rows = list(dict.fromkeys(row for one in series for row in one.values))
+    on = {row: [one for one in series if row in one.values] for row in rows}
+    alone = all(len(sharing) == 1 for sharing in on.values())
+    known = [value for one in series for value in one.values.values() if value.value is not None]
+    points = [0.0, even, *(value.value for value in known if value.value is not None)]
+    points += [p for one in series for marks in one.lesser.values() for p in marks if p is not None]
+    span = bounds(points, [end for value in known for end in value.ci95 or []])
+    span = (0.0, span[1]) if from_zero else span
+    told = alone or from_zero
 
     def draw(axes: Axes) -> None:
-        every = [rows[method][name] for method in kinds for name in names]
-        values = [row["speedup"]["value"] or 0.0 for row in every]
-        values += [row["predicted_speedup"] or 0.0 for row in every]
-        ends = [end for row in every for end in row["speedup"]["ci95"] or []]
-        shown = (0.0, bounds([0.0, 1.0, *values], ends)[1])
-        for place, (method, kind) in enumerate(kinds.items()):
-            for index, name in enumerate(names):
-                row = rows[method][name]
-                value, ci95 = row["speedup"]["value"], row["speedup"]["ci95"]
-                predicted = row["predicted_speedup"]
-                y = index + (place - (len(kinds) - 1) / 2) * 0.32
-                if ci95:
-                    cut_interval(axes, ci95, y, kind, shown)
-                if value is not None:
-                    axes.plot(value, y, "o", color=STAND_IN[kind])
-                if predicted is not None:
-                    axes.plot(predicted, y, **hollow(kind))
-        rows_axis(axes, names, shown[1], "times plain decoding, 95 % interval")
-        axes.axvline(1.0, color=STAND_IN["ink"], linewidth=1.25, linestyle=(0, (4, 3)), zorder=1)
-        for index, name in enumerate(names):
-            words = estimate(rows[drafter][name]["speedup"])
-            weight = "bold" if name == "all" else "normal"
-            across = axes.get_yaxis_transform()
-            beside(axes, 1.0, index, words, xycoords=across, fontweight=weight)
-        dots = {
-            method: Line2D([], [], color=STAND_IN[kind], marker="o", linewidth=2.5)
-            for method, kind in kinds.items()
+        for index, row in enumerate(rows):
+            for place, one in enumerate(on[row]):
+                y = index + (place - (len(on[row]) - 1) / 2) * min(0.32, 0.72 / len(on[row]))
+                value = one.values[row]
+                if value.value is not None:
+                    if value.ci95:
+                        cut_interval(axes, value.ci95, y, one.colour, span)
+                    axes.plot(value.value, y, one.mark, color=STAND_IN[one.colour])
+                for mark in one.lesser.get(row, ()):
+                    if mark is not None:
+                        axes.plot(mark, y + 0.26 * alone, **hollow(one.colour))
+            if told:
+                weight = "bold" if row == "all" else "normal"
+                where = {"xycoords": axes.get_yaxis_transform(), "fontweight": weight}
+                beside(axes, 1.0, index, cell(on[row][0].values[row]), **where)
+        rows_axis(axes, rows, span[1], unit)
+        if not from_zero:
+            room = 0.04 * (span[1] - span[0]) or 1.0
+            axes.set_xlim(span[0] - room, span[1] + room)
+        axes.axvline(even, color=STAND_IN["ink"], **DASHED)
+        marks = {
+            one.name: Line2D([], [], color=STAND_IN[one.colour], marker=one.mark, linewidth=2.5)
+            for one in series
+            if not (alone and len(series) > 1)  # the rows are their names
         }
-        legend(axes, {**dots, "predicted": Line2D([], [], **hollow("soft"))})
+        if lesser and any(one.lesser for one in series):
+            marks[lesser] = Line2D([], [], **hollow("soft"))
+        if marks:
+            legend(axes, marks)
 
-    height = height_of(names, bars=1 + len(kinds))
-    return picture("speedup", "Speedup over plain decoding by task", height, draw)
+    height = height_of(rows, bars=1 if alone else 1 + len(series))
+    return picture(name, label, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
 
 
 def hollow(kind: str) -> dict[str, Any]:
     """Return the look of a second, lesser mark."""
     return {
         "marker": "D",
+        "markersize": 6,
         "linestyle": "",
         "markerfacecolor": "none",
         "markeredgecolor": STAND_IN[kind],
@@ -237,16 +268,127 @@ def hollow(kind: str) -> dict[str, Any]:
     }
 
 
-def acceptance_plot(rows: Mapping[str, Row], drafter: str) -> Markup:
+def stacked(
+    name: str,
+    label: str,
+    bars: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    unit: str,
+    *,
+    digits: int = 2,
+    end: float | None = None,
+    limit: float | None = None,
+) -> Markup:
+    """Return parts one after the other, a bar per row; what has no colour is "the rest".
+
+    end: where bars are cut, their numbers are not; limit: drawn as a dashed line.
+    """
+    totals = [sum(parts.values()) for parts in bars.values()]
+    end = end or max(totals)
+
+    def draw(axes: Axes) -> None:
+        rows_axis(axes, list(bars), end, unit)
+        for index, parts in enumerate(bars.values()):
+            left = 0.0
+            for part in [*colours, *(part for part in parts if part not in colours)]:
+                width = min(parts[part], max(end - left, 0.0))
+                colour = colours.get(part, "rest")
+                axes.barh(index, width, 0.62, left, color=STAND_IN[colour])
+                if limit is None and width > 0.1 * end:
+                    axes.annotate(
+                        number(width, digits),
+                        (left + width / 2, index),
+                        ha="center",
+                        va="center_baseline",
+                        fontsize=11,
+                        color=STAND_IN["ink" if colour == "rest" else "on-bar"],
+                    )
+                left += width
+            beside(axes, left, index, number(totals[index], digits), fontweight="bold")
+        marks = {part: _patch(colour) for part, colour in colours.items()}
+        if any(part not in colours for parts in bars.values() for part in parts):
+            marks["the rest"] = _patch("rest")
+        if limit is not None:
+            axes.axvline(limit, color=STAND_IN["ink"], **DASHED)
+        legend(axes, marks)
+
+    height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
+    return picture(name, label, height, draw)
+
+
+def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
+    """Return memory in GiB by component, a bar for each way to shard, beside what there is."""
+    sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    parts = {way: {name: of[name] for name in largest} for way, of in ways.items()}
+    end = min(max(limit, *(sum(of.values()) for of in parts.values())), WIDEST * limit)
+    label = "Memory by component for every way to shard"
+    colours = dict(zip(largest, KINDS, strict=False))
+    return stacked("memory", label, parts, colours, "GiB", digits=1, end=end, limit=limit)
+
+
+def report_figures(report: Report) -> list[Picture]:
+    """Return the figures of a report: of what was measured, and no others."""
+    rows = {method: found.by_name for method, found in report.drafting.items()}
+    colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
+    summaries, plain = {method: found["all"] for method, found in rows.items()}, report.plain
+    main, found = summaries[report.drafter], []
+    if any(row.speedup.value for row in summaries.values()):
+        series = [
+            Series(
+                method,
+                colours[method],
+                "o",
+                {name: row.speedup.estimate for name, row in by_name.items()},
+                {name: [row.predicted_speedup] for name, row in by_name.items()},
+            )
+            for method, by_name in rows.items()
+        ]
+        label, unit = "Speedup over plain decoding by task", "times plain decoding, 95 % interval"
+        drawn = dots("speedup", label, series, unit, even=1.0, lesser="predicted")
+        caption = (
+            "Tokens per second over the plain loop's; the dashed line is no gain. Predicted: from "
+            "acceptance length and the times of a cycle."
+        )
+        found.append(Picture("Speedup by task", caption, drawn))
+        caption = "Prefill included; for each turn the median over the blocks that timed it."
+        found.append(Picture("Tokens per second", caption, speed_plot(rows, colours)))
+    if any(row.num_drafts for row in summaries.values()):
+        caption = (
+            "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that "
+            "got so far."
+        )
+        drawn = acceptance_plot(summaries, colours)
+        found.append(Picture("Acceptance by position", caption, drawn))
+    found += sweep_figures(report.sweep)
+    if plain.summary.num_target_passes:
+        times = {"plain step": plain.summary.time_ms}
+        times |= {f"{method} cycle": row.time_ms for method, row in summaries.items()}
+        bars = {
+            name: {stage: getattr(time, stage) or 0.0 for stage in STAGES}
+            for name, time in times.items()
+        }
+        label, unit = "Time of one cycle beside one plain step", "milliseconds per target pass"
+        caption = (
+            f"A cycle yields {number(main.acceptance_length.micro)} tokens, a plain step one: "
+            f"predicted speedup {number(main.predicted_speedup)}, measured "
+            f"{number(main.speedup.value)} with prefill and the loop's own time."
+        )
+        drawn = stacked("time", label, bars, STAGES, unit)
+        found.append(Picture("Where a cycle's time goes", caption, drawn))
+    return found
+
+
+def acceptance_plot(rows: Mapping[str, Row], kinds: Mapping[str, str]) -> Markup:
     """Return acceptance per position as bars, the drafter's conditional acceptance as a line."""
-    kinds = _kinds(rows, drafter)
-    depth = max(len(row["acceptance_per_position"]) for row in rows.values())
+    depth = max(len(row.acceptance_per_position) for row in rows.values())
+    drafter = next(iter(rows.values()))
     width = 0.68 / len(kinds)
     labelled = WIDTH * width / depth >= 26.0
 
     def draw(axes: Axes) -> None:
         for place, (method, kind) in enumerate(kinds.items()):
-            for position, rate in _known(rows[method]["acceptance_per_position"]):
+            for position, rate in _known(rows[method].acceptance_per_position):
                 x = position + (place - (len(kinds) - 1) / 2) * width
                 axes.bar(x, rate, width * 0.94, color=STAND_IN[kind])
                 if labelled:  # at the foot, out of the line's way
@@ -260,7 +402,7 @@ def acceptance_plot(rows: Mapping[str, Row], drafter: str) -> Markup:
                         fontsize=11,
                         color=STAND_IN["on-bar" if inside else "ink"],
                     )
-        points = _known(rows[drafter]["conditional_acceptance"])
+        points = _known(drafter.conditional_acceptance)
         line: dict[str, Any] = {"color": STAND_IN["conditional"], "linewidth": 2, "marker": "o"}
         axes.plot([x for x, _ in points], [rate for _, rate in points], clip_on=False, **line)
         for x, rate in points:
@@ -293,42 +435,14 @@ def _known(rates: Sequence[Number | None]) -> list[tuple[int, Number]]:
     return [(position, rate) for position, rate in enumerate(rates, start=1) if rate is not None]
 
 
-def time_plot(rows: Mapping[str, Row], plain: Row, drafter: str) -> Markup:
-    """Return the time of one cycle, stacked, beside one plain step."""
-    bars = {"plain step": plain["time_ms"]}
-    bars |= {f"{method} cycle": rows[method]["time_ms"] for method in _kinds(rows, drafter)}
-    totals = [sum(times[stage] or 0.0 for stage in STAGES) for times in bars.values()]
-
-    def draw(axes: Axes) -> None:
-        for index, times in enumerate(bars.values()):
-            left = 0.0
-            for stage, colour in STAGES.items():
-                spent = times[stage] or 0.0
-                axes.barh(index, spent, 0.62, left, color=STAND_IN[colour])
-                if spent > 0.1 * max(totals):
-                    axes.annotate(
-                        number(spent),
-                        (left + spent / 2, index),
-                        ha="center",
-                        va="center_baseline",
-                        fontsize=11,
-                        color=STAND_IN["ink" if stage == "other" else "on-bar"],
-                    )
-                left += spent
-            beside(axes, left, index, f"{number(left)} ms", fontweight="bold")
-        rows_axis(axes, list(bars), max(totals), "milliseconds per target pass")
-        legend(axes, {stage: _patch(colour) for stage, colour in STAGES.items()})
-
-    return picture("time", "Time of one cycle beside one plain step", height_of(bars, bars=3), draw)
-
-
-def speed_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
+def speed_plot(rows: Mapping[str, Mapping[str, Row]], kinds: Mapping[str, str]) -> Markup:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
-    names, kinds = list(rows[drafter]), _kinds(rows, drafter)
-    plain = [rows[drafter][name]["tokens_per_second"]["autoregressive"] for name in names]
+    drafter = next(iter(rows.values()))
+    names = list(drafter)
+    plain = [row.tokens_per_second.autoregressive for row in drafter.values()]
     bars = [("plain decoding", "plain", plain)]
     for method, kind in kinds.items():
-        fast = [rows[method][name]["tokens_per_second"]["speculative"] for name in names]
+        fast = [rows[method][name].tokens_per_second.speculative for name in names]
         bars.append((method, kind, fast))
     thick = 0.84 / len(bars)
 
@@ -345,3 +459,150 @@ def speed_plot(rows: Mapping[str, Mapping[str, Row]], drafter: str) -> Markup:
 
     height = height_of(names, len(bars))
     return picture("speed", "Tokens per second by task", height, draw)
+
+
+def sweep_figures(points: Sequence[Point]) -> list[Picture]:
+    """Return speedup by depth and by batch, each where more than one was measured."""
+    found = []
+    curves = [
+        (p.temperature, p.batch_size, p.depth, p.summary.speedup.value, p.summary.predicted_speedup)
+        for p in points
+    ]
+    if len({point.depth for point in points}) > 1:
+        found.append(depth_figure(curves))
+    if len({point.batch_size for point in points}) > 1:
+        caption = (
+            "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
+            "dotted line, speculation stops paying."
+        )
+        found.append(Picture("Speedup by batch size", caption, batch_plot(points)))
+    return found
+
+
+def depth_figure(
+    points: Sequence[tuple[float, int, int, float | None, float | None]],
+) -> Picture:
+    """Return speedup by depth, a line for each temperature and batch size.
+
+    points: temperature, batch size, depth, measured and predicted speedup.
+    """
+    lines: dict[tuple[float, int], list[tuple[int, float | None, float]]] = {}
+    for temperature, size, depth, value, predicted in sorted(points, key=lambda point: point[:3]):
+        lines.setdefault((temperature, size), []).append((depth, value, predicted or 0.0))
+    several = len({temperature for temperature, _ in lines}) > 1
+
+    def draw(axes: Axes) -> None:
+        for place, ((temperature, size), line) in enumerate(lines.items()):
+            depths, values, expected = zip(*line, strict=True)
+            shade = 1 - 0.7 * place / max(len(lines) - 1, 1)
+            look: dict[str, Any] = {"color": STAND_IN["drafter"], "alpha": shade}
+            name = f"batch {size}" + (f", T {temperature:g}" if several else "")
+            look |= {"linewidth": 2, "label": name, "marker": MARKS[place % len(MARKS)]}
+            axes.plot(depths, expected if None in values else values, markersize=6, **look)
+            axes.plot(depths, expected, **look | {"linestyle": "--", "linewidth": 1,
+                                                  "label": None, "marker": ""})  # fmt: skip
+        axes.set_xticks(sorted({point[2] for point in points}))
+        assert axes.figure is not None
+        axes.figure.legend(loc="outside upper left", ncols=4)
+        _gain_axes(axes, "depth: drafted tokens a cycle", "speedup")
+
+    caption = (
+        "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
+        "Dotted: no gain."
+    )
+    drawn = picture("sweep-depth", "Speedup by depth", HEIGHT, draw)
+    return Picture("Speedup by depth", caption, drawn)
+
+
+def batch_plot(points: Sequence[Point]) -> Markup:
+    """Return the speedup of the best depth by batch size, with its interval."""
+    best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
+    temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
+
+    def draw(axes: Axes) -> None:
+        for place, temperature in enumerate(temperatures):
+            here = {str(size): best[t, size] for t, size in sorted(best) if t == temperature}
+            values = [point.summary.speedup.value or 0.0 for point in here.values()]
+            ends = [
+                point.summary.speedup.ci95 or (value, value)
+                for point, value in zip(here.values(), values, strict=True)
+            ]
+            errors = [
+                [max(side * (end[at] - value), 0.0)
+                 for value, end in zip(values, ends, strict=True)]
+                for at, side in ((0, -1), (1, 1))
+            ]  # fmt: skip
+            look: dict[str, Any] = {"color": STAND_IN["drafter"], "marker": MARKS[place]}
+            look["alpha"] = 1 - 0.5 * place / len(temperatures)
+            axes.errorbar(list(here), values, yerr=errors, capsize=3, **look)
+            for (x, point), value in zip(here.items(), values, strict=True):
+                told: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "va": "bottom"}
+                axes.annotate(f"  depth {point.depth}", (x, value), **told)
+        axes.margins(x=0.15)
+        _gain_axes(axes, "prompts decoded together", "speedup of the best depth")
+
+    return picture("sweep-batch", "Speedup by batch size", HEIGHT, draw)
+
+
+def _gain_axes(axes: Axes, x: str, y: str) -> None:
+    # Closer dots look like a thin line.
+    axes.axhline(1.0, color=STAND_IN["soft"], linestyle=(0, (1, 2.5)), linewidth=1.5)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+
+
+def comparison_figures(comparison: Comparison) -> list[Picture]:
+    """Return both quantities of every row, and their differences to the baseline by task."""
+    looks = {
+        row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
+        for i, row in enumerate(comparison.rows)
+    }
+    found = []
+    against = f"difference to {comparison.baseline}, 95 % interval"
+    for quantity, unit, caption in (
+        (
+            "speedup",
+            "times plain decoding, 95 % interval",
+            "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
+        ),
+        (
+            "acceptance_length",
+            "tokens per target pass, 95 % interval",
+            "Tokens per target pass, bonus counted; the dashed line is plain decoding.",
+        ),
+    ):
+        title = quantity.replace("_", " ").capitalize()
+        of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
+        values = [
+            Series(
+                method,
+                *looks[method],
+                {method: value},
+                {method: value.by_run} if len(value.by_run) > 1 else {},
+            )
+            for method, value in of_all.items()
+        ]
+        if any(value.value is not None for value in of_all.values()):
+            label = f"{title} of each method"
+            drawn = dots(f"all-{quantity}", label, values, unit, even=1.0, lesser="single runs")
+            found.append(Picture(title, caption, drawn))
+        differences = [
+            Series(
+                pair.method,
+                *looks[pair.method],
+                {
+                    task: getattr(part, quantity)
+                    for task, part in pair.by_name.items()
+                    if getattr(part, quantity).value is not None
+                },
+            )
+            for pair in comparison.versus.values()
+        ]
+        if any(one.values for one in differences):
+            label = f"Difference in {title.lower()} by task"
+            drawn = dots(f"difference-{quantity}", label, differences, against, even=0.0,
+                         from_zero=False)  # fmt: skip
+            caption = "By task; an interval that crosses the dashed line decides nothing."
+            found.append(Picture(f"{title}: difference to {comparison.baseline}", caption, drawn))
+    return found

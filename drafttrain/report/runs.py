@@ -7,7 +7,8 @@ from itertools import takewhile
 from typing import Any
 
 from drafttrain.report.pairs import Columns, Measured
-from drafttrain.report.statistics import Key
+from drafttrain.report.results import Report
+from drafttrain.report.totals import Key
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RunReport:
 
     name: str  # short, of its own among the runs
     folder: str
-    report: Mapping[str, Any]
+    report: Report
     measured: Mapping[str, Measured]  # by drafting method
     identity: str | None
     seed: int | None
@@ -42,20 +43,14 @@ class Method:
         return [run.measured[self.drafter].on(keys) for run in self.runs]
 
 
-def conditions(report: Mapping[str, Any]) -> dict[str, Any]:
+def conditions(report: Report) -> dict[str, Any]:
     """Return what two reports must have in common for their numbers to be compared, by its name."""
-    sampling = dict(report["sampling"])
     return {
-        "target fingerprint": report["provenance"]["target_fingerprint"],
-        **{f"eval.{key}": value for key, value in sampling.items()},
-        "eval.batch_size": batch_size(report),
-        "eval.prompts": report["prompts"]["source"],
+        "target fingerprint": report.provenance["target_fingerprint"],
+        **{f"eval.{key}": value for key, value in vars(report.sampling).items()},
+        "eval.batch_size": report.batch_size,
+        "eval.prompts": report.prompts["source"],
     }
-
-
-def batch_size(report: Mapping[str, Any]) -> int:
-    """Return how many prompts were decoded at once; a report that does not say had one."""
-    return int(report.get("batch_size", 1))
 
 
 def check_comparable(runs: Sequence[RunReport]) -> None:
@@ -110,9 +105,9 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         groups.setdefault((identity, again), []).append(run)
     references: dict[tuple[str, str, str], list[RunReport]] = {}
     for run in runs:
-        how = (f"depth {run.report['depth']}", f"rule {run.report['lossless']['rule']}")
+        how = (f"depth {run.report.depth}", f"rule {run.report.lossless.rule}")
         for drafter in run.measured:
-            if drafter != run.report["drafter"]:
+            if drafter != run.report.drafter:
                 references.setdefault((drafter, *how), []).append(run)
     methods: list[Method] = []
     taken = {run.name for run in runs}  # a label that is a run's name means that run
@@ -125,7 +120,7 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
 
     for group in groups.values():
         names = [run.name for run in group]
-        add([_common(names), " + ".join(names)], False, group[0].report["drafter"], group)
+        add([_common(names), " + ".join(names)], False, group[0].report.drafter, group)
     for (drafter, *told), group in references.items():
         alike = [key[1:] for key in references if key[0] == drafter]
         apart = [

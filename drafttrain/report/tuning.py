@@ -1,17 +1,14 @@
-"""What `tune` found, on the terminal and on disk: predicted beside measured, and the choice."""
+"""What `tune` found: predicted beside measured, and the choice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from markupsafe import Markup
-from rich.box import SIMPLE_HEAD
-from rich.table import Table as RichTable
-from rich.text import Text
-
-from drafttrain.report.markdown import escaped, table
-from drafttrain.report.pages import page
-from drafttrain.report.tables import Table
+from drafttrain.report.document import Document, notes
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
+from drafttrain.report.results import Table
+from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import number
 from drafttrain.report.write import write_texts
 
@@ -24,130 +21,124 @@ DEFINITIONS = (
 )
 
 
-def tune_tables(predictions: Sequence[dict[str, Any]], choice: dict[str, Any]) -> list[Table]:
+@dataclass(frozen=True)
+class DepthPrediction:
+    """A depth at a batch size on one task, or on all: what should be and what was."""
+
+    task: str
+    batch_size: int
+    depth: int
+    acceptance_length: float
+    predicted: float  # speedup of decoding, prefill left out
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """How far the prediction lies from what was measured, relative to it."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class ChosenDepth:
+    """The depth that should be fastest, and whether it pays."""
+
+    depth: int
+    speedup: float
+    speculate: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest depth at one batch size, in all and by task."""
+
+    all: ChosenDepth
+    tasks: dict[str, ChosenDepth]
+
+
+COLUMNS = [
+    Column[DepthPrediction]("depth", lambda p: str(p.depth)),
+    Column[DepthPrediction]("acceptance length", lambda p: number(p.acceptance_length)),
+    Column[DepthPrediction]("predicted", lambda p: number(p.predicted)),
+    Column[DepthPrediction]("measured", lambda p: number(p.measured)),
+    Column[DepthPrediction](
+        "error", lambda p: "" if p.error is None else f"{100 * p.error:+.1f} %"
+    ),
+]
+
+
+def tune_tables(
+    predictions: Sequence[DepthPrediction], choices: Mapping[str, Choice]
+) -> list[Table]:
     """Return predicted beside measured by batch and depth, and the chosen depths by task."""
-    everywhere = [p for p in predictions if p["task"] == "all"]
-    rows = [
-        [
-            str(p["batch_size"]),
-            str(p["depth"]),
-            number(p["acceptance_length"]),
-            number(p["predicted"]),
-            number(p["measured"]),
-            "" if p["error"] is None else f"{100 * p['error']:+.1f} %",
-        ]
-        for p in everywhere
-    ]
-    errors = [abs(p["error"]) for p in everywhere if p["error"] is not None]
-    notes = list(DEFINITIONS)
+    everywhere = [p for p in predictions if p.task == "all"]
+    errors = [abs(p.error) for p in everywhere if p.error is not None]
+    explained = list(DEFINITIONS)
     if errors:
-        notes.append(
+        explained.append(
             f"prediction error: {100 * sum(errors) / len(errors):.1f} % on average, "
             f"{100 * max(errors):.1f} % at most, over {len(errors)} points"
         )
-    columns = ["batch", "depth", "acceptance length", "predicted", "measured", "error"]
-    sizes = list(choice)
-    tasks = list(choice[sizes[0]]["tasks"])
 
-    def told(chosen: dict[str, Any]) -> str:
-        speedup = f"{number(chosen['speedup'])}x"
-        return f"{chosen['depth']} ({speedup})" if chosen["speculate"] else f"none ({speedup})"
+    def batch(size: str, place: int) -> Column[list[ChosenDepth]]:
+        def told(depths: list[ChosenDepth]) -> str:
+            depth = str(depths[place].depth) if depths[place].speculate else "none"
+            return f"{depth} ({number(depths[place].speedup)}x)"
 
-    by_task = [[task, *(told(choice[size]["tasks"][task]) for size in sizes)] for task in tasks]
-    by_task.append(["all", *(told(choice[size]["all"]) for size in sizes)])
+        return Column(f"batch {size}", told)
+
+    tasks = next(iter(choices.values())).tasks
+    chosen = {"all": [choice.all for choice in choices.values()]}
+    chosen |= {task: [choice.tasks[task] for choice in choices.values()] for task in tasks}
+    batches = [batch(size, place) for place, size in enumerate(choices)]
+    caption = "The fastest depth and its speedup; none: do not speculate."
     return [
-        Table("Speedup by depth", "In all tasks.", columns, rows, notes),
         Table(
-            "Chosen depths",
-            "The fastest depth and its speedup; none: do not speculate.",
-            ["task", *(f"batch {size}" for size in sizes)],
-            by_task,
-            [],
+            "Speedup by depth",
+            "In all tasks.",
+            ["batch", *(column.heading for column in COLUMNS)],
+            [[str(p.batch_size), *(column.cell(p) for column in COLUMNS)] for p in everywhere],
+            explained,
         ),
+        table("Chosen depths", caption, "task", batches, chosen),
     ]
 
 
-def headline(choice: dict[str, Any]) -> str:
+def headline(choices: Mapping[str, Choice]) -> str:
     """Return what was chosen for all tasks, batch by batch, as sentences."""
-    told = []
-    for size, chosen in choice.items():
-        best = chosen["all"]
-        speedup = f"{number(best['speedup'])} times as fast"
-        if best["speculate"]:
-            told.append(f"Batch {size}: speculate at depth {best['depth']}, {speedup}.")
-        else:
-            told.append(
-                f"Batch {size}: do not speculate; the best depth, {best['depth']}, is {speedup}."
-            )
-    return " ".join(told)
-
-
-def rich_table(content: Table) -> RichTable:
-    """Return a table for the terminal."""
-    shown = RichTable(
-        title=Text(content.title),
-        caption=Text("\n".join(content.notes)),
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for place, column in enumerate(content.columns):
-        shown.add_column(column, justify="left" if place == 0 else "right")
-    for row in content.rows:
-        shown.add_row(*(Text(cell) for cell in row))
-    return shown
+    sentences = []
+    for size, choice in choices.items():
+        best, speedup = choice.all, f"{number(choice.all.speedup)} times as fast"
+        sentences.append(
+            f"Batch {size}: speculate at depth {best.depth}, {speedup}."
+            if best.speculate
+            else f"Batch {size}: do not speculate; the best depth, {best.depth}, is {speedup}."
+        )
+    return " ".join(sentences)
 
 
 def write_tuning(
     folder: Path,
     title: str,
-    predictions: Sequence[dict[str, Any]],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    choice: dict[str, Any],
+    predictions: Sequence[DepthPrediction],
+    choices: Mapping[str, Choice],
+    remarks: list[str],
 ) -> Path:
     """Write tuned.md and tuned.html into the run's folder; return the page."""
-    lines = [f"# {escaped(title)}", "", escaped(headline(choice)), ""]
-    for content in tables:
-        cells = [[escaped(cell) for cell in row] for row in content.rows]
-        lines += [f"## {escaped(content.title)}", "", escaped(content.caption), ""]
-        lines += [*table([escaped(column) for column in content.columns], cells), ""]
-        lines += [f"- {escaped(note)}" for note in content.notes] + [""]
-    lines += [f"- {escaped(note)}" for note in notes]
-    page = _page(title, predictions, tables, notes, choice)
-    write_texts({"tuned.md": "\n".join(lines) + "\n", "tuned.html": page}, folder)
-    return folder / "tuned.html"
+    from drafttrain.report.plots import depth_figure  # matplotlib takes a second
 
-
-def _page(
-    title: str,
-    predictions: Sequence[dict[str, Any]],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    choice: dict[str, Any],
-) -> str:
-    from drafttrain.report.sweep_plots import depth_plot  # matplotlib takes a second
-
-    points = [
-        {
-            "temperature": 0.0,
-            "batch_size": p["batch_size"],
-            "depth": p["depth"],
-            "summary": {
-                "speedup": {"value": p["measured"], "ci95": None},
-                "predicted_speedup": p["predicted"],
-            },
-        }
-        for p in predictions
-        if p["task"] == "all"
-    ]
-    plot: Markup | None = depth_plot(points) if len({p["depth"] for p in points}) > 1 else None
-    return page(
-        "tuned.html.j2",
-        title=title,
-        tables=tables,
-        notes=notes,
-        plot=plot,
-        headline=headline(choice),
+    tables = tune_tables(predictions, choices)
+    document = Document(
+        "depths, predicted and measured",
+        title,
+        [headline(choices)],
+        rest=[*tables, notes("Notes", remarks)],
     )
+    points = [
+        (0.0, p.batch_size, p.depth, p.measured, p.predicted)
+        for p in predictions
+        if p.task == "all"
+    ]
+    figures = [depth_figure(points)] if len({point[2] for point in points}) > 1 else []
+    pages = {"tuned.md": markdown(document), "tuned.html": html(document, figures)}
+    write_texts(pages, folder)
+    return folder / "tuned.html"

@@ -1,8 +1,10 @@
-"""How the report writes a number: one rounding for terminal, Markdown and HTML."""
+"""How a report writes a number: one rounding for terminal, Markdown and HTML."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from drafttrain.report.results import Badge, Cell, Change, Estimate
 
 Number = int | float
 NOTHING = "\N{EN DASH}"
@@ -14,6 +16,11 @@ def number(value: Number | None, digits: int = 2) -> str:
     if value is None:
         return NOTHING
     return f"{round(value, digits) + 0.0:,.{digits}f}"  # no minus before a zero
+
+
+def count(value: Number | None) -> str:
+    """Return a number of things."""
+    return number(value, 0)
 
 
 def speed(value: Number | None) -> str:
@@ -44,15 +51,44 @@ def between(interval: Sequence[Number] | None) -> str:
     return NOTHING if interval is None else f"{number(interval[0])} to {number(interval[1])}"
 
 
-def estimate(measured: Mapping[str, Any]) -> str:
+def signed(value: Number | None) -> str:
+    """Return a difference with its sign, or a dash where there is none."""
+    return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
+
+
+def estimate(measured: Estimate) -> str:
     """Return value and 95 % interval: `1.52 [1.44, 1.60]`, or `1.52 [too few]` prompts for one."""
-    value = measured["value"] if "value" in measured else measured["micro"]
-    if value is None:
-        return number(value)
-    if measured["ci95"] is None:
-        return f"{number(value)} [too few]"
-    low, high = measured["ci95"]
-    return f"{number(value)} [{number(low)}, {number(high)}]"
+    return " ".join(value_and_range(measured))
+
+
+def change(measured: Estimate) -> str:
+    """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
+    return estimate(Change(measured.value, measured.ci95))
+
+
+def value_and_range(measured: Estimate) -> list[str]:
+    """Return the value, and the interval in brackets where there is a value."""
+    write = signed if isinstance(measured, Change) else number
+    if measured.value is None:
+        return [NOTHING]
+    if measured.ci95 is None:
+        return [write(measured.value), "[too few]"]
+    return [write(measured.value), f"[{write(measured.ci95[0])}, {write(measured.ci95[1])}]"]
+
+
+def positions(values: Sequence[Number | None]) -> str:
+    """Return rates by position, without their leading zeros to fit a narrow column."""
+    texts = [number(value) for value in values]
+    return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+
+
+def cell(value: Cell) -> str:
+    """Return what a cell of a table says, in every rendering of it."""
+    if isinstance(value, Estimate):
+        return estimate(value)
+    if isinstance(value, Badge):
+        return value.word
+    return value if isinstance(value, str) else positions(value)
 
 
 def rule_statement(rule: str, lossless: bool) -> str:
@@ -62,34 +98,12 @@ def rule_statement(rule: str, lossless: bool) -> str:
     return f"rule: {rule} ({'lossless' if lossless else 'NOT lossless'})"
 
 
-def signed(value: Number | None) -> str:
-    """Return a difference with its sign, or a dash where there is none."""
-    return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
-
-
-def change(measured: Mapping[str, Any]) -> str:
-    """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
-    if measured["value"] is None:
-        return signed(None)
-    if measured["ci95"] is None:
-        return f"{signed(measured['value'])} [too few]"
-    low, high = measured["ci95"]
-    return f"{signed(measured['value'])} [{signed(low)}, {signed(high)}]"
-
-
 def size(value: Number | None) -> str:
     """Return a large count in few characters: `12.4M`."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value is not None and value >= unit:
-            divisor = 1e3 if name == "k" else unit
-            return f"{number(value / divisor, 1)}{name}"
-    return number(value, 0)
-
-
-def positions(values: Sequence[Number | None]) -> str:
-    """Return rates by position, without their leading zeros to fit a narrow column."""
-    texts = [number(value) for value in values]
-    return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+            return f"{number(value / (1e3 if name == 'k' else unit), 1)}{name}"
+    return count(value)
 
 
 def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,9 @@ from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS, Lenience, Typical
 from drafttrain.evaluation.certify import certify, near_tie
-from drafttrain.report.certificate import Check, certificate, certificate_rows
+from drafttrain.report.build import certified
+from drafttrain.report.results import Check
+from drafttrain.report.tables import certificate_table
 from drafttrain.target.model import Target, load_target
 
 SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "certify": True}
@@ -62,11 +64,11 @@ def test_a_correct_loop_is_certified(
     checks = checks_of(target, prompts[:4], name, batch_size=3, **changes)
     assert {"greedy output, float32", "one-step law", "cache and positions", "batch"} <= set(checks)
     assert all(check.passed is not False for check in checks.values()), checks
-    section = certificate(
+    section = certified(
         list(checks.values()), rule="r", lossless=True, dtype="float32", num_prompts=4
     )
-    assert section["certified"]
-    assert section["statement"] == "certified: 5 of 5 checks passed on 4 prompts"
+    assert section.certified
+    assert section.statement == "certified: 5 of 5 checks passed on 4 prompts"
     assert checks["one-step law"].measured < 1e-6
     assert checks["cache and positions"].measured < 1e-5
 
@@ -148,12 +150,12 @@ def test_a_lossy_rule_is_measured_and_not_certified(
     assert law.measured > 0.01
     assert "not lossless" in law.bound
     assert checks["law of the sampled text"].passed is None
-    section = certificate(
+    section = certified(
         list(checks.values()), rule="lenience", lossless=False, dtype="float32", num_prompts=4
     )
-    assert not section["certified"]
-    assert "changes the target's law" in section["statement"]
-    outcomes = {name: outcome for name, outcome, _, _ in certificate_rows(section)}
+    assert not section.certified
+    assert "changes the target's law" in section.statement
+    outcomes = {name: outcome for name, outcome, _, _ in certificate_table(section).rows}
     assert outcomes["one-step law"] == "reported"
     assert outcomes["cache and positions"] == "passed"
 

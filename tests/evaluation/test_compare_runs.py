@@ -22,20 +22,20 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
-from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
+from drafttrain.evaluation.compare_runs import compare_runs
+from drafttrain.evaluation.compare_runs import comparison_table as table_for_tracker
 from drafttrain.evaluation.config import CompareSettings
-from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
-from drafttrain.report.certificate import Check, certificate
-from drafttrain.report.comparison_pages import (
-    comparison_html,
-    comparison_markdown,
-    comparison_summary,
-)
+from drafttrain.report import comparison_pages as pages
+from drafttrain.report.build import build_report, certified
+from drafttrain.report.comparison import Comparison
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
-from drafttrain.report.wording import change as change_of
-from drafttrain.report.wording import estimate
+from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
+from drafttrain.report.terminal import rich_table
+from drafttrain.report.wording import cell
+from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.run_folder import write_config
+from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
@@ -130,7 +130,7 @@ def write_run(
     report = build_report(measured, **{**arguments, **changes})
     place = folder / "evaluations" / evaluation
     place.mkdir(parents=True, exist_ok=True)
-    (place / "report.json").write_text(json.dumps(report))
+    (place / "report.json").write_text(as_json(as_data(report)))
     return str(folder)
 
 
@@ -145,7 +145,25 @@ def compared(*runs: str, **changes: Any) -> dict[str, Any]:
         "name": "ours",
         "dir": "unused",
     }
-    return compare_runs(CompareSettings(**{**told, **changes}), {"command": "compare"})
+    comparison = compare_runs(CompareSettings(**{**told, **changes}), {"command": "compare"})
+    data: dict[str, Any] = as_data(comparison)
+    return data
+
+
+def read(comparison: dict[str, Any]) -> Comparison:
+    return read_as(Comparison, as_json(comparison), "it")
+
+
+def comparison_html(comparison: dict[str, Any]) -> str:
+    return pages.comparison_html(read(comparison))
+
+
+def comparison_markdown(comparison: dict[str, Any]) -> str:
+    return pages.comparison_markdown(read(comparison))
+
+
+def comparison_table(comparison: dict[str, Any]) -> Any:
+    return table_for_tracker(read(comparison))
 
 
 def row_of(comparison: dict[str, Any], method: str) -> dict[str, Any]:
@@ -523,8 +541,8 @@ def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:
 def test_the_certificate_stands_beside_its_row(tmp_path: Path) -> None:
     checks = [Check("greedy_equality", passed, 0.0, "0", "text", []) for passed in (True, False)]
     told = {"rule": "greedy", "lossless": True, "dtype": "float32", "num_prompts": 2}
-    a = write_run(tmp_path / "a", results(), certificate=certificate(checks[:1], **told))
-    b = write_run(tmp_path / "b", results(), depth=3, certificate=certificate(checks, **told))
+    a = write_run(tmp_path / "a", results(), certificate=certified(checks[:1], **told))
+    b = write_run(tmp_path / "b", results(), depth=3, certificate=certified(checks, **told))
     comparison = compared(a, b)
     said = row_of(comparison, "a")["lossless"]["statement"]
     assert said.endswith("float32; certificate: certified: 1 of 1 checks passed on 2 prompts")
@@ -612,7 +630,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 
 def shown(comparison: dict[str, Any], width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(comparison_summary(comparison))
+    console.print(rich_table(pages.comparison_summary(read(comparison))))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -642,8 +660,9 @@ def test_pages_hold_every_row_definition_and_nothing_from_elsewhere(tmp_path: Pa
     assert all(line.count(" |") == rows[0].count(" |") for line in rows[:4])
     text = shown(comparison)
     first = row_of(comparison, "b")["summary"]
-    assert estimate(first["speedup"]) in text, "80 columns hold the numbers whole"
-    assert change_of(pair_of(comparison, "b")["summary"]["acceptance_length"]) in text
+    told = Estimate(first["speedup"]["value"], first["speedup"]["ci95"])
+    assert cell(told) in text, "80 columns hold the numbers whole"
+    assert cell(Change(**pair_of(comparison, "b")["summary"]["acceptance_length"])) in text
     assert text.count("single run") == 2
     assert "…" not in text
 

@@ -15,7 +15,6 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.tune import (
-    TunedPoint,
     acceptance_lengths,
     choose,
     in_order,
@@ -23,6 +22,7 @@ from drafttrain.evaluation.tune import (
     tuned_depth,
     write_tuned,
 )
+from drafttrain.report.tuning import ChosenDepth, DepthPrediction
 from drafttrain.target.model import load_target
 
 COSTS = Costs(
@@ -96,16 +96,16 @@ def test_rows_of_a_batch_leave_as_they_end() -> None:
 
 def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> None:
     predictions = [
-        TunedPoint("math", 1, 1, 1.5, 1.9, 1.2),
-        TunedPoint("math", 1, 2, 1.8, 1.4, 1.3),
-        TunedPoint("all", 1, 1, 1.5, 1.9, 1.2),
-        TunedPoint("all", 1, 2, 1.8, 1.4, 1.3),
-        TunedPoint("all", 8, 1, 1.5, 0.9, None),
-        TunedPoint("all", 8, 2, 1.8, 0.8, None),
+        DepthPrediction("math", 1, 1, 1.5, 1.9, 1.2),
+        DepthPrediction("math", 1, 2, 1.8, 1.4, 1.3),
+        DepthPrediction("all", 1, 1, 1.5, 1.9, 1.2),
+        DepthPrediction("all", 1, 2, 1.8, 1.4, 1.3),
+        DepthPrediction("all", 8, 1, 1.5, 0.9, None),
+        DepthPrediction("all", 8, 2, 1.8, 0.8, None),
     ]
     chosen = choose(predictions)
-    assert chosen["1"]["all"] == {"depth": 2, "speedup": 1.3, "speculate": True}
-    assert chosen["8"]["all"] == {"depth": 1, "speedup": 0.9, "speculate": False}
+    assert chosen["1"].all == ChosenDepth(depth=2, speedup=1.3, speculate=True)
+    assert chosen["8"].all == ChosenDepth(depth=1, speedup=0.9, speculate=False)
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
     assert tuned_depth(tmp_path, 1) is None
     write_tuned(tmp_path, predictions, COSTS, {"threads": 1})

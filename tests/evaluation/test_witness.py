@@ -44,9 +44,11 @@ from drafttrain.evaluation.witness.section import (
     check_witness,
     witness_section,
 )
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
-from drafttrain.report.witness import with_witness, witness_table
+from drafttrain.report.pages import report_html, report_markdown
+from drafttrain.report.results import BothSeconds, WitnessSection
+from drafttrain.report.tables import witness_table
+from drafttrain.report.witness import with_witness
+from drafttrain.report.write import as_data, as_json
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.vllm.process import find_python, meaningful_line
 from drafttrain.target.vllm.worker import batches_of, difference
@@ -463,7 +465,7 @@ def section_of(
     results: list[PromptResult],
     python: str,
     folder: Path,
-) -> dict[str, Any]:
+) -> WitnessSection:
     return witness_section(
         target,
         target,
@@ -491,14 +493,15 @@ def test_the_section_sets_vllm_beside_our_loop(
     asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     python = replay(tmp_path, whole(*echo(asked, measured)))
     section = section_of(target, lookup, measured, python, tmp_path)
-    assert section["agreement"]["holds"] is True
-    assert section["agreement"]["ours"] == section["agreement"]["theirs"]
-    (row,) = section["batches"]
-    assert row["acceptance_length"]["value"] == pytest.approx(row["ours"]["acceptance_length"])
-    assert row["speedup"]["value"] == pytest.approx(2.0)
-    assert row["seconds"] == {"plain": 0.5 * len(asked), "drafted": 0.25 * len(asked)}
-    assert section["prediction"]["measured"] == pytest.approx(2.0)
-    assert json.loads(json.dumps(section, allow_nan=False)) == json.loads(json.dumps(section))
+    assert section.agreement.holds is True
+    assert section.agreement.ours == section.agreement.theirs
+    (row,) = section.batches
+    assert row.ours is not None
+    assert row.acceptance_length.value == pytest.approx(row.ours.acceptance_length)
+    assert row.speedup.value == pytest.approx(2.0)
+    assert row.seconds == BothSeconds(plain=0.5 * len(asked), drafted=0.25 * len(asked))
+    assert section.prediction is not None
+    assert section.prediction.measured == pytest.approx(2.0)
     table = witness_table(section)
     assert len(table.rows) == 1
     assert table.rows[0][0] == "1"
@@ -516,12 +519,13 @@ def test_the_section_names_what_vllm_counted_otherwise(
     drafted[2]["tokens"][0][4] = (drafted[2]["tokens"][0][4] + 1) % 97
     python = replay(tmp_path, whole(*events))
     section = section_of(target, lookup, measured, python, tmp_path)
-    assert section["agreement"]["holds"] is False
-    assert section["agreement"]["num_equal"] == len(asked) - 2
-    counts, text = section["agreement"]["disagreements"]
-    assert counts["position"] is None
-    assert text["position"] == 4
-    assert text["gap"] > 1e-3
+    assert section.agreement.holds is False
+    assert section.agreement.num_equal == len(asked) - 2
+    counts, text = section.agreement.disagreements
+    assert counts.position is None
+    assert text.position == 4
+    assert text.gap is not None
+    assert text.gap > 1e-3
     notes = witness_table(section).notes
     assert "2 for another reason" in notes[0]
     assert "other counters" in notes[1]
@@ -538,15 +542,16 @@ def test_the_audited_gap_is_the_targets_own(
     changed[4] = (changed[4] + 1) % 97
     section = section_of(target, lookup, measured, replay(tmp_path, whole(*events)), tmp_path)
     best = target.model(torch.tensor([text])).logits[0, -1].topk(2).values
-    gap = section["agreement"]["disagreements"][0]["gap"]
+    gap = section.agreement.disagreements[0].gap
     assert gap == pytest.approx(float(best[0] - best[1]), abs=1e-4)
 
 
 def test_the_report_shows_the_table_in_every_form(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+    from drafttrain.report.build import build_report
     from drafttrain.report.config import VerdictSettings
+    from drafttrain.report.results import LosslessCheck, TimingInfo
 
     report = build_report(
         measured,
@@ -573,12 +578,13 @@ def test_the_report_shows_the_table_in_every_form(
     python = replay(tmp_path, whole(*echo(asked, measured)))
     section = section_of(target, lookup, measured, python, tmp_path)
     shown = with_witness(report, section)
-    assert shown["vllm"] == section
-    assert report["tables"] == []
-    for text in (markdown(shown), html(shown)):
+    assert shown.vllm == section
+    assert report.tables == []
+    for text in (report_markdown(shown), report_html(shown)):
         assert "vLLM beside our loop" in text
         assert "vLLM 0.32.0 with ngram at depth 3" in text
-    json.dumps(shown, allow_nan=False)
+    data = json.loads(as_json(as_data(shown)))
+    assert data["vllm"]["batches"][0]["ours"]["speedup"] == data["summary"]["speedup"]
 
 
 # What vLLM cannot be asked

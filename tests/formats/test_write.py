@@ -24,9 +24,12 @@ from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.vllm import Exported, export_vllm, read_back
-from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
 from drafttrain.report.config import VerdictSettings
+from drafttrain.report.results import LosslessCheck, Report, TimingInfo
+from drafttrain.report.write import as_data, as_json
+from drafttrain.runtime.untrusted_input import typed
 
 FAMILIES = ("eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
@@ -181,13 +184,14 @@ def test_weights_that_are_not_the_drafters_are_noticed_when_read_back(tmp_path: 
 def test_a_failed_export_leaves_nothing_behind_and_an_earlier_one_untouched(tmp_path: Path) -> None:
     drafter = drafter_of("medusa")
     folder = tmp_path / "out"
-    card = dataclasses.replace(CARD, family="medusa", reports={"quick": {"drafter": "medusa"}})
-    with pytest.raises(ValueError, match=r"evaluation quick has a report\.json that a card cannot"):
+    broken = dataclasses.replace(evaluation(), verdicts={})
+    card = dataclasses.replace(CARD, family="medusa", reports={"quick": broken})
+    with pytest.raises(KeyError, match="all"):
         export_vllm(drafter, "/models/tiny", folder, config_of(), card)
     assert list(tmp_path.iterdir()) == []
     export(drafter, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ValueError, match="evaluation quick"):
+    with pytest.raises(KeyError, match="all"):
         export_vllm(drafter, "/models/tiny", folder, config_of(overwrite=True), card)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert list(tmp_path.iterdir()) == [folder]
@@ -408,7 +412,7 @@ def test_settings_that_cannot_be_meant_are_refused(changes: dict[str, Any], text
 # The card
 
 
-def evaluation() -> dict[str, Any]:
+def evaluation() -> Report:
     def result(method: str, task: str, prompt: int, seconds: float, accepted: int) -> PromptResult:
         counters = Counters()
         for _ in range(0 if method == "autoregressive" else 4):
@@ -477,7 +481,7 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     report = evaluation()
     for name in ("greedy", "sampled"):
         (tmp_path / "evaluations" / name).mkdir(parents=True)
-        (tmp_path / "evaluations" / name / "report.json").write_text(json.dumps(report))
+        (tmp_path / "evaluations" / name / "report.json").write_text(as_json(as_data(report)))
     (tmp_path / "provenance.json").write_text('{"commit": "89abcde"}')
     provenance, reports = read_run(tmp_path)
     assert provenance == {"commit": "89abcde"}
@@ -485,11 +489,9 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     text = model_card(card, {"model_type": "llama"}, {"vLLM": "vllm serve"}, ())
     assert "Evaluation **greedy**: eagle3 at depth 3, greedy, batch 1." in text
     assert "Evaluation **sampled**" in text
-    rows = [
-        line for line in text.splitlines() if line.startswith(("| **all**", "| code", "| all,"))
-    ]
+    rows = [line for line in text.splitlines() if line.startswith(("| all |", "| code", "| all,"))]
     assert len(rows) == 6
-    assert rows[0].startswith("| **all** | 3.00 [3.00, 3.00] | 3.00 | 1.00 1.00 .00 |")
+    assert rows[0].startswith("| all | 3.00 [3.00, 3.00] | 3.00 | 1.00 1.00 .00 |")
     assert rows[2].startswith("| all, by ngram | 2.00 [2.00, 2.00]")
     assert "6 of 6 greedy outputs identical to plain decoding in float32" in text
     assert "Timed in bfloat16 on cpu with 2 threads, 1 interleaved blocks." in text
@@ -500,14 +502,18 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
 ODD = "x\n---\nlicense: mit\n\n# Free\n<script>alert(1)</script>|[a](http://b)`\u202e\ud800```"
 
 
+HALF = ODD.replace("\ud800", "")  # half a character is none that JSON can be read with
+
+
 def test_no_name_breaks_out_of_its_place_in_the_card(tmp_path: Path) -> None:
     """Target, family, task, method, evaluation, flag and setting may be anybody's text."""
-    told = json.dumps(evaluation())
+    told = as_json(as_data(evaluation()))
     for word in ('"chat"', '"ngram"', '"cpu"', '"bfloat16"', '"greedy match"'):
-        told = told.replace(word, json.dumps(ODD))
-    report = json.loads(told)
-    report["verdict"] = report["lossless"]["statement"] = ODD
-    report["flags"] = [{"kind": "timing", "row": ODD, "text": ODD}]
+        told = told.replace(word, json.dumps(HALF))
+    data = json.loads(told)
+    data["verdict"] = data["lossless"]["statement"] = HALF
+    data["flags"] = [{"kind": "timing", "row": HALF, "text": HALF}]
+    report = typed(Report, json.dumps(data), "it")
     card = dataclasses.replace(
         CARD,
         title=ODD,
@@ -596,7 +602,10 @@ def test_a_report_that_is_not_json_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "evaluations" / "broken"
     folder.mkdir(parents=True)
     (folder / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"broken/report.json must be valid JSON"):
+    with pytest.raises(ValueError, match=r"broken/report.json: Invalid JSON"):
+        read_run(tmp_path)
+    (folder / "report.json").write_text('{"schema_version": 2, "drafter": "medusa"}')
+    with pytest.raises(ValueError, match=r"broken/report.json: target: .* evaluate the run again"):
         read_run(tmp_path)
 
 

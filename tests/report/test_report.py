@@ -18,16 +18,21 @@ from rich.console import Console
 
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
-from drafttrain.report.build import LosslessCheck, TimingInfo, build_report
+from drafttrain.report.build import build_report, sweep_point
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
+from drafttrain.report.metrics import Resampling, interval
+from drafttrain.report.pages import report_html, report_markdown
+from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.plots import bounds
 from drafttrain.report.repetition import repeated_tokens
-from drafttrain.report.statistics import Resampling, collect, interval
-from drafttrain.report.sweep import sweep_point
-from drafttrain.report.wording import estimate, speed
-from drafttrain.report.write import summary_table, write_report
+from drafttrain.report.results import Estimate, LosslessCheck, Report, TimingInfo
+from drafttrain.report.tables import summary_table as summary_of
+from drafttrain.report.terminal import rich_table
+from drafttrain.report.totals import collect
+from drafttrain.report.wording import estimate as estimate_of
+from drafttrain.report.wording import speed
+from drafttrain.report.write import as_data, as_json
+from drafttrain.runtime.untrusted_input import typed
 
 RESAMPLING = Resampling(resamples=2000, seed=0)
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
@@ -68,7 +73,38 @@ def measured(
     return PromptResult(prompt_id, turn, task, method, block, 5, tokens, stats)
 
 
+def read(report: dict[str, Any]) -> Report:
+    """The report that a report.json holds: what pages are made of can be read again."""
+    return typed(Report, as_json(report), "it")
+
+
+def html(report: dict[str, Any]) -> str:
+    return report_html(read(report))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    return report_markdown(read(report))
+
+
+def summary_table(report: dict[str, Any]) -> Any:
+    return rich_table(summary_of(read(report)))
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    write_files(read(report), folder)
+
+
+def estimate(measured: dict[str, Any]) -> str:
+    return estimate_of(Estimate(measured["value"], measured["ci95"]))
+
+
 def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
+    """The report of these results, as report.json has it."""
+    data: dict[str, Any] = as_data(built(results, **changes))
+    return data
+
+
+def built(results: list[PromptResult], **changes: Any) -> Report:
     blocks = len({result.block for result in results})
     arguments: dict[str, Any] = {
         "target": "tiny",
@@ -236,8 +272,8 @@ def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied:
     def speeds(method: str) -> list[list[float]]:
         prompts = totals[method].values()
         return [
-            [float(prompt.num_output_tokens) for prompt in prompts],
-            [prompt.seconds.total for prompt in prompts],
+            [float(prompt.row.num_output_tokens) for prompt in prompts],
+            [prompt.row.seconds.total for prompt in prompts],
         ]
 
     def speed(tokens: np.ndarray, seconds: np.ndarray, axis: int) -> np.ndarray:
@@ -387,7 +423,7 @@ def test_every_page_shows_the_drafter_at_the_depth_of_the_headline(tmp_path: Pat
         for depth, results in ((4, asked), (2, faster))
     ]
     report = report_of(asked, sweep=points, depth=4)
-    value = points[1]["summary"]["speedup"]["value"]
+    value = points[1].summary.speedup.value
     assert value > 1.1 * report["summary"]["speedup"]["value"]
     assert report["verdict"].startswith(
         f"Speculate at depth 2, the fastest of 2, 4: tiny decodes {value:.2f} times as fast"
@@ -395,9 +431,11 @@ def test_every_page_shows_the_drafter_at_the_depth_of_the_headline(tmp_path: Pat
     page, text = html(report), markdown(report)
     assert f'Speedup</p><p class="value">{value:.2f}<small>' in page
     assert "depth 2, the fastest of 2, 4 (ngram drafts at 4)" in page
-    assert "Depth 2, the fastest of 2, 4 (ngram drafts at 4); temperature" in text
-    row = next(line for line in text.split("**eagle3**")[1].splitlines() if "| all |" in line)
-    assert estimate(points[1]["summary"]["speedup"]) in row
+    assert "depth 2, the fastest of 2, 4 (ngram drafts at 4)" in text
+    row = next(
+        line for line in text.split("## eagle3, task by task")[1].splitlines() if "| all |" in line
+    )
+    assert estimate_of(points[1].summary.speedup) in row
     console = Console(file=io.StringIO(), width=100)
     console.print(summary_table(report))
     assert "depth 2, the fastest of 2, 4" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -409,8 +447,7 @@ def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
     results = [
         replace(result, task=odd, prompt_id=odd + result.prompt_id) for result in two_prompts()
     ]
-    report = report_of(results, target=odd, prompts={"source": odd}, notes=[odd])
-    write_report(report, tmp_path)
+    write_files(built(results, target=odd, prompts={"source": odd}, notes=[odd]), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["target"] == odd
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text()
@@ -676,7 +713,7 @@ def test_plots_take_names_in_any_script_and_any_method_alone():
         for result in two_prompts()
         if result.method != "ngram"
     ]
-    page = html(report_of(results, depth=40))
+    page = report_html(built(results, depth=40))
     assert page.count("_$x_{1}$ \N{CJK UNIFIED IDEOGRAPH-6570} --</text>") == 2
 
 

@@ -3,25 +3,33 @@
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
-from test_report import counters, many_prompts, measured, report_of, two_prompts
+from test_report import (
+    counters,
+    html,
+    many_prompts,
+    markdown,
+    measured,
+    read,
+    report_of,
+    summary_table,
+    two_prompts,
+)
 
 from drafttrain.core.types import Counters, PromptResult
-from drafttrain.report.build import LosslessCheck
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.html import html
-from drafttrain.report.lengths import length_difference
-from drafttrain.report.markdown import markdown
+from drafttrain.report.metrics import Resampling, length_difference
 from drafttrain.report.repetition import outside_repetition, repeated_tokens, repeats
-from drafttrain.report.statistics import Resampling, collect
-from drafttrain.report.sweep import stops_paying
-from drafttrain.report.verdict import ExtraMemory, decide
-from drafttrain.report.write import summary_table
+from drafttrain.report.results import Estimate, ExtraMemory, LosslessCheck, Point
+from drafttrain.report.tables import stops_paying
+from drafttrain.report.totals import collect
+from drafttrain.report.verdict import decide
 
 PRICED = VerdictSettings(1.05, 3.6, "EUR")  # a thousandth per second
 MEMORY = ExtraMemory(weight_bytes=3 * 2**20, kv_bytes_per_token=1024)
@@ -45,7 +53,7 @@ MEMORY = ExtraMemory(weight_bytes=3 * 2**20, kv_bytes_per_token=1024)
 def test_the_decision_follows_the_interval(
     value: float | None, ci95: list[float] | None, decision: str
 ) -> None:
-    assert decide({"value": value, "ci95": ci95}, 1.05) == decision
+    assert decide(Estimate(value, ci95), 1.05) == decision
 
 
 def tasks_of_every_kind() -> list[PromptResult]:
@@ -135,7 +143,7 @@ def test_memory_is_weights_and_the_cache_of_the_longest_turn() -> None:
     }
     assert verdicts["story"]["extra_memory"]["num_positions"] == 45
     assert verdicts["all"]["extra_memory"]["num_positions"] == 45
-    assert MEMORY.at(10, 4)["kv_bytes"] == 4 * 10 * 1024
+    assert MEMORY.at(10, 4).kv_bytes == 4 * 10 * 1024
     assert report_of(two_prompts())["verdicts"]["all"]["extra_memory"] is None
 
 
@@ -181,17 +189,16 @@ def test_every_page_shows_the_verdicts(judged: dict[str, Any]) -> None:
     for name, kind in (("gains", "speculate"), ("unsure", "marginal"), ("loses", "do-not")):
         words = kind.replace("-", " ")
         assert re.search(
-            rf'<td>{name}</td><td class="words" data-label="verdict">'
-            rf'<span class="badge {kind}">{words}<',
+            rf'>{name}</td><td data-label="verdict"><span class="badge {kind}">{words}<',
             page,
         )
         assert re.search(rf"^\| {name} \| {words} \| 2 \|", text, re.M)
     assert page.index("badge speculate") < page.index("<svg")  # at the top
-    assert text.index("## Verdict") < text.index("## Measured")
+    assert text.index("## Verdict") < text.index("## eagle3, task by task")
     cost = judged["verdicts"]["gains"]["money"]["per_million_tokens"]["speculative"]
     assert f"{cost:.2f}" in page
     assert f"| {cost:.2f} |" in text
-    assert text.count("3.0 MiB") == 4
+    assert text.count("3.0 MiB") == 5
     unpriced = report_of(tasks_of_every_kind())
     assert "per million" not in markdown(unpriced).split("## Definitions")[0]
     output = io.StringIO()
@@ -216,20 +223,14 @@ def test_what_was_not_measured_has_no_verdict() -> None:
     assert "unknown" in markdown(report)
 
 
-def swept(depth: int, temperature: float, batch_size: int, speedups: dict[str, float]) -> Any:
+def swept(depth: int, temperature: float, batch_size: int, speedups: dict[str, float]) -> Point:
     """A point of a sweep with these speedups, otherwise like the report of three tasks."""
-    rows = report_of(tasks_of_every_kind())
-    rows = {"all": rows["summary"], **rows["tasks"]}
+    report = read(report_of(tasks_of_every_kind()))
+    rows = {"all": report.summary, **report.tasks}
     for name, value in speedups.items():
-        rows[name] = {**rows[name], "speedup": {"value": value, "ci95": [value, value]}}
-    return {
-        "depth": depth,
-        "temperature": temperature,
-        "batch_size": batch_size,
-        "summary": rows.pop("all"),
-        "tasks": rows,
-        "ngram": None,
-    }
+        speedup = replace(rows[name].speedup, value=value, ci95=[value, value], blocks=[])
+        rows[name] = replace(rows[name], speedup=speedup)
+    return Point(depth, temperature, batch_size, rows.pop("all"), rows, None)
 
 
 def test_the_verdict_is_on_the_fastest_depth_of_each_task() -> None:
@@ -352,9 +353,9 @@ def test_differences_to_ngram_are_paired_and_of_every_task() -> None:
     ones, others = [(count + 10, 100) for count in easy], [(count, 100) for count in easy]
     paired = length_difference(ones, others, Resampling(2000, 0))
     shuffled = length_difference(ones, others[1:] + others[:1], Resampling(2000, 0))
-    assert paired["value"] == pytest.approx(0.1)
-    assert paired["ci95"] == pytest.approx([0.1, 0.1])
-    assert shuffled["ci95"][1] - shuffled["ci95"][0] > 0.1
+    assert paired.value == pytest.approx(0.1)
+    assert paired.ci95 == pytest.approx([0.1, 0.1])
+    assert shuffled.ci95[1] - shuffled.ci95[0] > 0.1
 
 
 def test_a_pass_without_a_proposal_counts_for_tokens_per_pass_alone() -> None:
@@ -379,13 +380,13 @@ def test_prompts_on_which_one_method_drafts_nothing_still_give_an_interval() -> 
     ones, nothing = [(6, 3)] * 6, (0, 0)
     rarely = [(2, 1), *[nothing] * 5]  # a third of the resamples have no draft
     difference = length_difference(ones, rarely, Resampling(2000, 0))
-    assert difference["value"] == 0
-    low, high = difference["ci95"]
+    assert difference.value == 0
+    low, high = difference.ci95
     assert 0 <= low <= high <= 2
     never = length_difference(ones, [nothing] * 6, Resampling(500, 0))
-    assert never == {"value": 2.0, "ci95": [2.0, 2.0]}
-    assert length_difference([nothing], [nothing], Resampling(99, 0))["value"] is None
-    assert length_difference(None, ones, Resampling(99, 0))["value"] is None
+    assert never == Estimate(2.0, [2.0, 2.0])
+    assert length_difference([nothing], [nothing], Resampling(99, 0)).value is None
+    assert length_difference(None, ones, Resampling(99, 0)).value is None
 
 
 def test_cycles_that_were_not_recorded_leave_a_gap_and_no_zero() -> None:
@@ -399,7 +400,7 @@ def test_cycles_that_were_not_recorded_leave_a_gap_and_no_zero() -> None:
     assert report["summary"]["acceptance_length_difference_to_ngram"]["all_text"]["value"]
     gap = report["summary"]["acceptance_length_difference_to_ngram"]["outside_repetition"]
     assert gap == {"value": None, "ci95": None}
-    assert "Outside repetition" in markdown(report)
+    assert "outside repetition" in markdown(report)
     assert "outside repetition" in html(report)
     json.dumps(report, allow_nan=False)
 
@@ -414,7 +415,9 @@ def test_cycles_that_are_not_those_of_the_counters_are_noticed() -> None:
 def test_the_pages_give_acceptance_outside_repetition(tmp_path: Path) -> None:
     report = report_of(looping_results())
     text, page = markdown(report), html(report)
-    section = text.split("## Outside repetition")[1].split("##")[0]
-    assert "| all | 45 % | 2.00 [2.00, 2.00] | 0.50 | 50 % | 0.27 [0.27, 0.27] | 0.75" in section
-    assert "0.75 [0.75, 0.75]" in section
-    assert '<td>0.75 <span class="range">0.75 to 0.75</span></td>' in page
+    section = text.split("outside repetition, and beside prompt lookup")[1].split("##")[0]
+    assert (
+        "| all | 45 % | 2.00 [2.00, 2.00] | 0.50 | 50 % | +0.27 [+0.27, +0.27] | +0.75" in section
+    )
+    assert "+0.75 [+0.75, +0.75]" in section
+    assert '>+0.75 <span class="range">+0.75, +0.75</span></td>' in page

@@ -25,6 +25,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram, NgramConfig, NgramState
 from drafttrain.evaluation.witness.section import WitnessPrompt, check_witness, witness_section
 from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.report.results import WitnessSection
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
 
@@ -100,7 +101,7 @@ def section_of(
     serving_dir: Path | None,
     asked: list[WitnessPrompt],
     folder: Path,
-) -> dict[str, Any]:
+) -> WitnessSection:
     served = check_witness(
         drafter=drafter,
         drafter_name=name,
@@ -132,23 +133,24 @@ def section_of(
         seed=0,
         batch_sizes=(1, 4),
     )
-    print(section["agreement"], section["prediction"], sep="\n")
+    print(section.agreement, section.prediction, sep="\n")
     return section
 
 
-def check(section: dict[str, Any], num_outputs: int) -> None:
-    agreement = section["agreement"]
-    assert agreement["num_outputs"] == num_outputs
-    assert agreement["num_equal"] == num_outputs, agreement["disagreements"]
-    assert agreement["ours"] == agreement["theirs"]
-    assert 0 < agreement["ours"]["num_accepted_tokens"] < agreement["ours"]["num_draft_tokens"]
-    assert section["interleaved"]
-    one, four = section["batches"]
-    assert (one["batch_size"], four["batch_size"]) == (1, 4)
-    assert one["outputs_differing"] == four["outputs_differing"] == 0
-    assert one["acceptance_length"]["value"] == four["acceptance_length"]["value"]
-    assert one["speedup"]["value"] > 0
-    assert section["prediction"]["num_test"] == 5
+def check(section: WitnessSection, num_outputs: int) -> None:
+    agreement = section.agreement
+    assert agreement.num_outputs == num_outputs
+    assert agreement.num_equal == num_outputs, agreement.disagreements
+    assert agreement.ours == agreement.theirs
+    assert 0 < agreement.ours.num_accepted_tokens < agreement.ours.num_draft_tokens
+    assert section.interleaved
+    one, four = section.batches
+    assert (one.batch_size, four.batch_size) == (1, 4)
+    assert one.outputs_differing == four.outputs_differing == 0
+    assert one.acceptance_length.value == four.acceptance_length.value
+    assert one.speedup.value > 0
+    assert section.prediction is not None
+    assert section.prediction.num_test == 5
 
 
 def test_eagle3_is_witnessed(

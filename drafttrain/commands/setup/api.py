@@ -34,8 +34,8 @@ from drafttrain.data.records import Message, Unusable, message_of
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.report.build import Report
-from drafttrain.report.write import write_report
+from drafttrain.report.pages import write_report
+from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import CONFIG, provenance

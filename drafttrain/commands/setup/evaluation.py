@@ -38,8 +38,8 @@ from drafttrain.evaluation.measure import check_depths, check_settings, skip_lon
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.report.adaptation import BEFORE
-from drafttrain.report.build import Report, TimingInfo
+from drafttrain.report.pairs import BEFORE
+from drafttrain.report.results import Report, TimingInfo
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console

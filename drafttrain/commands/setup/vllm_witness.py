@@ -19,8 +19,8 @@ from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import recognise
 from drafttrain.formats.write.vllm import export_vllm
-from drafttrain.report.build import Report
 from drafttrain.report.card import CardData, served_as
+from drafttrain.report.results import Report
 from drafttrain.report.witness import with_witness
 from drafttrain.target.pretrained.models import find
 
@@ -91,9 +91,9 @@ def witnessed(
     """Return the report with what vLLM decoded, counted and took for the same prompts."""
     settings, parts = setup.settings, setup.parts
     ours = {
-        point["batch_size"]: point["summary"]
-        for point in report["sweep"]
-        if (point["depth"], point["temperature"]) == (settings.depth, settings.temperature)
+        point.batch_size: point.summary
+        for point in report.sweep
+        if (point.depth, point.temperature) == (settings.depth, settings.temperature)
     }
     section = witness_section(
         parts.target,

@@ -1,10 +1,12 @@
 """vLLM's counters beside our loop's, prompt by prompt, and its speedup beside a prediction."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafttrain.core.types import Counters
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
+from drafttrain.report.results import Agreement, Disagreement, Prediction
+from drafttrain.report.witness import agreement_statement, prediction_statement
 
 # Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 was met in 4000 tokens.
 TIE_GAP = 1e-3
@@ -19,47 +21,6 @@ class Ours:
     tokens: tuple[int, ...]
     counters: Counters
     num_passes: int  # of the target, after the prefill
-
-
-@dataclass(frozen=True)
-class Disagreement:
-    """An output on which vLLM and we counted or said something else.
-
-    position: of the first token that differs, None where the outputs are equal; gap: between the
-    target's two best logits there.
-    """
-
-    name: str
-    position: int | None
-    gap: float | None
-    tie: bool
-    ours: Counters
-    theirs: Counters
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Greedy outputs and counters of both loops, compared one by one."""
-
-    num_outputs: int
-    ours: Counters
-    theirs: Counters
-    disagreements: tuple[Disagreement, ...]
-
-    @property
-    def num_equal(self) -> int:
-        """Outputs with the same tokens and the same counters."""
-        return self.num_outputs - len(self.disagreements)
-
-    @property
-    def num_ties(self) -> int:
-        """Outputs that part at a near tie of the target."""
-        return sum(one.tie for one in self.disagreements)
-
-    @property
-    def holds(self) -> bool:
-        """Whether every disagreement is explained by a near tie."""
-        return self.num_ties == len(self.disagreements)
 
 
 def compare_with_ours(
@@ -87,11 +48,17 @@ def compare_with_ours(
                 gap = gap_at(place, position)
         tie = gap is not None and gap <= tie_gap
         found.append(Disagreement(mine.name, position, gap, tie, mine.counters, counted))
+    ties = sum(one.tie for one in found)
     return Agreement(
+        dtype="float32",
         num_outputs=len(ours),
+        num_equal=len(ours) - len(found),
+        num_ties=ties,
+        holds=ties == len(found),
         ours=sum((one.counters for one in ours), Counters()),
         theirs=sum(counters, Counters()),
-        disagreements=tuple(found),
+        disagreements=found,
+        statement=agreement_statement(len(ours), len(ours) - len(found), ties, "float32"),
     )
 
 
@@ -110,29 +77,6 @@ def predicted_speedup(
 ) -> float:
     """Return acceptance_length * t_plain / (t_draft + t_verify): times of one step, any unit."""
     return acceptance_length * t_plain / (t_draft + t_verify)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """vLLM's speedup at batch 1 foretold, and measured on outputs that did not calibrate.
-
-    t_plain_s: a plain step; t_cycle_s: drafting and verification, which vLLM does not tell apart;
-    both without prefill, on the calibrating outputs. tokens_per_pass is our loop's on the others.
-    """
-
-    num_calibration: int
-    num_test: int
-    tokens_per_pass: float
-    t_plain_s: float
-    t_cycle_s: float
-    predicted: float
-    predicted_with_prefill: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """How far the prediction is off, as a share of what was measured; prefill counted."""
-        return self.predicted_with_prefill / self.measured - 1
 
 
 def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
@@ -159,7 +103,8 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
     tokens = sum(len(ours[place].tokens) - 1 for place in test)
     slow = len(test) * prefills[0] + tokens * t_plain
     fast = len(test) * prefills[1] + passes * t_cycle
-    return Prediction(
+    measured = _speed(drafted, test) / _speed(plain, test)
+    prediction = Prediction(
         num_calibration=len(fit),
         num_test=len(test),
         tokens_per_pass=tokens / passes,
@@ -167,8 +112,11 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
         t_cycle_s=t_cycle,
         predicted=predicted_speedup(tokens / passes, t_plain, 0.0, t_cycle),
         predicted_with_prefill=slow / fast,
-        measured=_speed(drafted, test) / _speed(plain, test),
+        measured=measured,
+        error=slow / fast / measured - 1,
+        statement="",
     )
+    return replace(prediction, statement=prediction_statement(prediction))
 
 
 def _speed(engine: EngineMeasurement, places: Sequence[int]) -> float:

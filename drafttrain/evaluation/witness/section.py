@@ -1,9 +1,8 @@
-"""What a report says of vLLM: its counters, speeds and speedups beside ours, all as plain data."""
+"""What a report says of vLLM: its counters, speeds and speedups beside ours."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,18 +16,23 @@ from drafttrain.data.template import Template
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.known import VLLM_METHODS
-from drafttrain.evaluation.witness.compare import Agreement, Ours, compare_with_ours, predict
+from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predict
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement, Witness, witness
-from drafttrain.report.rows import method_row
-from drafttrain.report.statistics import (
+from drafttrain.report.build import row_of
+from drafttrain.report.metrics import Resampling, acceptance_length, rows_of, speed, speedup
+from drafttrain.report.results import (
     PLAIN,
-    Resampling,
-    acceptance_length,
-    collect,
-    speed,
-    speedup,
+    BothSeconds,
+    Estimate,
+    LimitedSampling,
+    OursBeside,
+    Row,
+    Speeds,
+    WitnessRow,
+    WitnessSection,
 )
-from drafttrain.report.witness import DEFINITIONS, agreement_statement, prediction_statement
+from drafttrain.report.totals import collect
+from drafttrain.report.witness import DEFINITIONS
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python
 
@@ -152,10 +156,10 @@ def witness_section(
     seed: int,
     batch_sizes: Sequence[int] = (1, 4, 16),
     repeats: int = 5,
-    ours_by_batch: Mapping[int, Mapping[str, Any]] | None = None,
+    ours_by_batch: Mapping[int, Row] | None = None,
     show: bool = True,
-) -> dict[str, Any]:
-    """Run vLLM on what our loop decoded and return what the report says of it, as plain data.
+) -> WitnessSection:
+    """Run vLLM on what our loop decoded and return what the report says of it.
 
     exact: the target in float32 (`target` itself where that is float32), in which, greedily,
     counters are compared one by one. drafter: in float32; draft_dtype: what it was timed in.
@@ -209,40 +213,30 @@ def witness_section(
         compared, alone.speculative.tokens, alone.by_prompt, _gap(exact, asked, compared)
     )
     timed_alone = measured.at(1)
-    prediction = predict(timed_alone, ours) if timed_alone is not None else None
-    base = _our_row(results, drafter_name, depth, resampling)
-    beside = {1: base, **(ours_by_batch or {})}
-    section: dict[str, Any] = {
-        "vllm": measured.vllm,
-        "drafter": drafter_name,
-        "method": served.method,
-        "draft_sampling": "most likely token" if served.greedy_drafts else "as the target",
-        "depth": depth,
-        "sampling": {**asdict(sampling), "max_new_tokens": max_new_tokens},
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": target.device.type,
-        "threads": threads,
-        "interleaved": measured.interleaved,
-        "repeats": measured.repeats,
-        "num_outputs": len(asked),
-        "batches": [
-            {
-                **_row(batch, asked, resampling),
-                "ours": _beside(beside.get(batch.batch_size)),
-            }
+    totals = {name: of for name, of in collect(results).items() if name in (drafter_name, PLAIN)}
+    beside = {1: row_of(totals, drafter_name, depth, resampling), **(ours_by_batch or {})}
+    return WitnessSection(
+        vllm=measured.vllm,
+        drafter=drafter_name,
+        method=served.method,
+        draft_sampling="most likely token" if served.greedy_drafts else "as the target",
+        depth=depth,
+        sampling=LimitedSampling(**asdict(sampling), max_new_tokens=max_new_tokens),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=target.device.type,
+        threads=threads,
+        interleaved=measured.interleaved,
+        repeats=measured.repeats,
+        num_outputs=len(asked),
+        batches=[
+            _row(batch, asked, resampling, beside.get(batch.batch_size))
             for batch in measured.batches
         ],
-        "agreement": _agreement(agreement),
-        "prediction": None
-        if prediction is None
-        else {**asdict(prediction), "error": prediction.error},
-        "notes": [LOOKUP_NOTE] if served.lookup else [],
-        "definitions": dict(DEFINITIONS),
-    }
-    section["agreement"]["statement"] = agreement_statement(section)
-    if prediction is not None:
-        section["prediction"]["statement"] = prediction_statement(section)
-    return section
+        agreement=agreement,
+        prediction=predict(timed_alone, ours) if timed_alone is not None else None,
+        notes=[LOOKUP_NOTE] if served.lookup else [],
+        definitions=dict(DEFINITIONS),
+    )
 
 
 def _ours(asked: WitnessPrompt, result: PromptResult) -> Ours:
@@ -286,28 +280,9 @@ def _gap(
     return gap_at
 
 
-def _our_row(
-    results: Sequence[PromptResult], drafter: str, depth: int, resampling: Resampling
-) -> dict[str, Any]:
-    totals = collect(results)
-    mine, plain = (list(totals[method].values()) for method in (drafter, PLAIN))
-    return method_row(mine, plain, depth, resampling, None)
-
-
-def _beside(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return of a row of our report what stands beside vLLM's numbers; counters untrimmed."""
-    if row is None:
-        return None
-    return {
-        "acceptance_length": row["untrimmed"]["acceptance_length"],
-        "tokens_per_second": row["tokens_per_second"],
-        "speedup": row["speedup"],
-    }
-
-
 def _row(
-    batch: BatchWitness, asked: Sequence[WitnessPrompt], resampling: Resampling
-) -> dict[str, Any]:
+    batch: BatchWitness, asked: Sequence[WitnessPrompt], resampling: Resampling, ours: Row | None
+) -> WitnessRow:
     """Return one batch size's numbers of vLLM, by the arithmetic of every report."""
     counters = batch.counters
     totals = collect(
@@ -319,23 +294,26 @@ def _row(
     plain, drafted = (list(totals[method].values()) for method in (PLAIN, "vllm"))
     drafts = counters.num_drafts
     length = 1 + counters.num_accepted_tokens / drafts if drafts else None
-    ci95 = acceptance_length(drafted, resampling)["ci95"] if batch.by_prompt else None
+    alone = acceptance_length(rows_of(drafted), resampling) if batch.by_prompt else None
     pairs = zip(batch.plain.tokens, batch.speculative.tokens, strict=True)
-    return {
-        "batch_size": batch.batch_size,
+    return WitnessRow(
+        batch_size=batch.batch_size,
         **asdict(counters),
-        "acceptance_length": {"value": length, "ci95": ci95},
-        "acceptance_per_position": [
+        acceptance_length=Estimate(length, alone.ci95 if alone else None),
+        acceptance_per_position=[
             accepted / drafts if drafts else None
             for accepted in counters.num_accepted_tokens_per_position
         ],
-        "seconds": {"plain": sum(batch.plain.seconds), "drafted": sum(batch.speculative.seconds)},
-        "num_output_tokens": sum(len(said) for said in batch.speculative.tokens),
-        "tokens_per_second": {"autoregressive": speed(plain), "speculative": speed(drafted)},
-        "speedup": speedup(drafted, plain, resampling),
-        "outputs_differing": sum(a != b for a, b in pairs),
-        "num_unstable": batch.plain.num_unstable + batch.speculative.num_unstable,
-    }
+        seconds=BothSeconds(sum(batch.plain.seconds), sum(batch.speculative.seconds)),
+        num_output_tokens=sum(len(said) for said in batch.speculative.tokens),
+        tokens_per_second=Speeds(speed(rows_of(plain)), speed(rows_of(drafted))),
+        speedup=speedup(drafted, plain, resampling),
+        outputs_differing=sum(a != b for a, b in pairs),
+        num_unstable=batch.plain.num_unstable + batch.speculative.num_unstable,
+        ours=OursBeside(ours.untrimmed.acceptance_length, ours.tokens_per_second, ours.speedup)
+        if ours
+        else None,
+    )
 
 
 def _as_results(
@@ -353,16 +331,3 @@ def _as_results(
             PromptResult(one.prompt_id, one.turn, one.task, method, 0, length, tokens, stats)
         )
     return results
-
-
-def _agreement(agreement: Agreement) -> dict[str, Any]:
-    return {
-        "dtype": "float32",
-        "num_outputs": agreement.num_outputs,
-        "num_equal": agreement.num_equal,
-        "num_ties": agreement.num_ties,
-        "holds": agreement.holds,
-        "ours": asdict(agreement.ours),
-        "theirs": asdict(agreement.theirs),
-        "disagreements": [asdict(one) for one in agreement.disagreements],
-    }

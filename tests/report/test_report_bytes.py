@@ -1,0 +1,122 @@
+"""report.json and compare.json, byte for byte, from fixed measurements: keys, order and numbers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from test_report import many_prompts
+
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.types import PromptResult
+from drafttrain.evaluation.compare_runs import compare_runs
+from drafttrain.evaluation.config import CompareConfig
+from drafttrain.report.build import build_report, certified, sweep_point
+from drafttrain.report.comparison_pages import write_comparison
+from drafttrain.report.config import VerdictSettings
+from drafttrain.report.pages import write_report
+from drafttrain.report.results import Check, ExtraMemory, LosslessCheck, TimingInfo
+from drafttrain.report.tables import certificate_table, sweep_table
+
+GOLDEN = ROOT / "tests" / "golden"
+DIVERGENCE = {"prompt": "prompt 1", "position": 3, "gap": 0.25, "noise": 1e-5, "tie": False}
+
+
+def fixed_results(pace: float = 1.0, seed: int = 0) -> list[PromptResult]:
+    """Eight prompts by four methods; one prompt's plain pass is disturbed, one has two turns."""
+    results = many_prompts(seed, prompts=8, blocks=3)
+    results += [
+        replace(result, method="before", stats=replace(result.stats, draft_s=0.0))
+        for result in results
+        if result.method == "ngram"
+    ]
+    results += [replace(result, turn=1) for result in results if result.prompt_id == "prompt 2"]
+    for place, result in enumerate(results):
+        times = 12.0 if (result.method, result.prompt_id) == ("autoregressive", "prompt 5") else 1.0
+        times = pace if result.method == "eagle3" else times
+        stats = replace(result.stats, verify_s=times * result.stats.verify_s)
+        tokens = result.tokens
+        if (result.method, result.prompt_id, result.block) == ("eagle3", "prompt 0", 1):
+            tokens = (*tokens[:-1], tokens[-1] + 1)
+        results[place] = replace(result, stats=stats, tokens=tokens)
+    return results
+
+
+def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
+    """Write the report of fixed measurements, with every section that a report can have."""
+    results = fixed_results(pace, seed)
+    point = {"drafter": "eagle3", "temperature": 0.0, "resamples": 200, "seed": 0}
+    sweep = [
+        sweep_point(fixed_results(0.9 * pace, seed), depth=1, batch_size=1, **point),
+        sweep_point(results, depth=2, batch_size=1, **point),
+        sweep_point(fixed_results(2.0 * pace, seed), depth=2, batch_size=4, **point),
+    ]
+    checks = [
+        Check("greedy output, float32", False, 0.5, "1", "1 of 2 identical", [DIVERGENCE]),
+        Check("one-step law", True, 1e-7, "1e-6", "at most 1e-07 apart", []),
+        Check("law of the text", None, 0.1, "none", "0.1 apart", []),
+    ]
+    section = certified(checks, rule="greedy", lossless=True, dtype="float32", num_prompts=2)
+    report = build_report(
+        results,
+        target="tiny",
+        drafter="eagle3",
+        depth=2,
+        sampling=GREEDY,
+        draft_sampling=Sampling(0.5, 3, 0.9),
+        batch_size=1,
+        max_new_tokens=200,
+        lossless=LosslessCheck("greedy", True, "float32", 1, 2, [DIVERGENCE]),
+        certificate=section,
+        sweep=sweep,
+        tables=[certificate_table(section), sweep_table(sweep, {0.0: "greedy"})],
+        timing=TimingInfo("bfloat16", 2, 3, "cpu", "float32"),
+        provenance={
+            "commit": "abc",
+            "checkpoint": "/x/step-000010",
+            "target_fingerprint": "ab" * 32,
+            "hardware": {"cpu": "one", "gpus": []},
+            "share": float("nan"),
+            "path": Path("/x"),
+        },
+        prompts={"source": "tiny.jsonl", "skipped": {}, "overlap": None},
+        notes=["one note"],
+        resamples=200,
+        seed=0,
+        verdict=VerdictSettings(1.05, 3.6, "EUR"),
+        memory=ExtraMemory(3 * 2**20, 1024),
+    )
+    write_report(report, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two run folders, nothing of their training on record."""
+    place = tmp_path_factory.mktemp("runs")
+    write_fixed(place / "a/evaluations/default")
+    write_fixed(place / "b/evaluations/default", pace=0.7, seed=1)
+    return place
+
+
+def test_report_json_is_what_it_was(runs: Path) -> None:
+    text = (runs / "a/evaluations/default/report.json").read_text()
+    assert text == (GOLDEN / "report.json").read_text()
+
+
+def test_compare_json_is_what_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs)
+    settings = CompareConfig(
+        runs=["a", "b"],
+        evaluation="default",
+        baseline=None,
+        all_pairs=True,
+        resamples=200,
+        seed=0,
+        name="ours",
+        dir="compared",
+    )
+    write_comparison(compare_runs(settings, {"command": "compare"}), runs / "compared")
+    text = (runs / "compared/compare.json").read_text()
+    assert text == (GOLDEN / "compare.json").read_text()
+    assert {row["method"] for row in json.loads(text)["rows"]} == {"a", "b", "ngram", "before"}
