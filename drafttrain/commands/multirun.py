@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from drafttrain.config.overrides import UsageError
-from drafttrain.config.sweep import Job, Sweep, listed, several, sweep_of
+from drafttrain.config.sweep import Sweep, SweepJob, listed, several, sweep_of
 from drafttrain.runtime.disk import require_writable, write_whole
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import call
@@ -108,7 +108,7 @@ def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
     return 1 if failed else 0
 
 
-def _resumes(job: Job) -> bool:
+def _resumes(job: SweepJob) -> bool:
     return any(text.startswith("run.resume=") for text in job.overrides)
 
 

@@ -31,7 +31,7 @@ LONGEST = 80  # characters of a name
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """One command line of a sweep."""
 
     name: str
@@ -46,7 +46,7 @@ class Sweep:
     """The jobs of a sweep, and the folder of what it leaves behind."""
 
     folder: Path
-    jobs: list[Job]
+    jobs: list[SweepJob]
 
 
 def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
@@ -77,7 +77,7 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
         config: Any = compose(command, words)
         run = revealed(config.run.dir) if "run" in config else None
         evaluation = revealed(config.eval.name) if command == "evaluate" else None
-        jobs.append(Job(name, told, words, run, evaluation))
+        jobs.append(SweepJob(name, told, words, run, evaluation))
     return Sweep(folder, jobs)
 
 

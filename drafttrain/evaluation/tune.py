@@ -16,7 +16,7 @@ from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import PLAIN, DraftMethod, check_settings, measure
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.report.tuning import Choice, ChosenDepth, DepthPrediction
+from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
@@ -211,19 +211,19 @@ def decoding_speedup(results: Sequence[PromptResult], method: str, point: DepthP
     return per_token(PLAIN) / per_token(method)
 
 
-def choose(predictions: Sequence[DepthPrediction]) -> dict[str, Choice]:
+def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
     """Return for every batch size the depth that should be fastest, by task and in all.
 
     What was measured outweighs what was predicted, where both are there.
     """
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, TunedChoice] = {}
     for size in dict.fromkeys(prediction.batch_size for prediction in predictions):
         best: dict[str, ChosenDepth] = {}
         for p in predictions:
             speedup = p.predicted if p.measured is None else p.measured
             if p.batch_size == size and (p.task not in best or speedup > best[p.task].speedup):
                 best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1)
-        chosen[str(size)] = Choice(best.pop("all"), best)
+        chosen[str(size)] = TunedChoice(best.pop("all"), best)
     return chosen
 
 

@@ -27,12 +27,12 @@ from drafttrain.report.results import (
     LimitedSampling,
     Lossless,
     LosslessCheck,
+    MethodRow,
     MethodRows,
     NgramAnswer,
     PlainRows,
     Point,
     Report,
-    Row,
     Table,
     Timing,
     TimingInfo,
@@ -164,7 +164,7 @@ def row_of(
     depth: int,
     resampling: Resampling,
     task: str | None = None,
-) -> Row:
+) -> MethodRow:
     """Return a method on one task, or on all, beside plain decoding and prompt lookup."""
 
     def prompts(name: str) -> list[PromptTotals]:

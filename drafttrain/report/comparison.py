@@ -56,7 +56,7 @@ class RuleCheck:
 
 
 @dataclass(frozen=True)
-class MethodRow:
+class ComparedMethod:
     """One method: runs that differ in their seed alone, or a reference beside several runs."""
 
     method: str
@@ -140,7 +140,7 @@ class Comparison:
     baseline: str
     conditions: dict[str, Any]
     prompts: SharedPrompts
-    rows: list[MethodRow]
+    rows: list[ComparedMethod]
     differences: list[Pair]
     runs: list[ComparedRun]
     definitions: dict[str, str]
@@ -212,12 +212,12 @@ def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     return f"{used}; {', '.join(left)}, left out here" if left else used
 
 
-def _row(method: Method, scopes: Scopes, resampling: Resampling) -> MethodRow:
+def _row(method: Method, scopes: Scopes, resampling: Resampling) -> ComparedMethod:
     numbers = {name: _numbers(method.columns(keys), resampling) for name, keys in scopes.items()}
     tokens = [run.training_tokens for run in method.runs if run.training_tokens is not None]
     sizes = {run.parameters for run in method.runs}
     known = not method.reference
-    return MethodRow(
+    return ComparedMethod(
         method=method.label,
         reference=method.reference,
         drafter=method.drafter,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drafttrain.report.comparison import ComparedRun, Comparison, MethodRow, Numbers
+from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison, Numbers
 from drafttrain.report.document import Document, Listing, notes
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
@@ -83,7 +83,7 @@ def conditions_line(comparison: Comparison) -> str:
     )
 
 
-def _difference(comparison: Comparison, row: MethodRow, task: str, quantity: str) -> Cell:
+def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity: str) -> Cell:
     pair = comparison.versus.get(row.method)
     if pair is None:
         return "baseline"
@@ -161,20 +161,20 @@ def _numbers_table(comparison: Comparison) -> Table:
 
 def _methods_table(comparison: Comparison) -> Table:
     columns = [
-        Column[MethodRow]("drafter", lambda row: row.drafter),
-        Column[MethodRow]("depth", lambda row: count(row.depth)),
-        Column[MethodRow]("training", lambda row: row.training),
-        Column[MethodRow]("parameters", lambda row: size(row.drafter_parameters)),
-        Column[MethodRow]("training tokens", lambda row: size(row.training_tokens)),
-        Column[MethodRow]("rate", lambda row: number(row.summary.acceptance_rate)),
-        Column[MethodRow]("draft ms", lambda row: number(row.summary.draft_ms)),
-        Column[MethodRow](
+        Column[ComparedMethod]("drafter", lambda row: row.drafter),
+        Column[ComparedMethod]("depth", lambda row: count(row.depth)),
+        Column[ComparedMethod]("training", lambda row: row.training),
+        Column[ComparedMethod]("parameters", lambda row: size(row.drafter_parameters)),
+        Column[ComparedMethod]("training tokens", lambda row: size(row.training_tokens)),
+        Column[ComparedMethod]("rate", lambda row: number(row.summary.acceptance_rate)),
+        Column[ComparedMethod]("draft ms", lambda row: number(row.summary.draft_ms)),
+        Column[ComparedMethod](
             "tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)
         ),
-        Column[MethodRow](
+        Column[ComparedMethod](
             "tokens/s drafted", lambda row: speed(row.summary.tokens_per_second.speculative)
         ),
-        Column[MethodRow]("losslessness", lambda row: row.lossless.statement),
+        Column[ComparedMethod]("losslessness", lambda row: row.lossless.statement),
     ]
     rows = {row.method: row for row in comparison.rows}
     return table("Methods, on all prompts", "", "method", columns, rows)

@@ -18,11 +18,11 @@ from drafttrain.report.results import (
     Estimate,
     Interval,
     Measurement,
+    MethodRow,
     Outside,
     OutsideCounts,
     PlainRow,
     PlainSpeed,
-    Row,
     Speeds,
     Speedup,
     Times,
@@ -284,7 +284,7 @@ def method_row(
     depth: int,
     resampling: Resampling,
     ngram: Sequence[PromptTotals] | None,
-) -> Row:
+) -> MethodRow:
     """Return every number of a drafting method beside plain decoding of the same prompts.
 
     ngram: prompt lookup on the same prompts; None where it is the method itself, or not there.
@@ -301,7 +301,7 @@ def method_row(
     ]
     times = _times(prompts)
     untrimmed_rate = ratio(untrimmed.num_accepted_tokens, untrimmed.num_drafts)
-    return Row(
+    return MethodRow(
         **_sizes(prompts),
         num_drafts=drafts,
         num_draft_tokens=counters.num_draft_tokens,

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.document import Figure as Picture
-from drafttrain.report.results import Estimate, Point, Report, Row
+from drafttrain.report.results import Estimate, MethodRow, Point, Report
 from drafttrain.report.tables import best_depths
 from drafttrain.report.wording import Number, cell, number, speed
 
@@ -379,7 +379,7 @@ def report_figures(report: Report) -> list[Picture]:
     return found
 
 
-def acceptance_plot(rows: Mapping[str, Row], kinds: Mapping[str, str]) -> Markup:
+def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Markup:
     """Return acceptance per position as bars, the drafter's conditional acceptance as a line."""
     depth = max(len(row.acceptance_per_position) for row in rows.values())
     drafter = next(iter(rows.values()))
@@ -435,7 +435,7 @@ def _known(rates: Sequence[Number | None]) -> list[tuple[int, Number]]:
     return [(position, rate) for position, rate in enumerate(rates, start=1) if rate is not None]
 
 
-def speed_plot(rows: Mapping[str, Mapping[str, Row]], kinds: Mapping[str, str]) -> Markup:
+def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Markup:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
     drafter = next(iter(rows.values()))
     names = list(drafter)

@@ -212,7 +212,7 @@ class PlainRow(Sizes):
 
 
 @dataclass(frozen=True)
-class Row(Sizes):
+class MethodRow(Sizes):
     """A drafting method on one task, or on all, beside plain decoding of the same prompts."""
 
     num_drafts: int
@@ -246,11 +246,11 @@ class PlainRows:
 class MethodRows:
     """A drafting method on all prompts and by task."""
 
-    summary: Row
-    tasks: dict[str, Row]
+    summary: MethodRow
+    tasks: dict[str, MethodRow]
 
     @property
-    def by_name(self) -> dict[str, Row]:
+    def by_name(self) -> dict[str, MethodRow]:
         """The rows by task, that of all prompts first, under "all"."""
         return {"all": self.summary, **self.tasks}
 
@@ -262,12 +262,12 @@ class Point:
     depth: int
     temperature: float
     batch_size: int
-    summary: Row
-    tasks: dict[str, Row]
-    ngram: Row | None
+    summary: MethodRow
+    tasks: dict[str, MethodRow]
+    ngram: MethodRow | None
 
     @property
-    def by_name(self) -> dict[str, Row]:
+    def by_name(self) -> dict[str, MethodRow]:
         """The rows by task, that of all prompts first, under "all"."""
         return {"all": self.summary, **self.tasks}
 
@@ -410,7 +410,7 @@ class Money:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TaskVerdict:
     """What to do with the drafter on one task, or on all: in numbers and in a sentence.
 
     of_depths: the depths that were measured, of which `depth` is the fastest.
@@ -580,8 +580,8 @@ class Report:
     sampling: LimitedSampling
     draft_sampling: Sampling | None = None
     batch_size: Count = 1
-    summary: Row
-    tasks: dict[str, Row]
+    summary: MethodRow
+    tasks: dict[str, MethodRow]
     methods: dict[str, MethodRows | PlainRows]
     lossless: Lossless
     certificate: Certificate | None = None
@@ -596,7 +596,7 @@ class Report:
     definitions: dict[str, str]
     provenance: Mapping[str, Any]
     flags: list[Flag]
-    verdicts: dict[str, Verdict]
+    verdicts: dict[str, TaskVerdict]
     verdict: str
     adaptation: Adaptation | None = None
 

@@ -14,11 +14,11 @@ from drafttrain.report.results import (
     Check,
     Disagreement,
     Estimate,
+    MethodRow,
     Point,
     Report,
-    Row,
     Table,
-    Verdict,
+    TaskVerdict,
     WitnessRow,
     WitnessSection,
 )
@@ -68,46 +68,48 @@ def texts(content: Table) -> list[list[str]]:
     return [[cell(value) for value in row] for row in content.rows]
 
 
-LENGTH = Column[Row]("acceptance length, 95 %", lambda row: row.acceptance_length.estimate)
-POSITIONS = Column[Row]("per position", lambda row: row.acceptance_per_position)
-PLAIN_SPEED = Column[Row]("tokens/s plain", lambda row: speed(row.tokens_per_second.autoregressive))
-SPEED = Column[Row]("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
-SPEEDUP = Column[Row]("speedup, 95 %", lambda row: row.speedup)
-PREDICTED = Column[Row]("predicted speedup", lambda row: number(row.predicted_speedup))
-REPEATS = Column[Row]("text repeats", lambda row: percent(row.repetition_rate))
+LENGTH = Column[MethodRow]("acceptance length, 95 %", lambda row: row.acceptance_length.estimate)
+POSITIONS = Column[MethodRow]("per position", lambda row: row.acceptance_per_position)
+PLAIN_SPEED = Column[MethodRow](
+    "tokens/s plain", lambda row: speed(row.tokens_per_second.autoregressive)
+)
+SPEED = Column[MethodRow]("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
+SPEEDUP = Column[MethodRow]("speedup, 95 %", lambda row: row.speedup)
+PREDICTED = Column[MethodRow]("predicted speedup", lambda row: number(row.predicted_speedup))
+REPEATS = Column[MethodRow]("text repeats", lambda row: percent(row.repetition_rate))
 
 MEASURED = [
     LENGTH,
-    Column[Row]("macro", lambda row: number(row.acceptance_length.macro)),
+    Column[MethodRow]("macro", lambda row: number(row.acceptance_length.macro)),
     POSITIONS,
     PLAIN_SPEED,
     SPEED,
     SPEEDUP,
 ]
 BRIEF = [
-    Column[Row]("accept. length", lambda row: number(row.acceptance_length.micro)),
-    Column[Row]("acceptance per position", POSITIONS.cell),
-    Column[Row]("tok/s plain", PLAIN_SPEED.cell),
-    Column[Row]("tok/s with", SPEED.cell),
+    Column[MethodRow]("accept. length", lambda row: number(row.acceptance_length.micro)),
+    Column[MethodRow]("acceptance per position", POSITIONS.cell),
+    Column[MethodRow]("tok/s plain", PLAIN_SPEED.cell),
+    Column[MethodRow]("tok/s with", SPEED.cell),
     SPEEDUP,
 ]
 COUNTS = [
-    Column[Row]("prompts", lambda row: count(row.num_prompts)),
-    Column[Row]("tokens", lambda row: count(row.num_output_tokens)),
-    Column[Row]("drafts", lambda row: count(row.num_drafts)),
-    Column[Row]("drafted", lambda row: count(row.num_draft_tokens)),
-    Column[Row]("accepted", lambda row: count(row.num_accepted_tokens)),
-    Column[Row]("rate", lambda row: number(row.acceptance_rate)),
-    Column[Row]("draft ms", lambda row: number(row.time_ms.draft)),
-    Column[Row]("verify ms", lambda row: number(row.time_ms.verify)),
-    Column[Row]("other ms", lambda row: number(row.time_ms.other)),
-    Column[Row]("prefill ms", lambda row: number(row.time_ms.prefill)),
+    Column[MethodRow]("prompts", lambda row: count(row.num_prompts)),
+    Column[MethodRow]("tokens", lambda row: count(row.num_output_tokens)),
+    Column[MethodRow]("drafts", lambda row: count(row.num_drafts)),
+    Column[MethodRow]("drafted", lambda row: count(row.num_draft_tokens)),
+    Column[MethodRow]("accepted", lambda row: count(row.num_accepted_tokens)),
+    Column[MethodRow]("rate", lambda row: number(row.acceptance_rate)),
+    Column[MethodRow]("draft ms", lambda row: number(row.time_ms.draft)),
+    Column[MethodRow]("verify ms", lambda row: number(row.time_ms.verify)),
+    Column[MethodRow]("other ms", lambda row: number(row.time_ms.other)),
+    Column[MethodRow]("prefill ms", lambda row: number(row.time_ms.prefill)),
     PREDICTED,
     REPEATS,
 ]
 
 
-def _outside_length(row: Row) -> Cell:
+def _outside_length(row: MethodRow) -> Cell:
     return Estimate(row.outside_repetition.acceptance_length, row.outside_repetition.ci95)
 
 
@@ -117,22 +119,24 @@ def _beside(difference: Estimate) -> Cell:
 
 OUTSIDE = [
     REPEATS,
-    Column[Row]("acceptance length outside, 95 %", _outside_length),
-    Column[Row]("rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
-    Column[Row]("share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)),
-    Column[Row](
+    Column[MethodRow]("acceptance length outside, 95 %", _outside_length),
+    Column[MethodRow]("rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
+    Column[MethodRow](
+        "share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)
+    ),
+    Column[MethodRow](
         "acceptance length minus ngram's, 95 %",
         lambda row: _beside(row.acceptance_length_difference_to_ngram.all_text),
     ),
-    Column[Row](
+    Column[MethodRow](
         "outside repetition, 95 %",
         lambda row: _beside(row.acceptance_length_difference_to_ngram.outside_repetition),
     ),
-    Column[Row](
+    Column[MethodRow](
         "tokens per pass minus ngram's, 95 %",
         lambda row: _beside(row.tokens_per_pass_difference_to_ngram.all_text),
     ),
-    Column[Row](
+    Column[MethodRow](
         "outside repetition, 95 %",
         lambda row: _beside(row.tokens_per_pass_difference_to_ngram.outside_repetition),
     ),
@@ -162,26 +166,26 @@ def verdict_table(report: Report) -> Table:
     """Return the verdict by task: what to do, what it brings, what it costs."""
     verdicts = report.verdicts
     columns = [
-        Column[Verdict]("verdict", lambda verdict: Badge(verdict.decision)),
-        Column[Verdict]("depth", lambda verdict: str(verdict.depth)),
-        Column[Verdict](SPEEDUP.heading, lambda verdict: verdict.speedup),
-        Column[Verdict]("acceptance rate", lambda verdict: number(verdict.acceptance_rate)),
+        Column[TaskVerdict]("verdict", lambda verdict: Badge(verdict.decision)),
+        Column[TaskVerdict]("depth", lambda verdict: str(verdict.depth)),
+        Column[TaskVerdict](SPEEDUP.heading, lambda verdict: verdict.speedup),
+        Column[TaskVerdict]("acceptance rate", lambda verdict: number(verdict.acceptance_rate)),
     ]
     currencies = [verdict.money.currency for verdict in verdicts.values() if verdict.money]
     if currencies:
         price = f"{currencies[0]} per million tokens, plain"
         columns += [
-            Column[Verdict](price, lambda verdict: money_cells(verdict)[0]),
-            Column[Verdict]("drafted", lambda verdict: money_cells(verdict)[1]),
-            Column[Verdict]("saving, 95 %", lambda verdict: money_cells(verdict)[2]),
+            Column[TaskVerdict](price, lambda verdict: money_cells(verdict)[0]),
+            Column[TaskVerdict]("drafted", lambda verdict: money_cells(verdict)[1]),
+            Column[TaskVerdict]("saving, 95 %", lambda verdict: money_cells(verdict)[2]),
         ]
     if any(verdict.extra_memory for verdict in verdicts.values()):
-        columns.append(Column[Verdict]("extra memory", _extra_memory))
+        columns.append(Column[TaskVerdict]("extra memory", _extra_memory))
     caption = " ".join([report.definitions["verdicts"], *bill(verdicts["all"])])
     return table("Verdict", caption, "task", columns, verdicts)
 
 
-def money_cells(verdict: Verdict) -> tuple[str, str, str]:
+def money_cells(verdict: TaskVerdict) -> tuple[str, str, str]:
     """Return the price per million tokens, plain and drafted, and the saving with its interval."""
     if verdict.money is None:
         return NOTHING, NOTHING, NOTHING
@@ -190,7 +194,7 @@ def money_cells(verdict: Verdict) -> tuple[str, str, str]:
     return money(price.autoregressive), money(price.speculative), percent(saving.value) + bounds
 
 
-def _extra_memory(verdict: Verdict) -> Cell:
+def _extra_memory(verdict: TaskVerdict) -> Cell:
     return memory(verdict.extra_memory.total_bytes if verdict.extra_memory else None)
 
 

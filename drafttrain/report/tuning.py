@@ -48,7 +48,7 @@ class ChosenDepth:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """The fastest depth at one batch size, in all and by task."""
 
     all: ChosenDepth
@@ -67,7 +67,7 @@ COLUMNS = [
 
 
 def tune_tables(
-    predictions: Sequence[DepthPrediction], choices: Mapping[str, Choice]
+    predictions: Sequence[DepthPrediction], choices: Mapping[str, TunedChoice]
 ) -> list[Table]:
     """Return predicted beside measured by batch and depth, and the chosen depths by task."""
     everywhere = [p for p in predictions if p.task == "all"]
@@ -103,7 +103,7 @@ def tune_tables(
     ]
 
 
-def headline(choices: Mapping[str, Choice]) -> str:
+def headline(choices: Mapping[str, TunedChoice]) -> str:
     """Return what was chosen for all tasks, batch by batch, as sentences."""
     sentences = []
     for size, choice in choices.items():
@@ -120,7 +120,7 @@ def write_tuning(
     folder: Path,
     title: str,
     predictions: Sequence[DepthPrediction],
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, TunedChoice],
     remarks: list[str],
 ) -> Path:
     """Write tuned.md and tuned.html into the run's folder; return the page."""

@@ -11,11 +11,11 @@ from drafttrain.report.results import (
     Flag,
     LosslessCheck,
     MemoryUse,
+    MethodRow,
     MethodRows,
     Money,
-    Row,
     Speeds,
-    Verdict,
+    TaskVerdict,
 )
 from drafttrain.report.totals import DISTURBED
 from drafttrain.report.wording import TOO_FEW, between, number, percent
@@ -47,7 +47,7 @@ def decide(speedup: Estimate, marginal_speedup: float) -> str:
     return SPECULATE if sure else MARGINAL
 
 
-def handicap(row: Row) -> str:
+def handicap(row: MethodRow) -> str:
     """Return what is wrong with a speedup above the acceptance length, or nothing."""
     ci95, length = row.speedup.ci95, row.acceptance_length.micro
     if ci95 is None or length is None or ci95[0] <= length:
@@ -58,7 +58,7 @@ def handicap(row: Row) -> str:
     )
 
 
-def disturbance(row: Row) -> str:
+def disturbance(row: MethodRow) -> str:
     """Return how many of a row's timings were disturbed, or nothing."""
     if not row.speedup.num_disturbed:
         return ""
@@ -69,7 +69,7 @@ def disturbance(row: Row) -> str:
     )
 
 
-def disagreement(row: Row) -> str:
+def disagreement(row: MethodRow) -> str:
     """Return how far the timing blocks of a row are apart, or nothing where they agree."""
     blocks = [value for value in row.speedup.blocks if value]
     if len(blocks) < FEWEST_BLOCKS or max(blocks) <= DISAGREEING * min(blocks):
@@ -80,7 +80,7 @@ def disagreement(row: Row) -> str:
     )
 
 
-def doubtful(row: Row, name: str, settings: VerdictSettings) -> bool:
+def doubtful(row: MethodRow, name: str, settings: VerdictSettings) -> bool:
     """Return whether the timings of a row are too disturbed to say that speculation pays.
 
     A few prompts of many change little; blocks that disagree may each be above what is worth
@@ -93,13 +93,13 @@ def doubtful(row: Row, name: str, settings: VerdictSettings) -> bool:
 
 
 def verdict_of(
-    row: Row,
+    row: MethodRow,
     name: str,
     depth: int,
     of_depths: list[int],
     settings: VerdictSettings,
     extra_memory: MemoryUse | None,
-) -> Verdict:
+) -> TaskVerdict:
     """Return the verdict on one row of a report, in numbers and in a sentence.
 
     of_depths: the depths that were measured, of which this is the fastest.
@@ -110,7 +110,7 @@ def verdict_of(
     decision = decide(row.speedup, settings.marginal_speedup)
     if (flagged or doubted) and decision == SPECULATE:
         decision = MARGINAL
-    verdict = Verdict(
+    verdict = TaskVerdict(
         decision=decision,
         depth=depth,
         of_depths=of_depths,
@@ -126,7 +126,7 @@ def verdict_of(
     return replace(verdict, statement=_statement(verdict))
 
 
-def _money(row: Row, settings: VerdictSettings) -> Money | None:
+def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
     """Return the price of a million output tokens, plain and drafted, and the share saved."""
     plain, fast = row.tokens_per_second.autoregressive, row.tokens_per_second.speculative
     if settings.price_per_hour is None or not plain or not fast:
@@ -141,18 +141,18 @@ def _money(row: Row, settings: VerdictSettings) -> Money | None:
     )
 
 
-def call(verdict: Verdict) -> str:
+def call(verdict: TaskVerdict) -> str:
     """Return the decision as words that open a sentence: `Speculate at depth 4`."""
     return f"{IN_WORDS[verdict.decision]} at {fastest_depth(verdict)}"
 
 
-def fastest_depth(verdict: Verdict) -> str:
+def fastest_depth(verdict: TaskVerdict) -> str:
     """Return the depth, and of which it is the fastest: `depth 4, the fastest of 2, 4`."""
     others = ", ".join(map(str, verdict.of_depths)) if len(verdict.of_depths) > 1 else ""
     return f"depth {verdict.depth}" + (f", the fastest of {others}" if others else "")
 
 
-def _statement(verdict: Verdict) -> str:
+def _statement(verdict: TaskVerdict) -> str:
     value, ci95 = verdict.speedup.value, verdict.speedup.ci95
     if value is None:
         return f"{call(verdict)}: no speedup could be computed."
@@ -169,7 +169,7 @@ def _statement(verdict: Verdict) -> str:
     return "; ".join(clauses) + "."
 
 
-def bill(verdict: Verdict) -> list[str]:
+def bill(verdict: TaskVerdict) -> list[str]:
     """Return what speculation costs and saves, as sentences: none of what is not known."""
     lines = []
     cost = verdict.money
@@ -193,7 +193,7 @@ def verdicts_of(
     longest: Mapping[str, int],
     settings: VerdictSettings,
     memory: ExtraMemory | None,
-) -> dict[str, Verdict]:
+) -> dict[str, TaskVerdict]:
     """Return the verdict on the report's drafter, in all and by task, each at its fastest depth.
 
     measured: the drafter's rows by depth, at the report's own temperature and batch size.
@@ -208,7 +208,7 @@ def verdicts_of(
     return found
 
 
-def headline(verdict: Verdict, target: str, drafter: str, lossless: bool) -> str:
+def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) -> str:
     """Return the verdict over all tasks as one sentence."""
     ci95 = verdict.speedup.ci95
     if verdict.decision == UNKNOWN:
@@ -234,7 +234,7 @@ def is_serious(flag: Flag, check: LosslessCheck) -> bool:
     return not (flag.kind == "timing" or (flag.kind == "outputs_differing" and sound))
 
 
-def grouped(verdicts: Mapping[str, Verdict]) -> list[str]:
+def grouped(verdicts: Mapping[str, TaskVerdict]) -> list[str]:
     """Return one line per decision with the tasks it holds for; none where there is one task."""
     tasks = {name: verdict for name, verdict in verdicts.items() if name != "all"}
     if len(tasks) < 2:

@@ -11,7 +11,7 @@ from test_report import many_prompts
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs
-from drafttrain.evaluation.config import CompareConfig
+from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.comparison_pages import write_comparison
 from drafttrain.report.config import VerdictSettings
@@ -106,7 +106,7 @@ def test_report_json_is_what_it_was(runs: Path) -> None:
 
 def test_compare_json_is_what_it_was(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs)
-    settings = CompareConfig(
+    settings = CompareSettings(
         runs=["a", "b"],
         evaluation="default",
         baseline=None,

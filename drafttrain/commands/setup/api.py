@@ -34,6 +34,7 @@ from drafttrain.data.records import Message, Unusable, message_of
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.references import LOOKUP
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device
@@ -88,7 +89,7 @@ def load_target(
                 "load_target('llama8b', repo='owner/name')"
             )
         hardware = {"hardware.device": device, "hardware.dtype": dtype}
-        config = _composed("drafter=ngram", chosen, **hardware, **_keys("model", settings))
+        config = _composed(f"drafter={LOOKUP}", chosen, **hardware, **_keys("model", settings))
     where = torch.device(choose_device(config.hardware))
     return load_target_to_decode(config.model, config.hardware, where)[0]
 
@@ -144,7 +145,7 @@ def generate(
     max_new_tokens), and template, template_kwargs, template_date. template="none" takes the text as
     it is, for a target without a chat template.
     """
-    config = _composed("drafter=ngram", **_decoding(seed, settings))
+    config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
     told: dict[str, Any] = {
         "sampling": config.eval.sampling,
@@ -183,7 +184,7 @@ def evaluate(
             "in vLLM by python -m drafttrain evaluate run.dir=DIR eval.engine=vllm"
         )
     _check_pair(target, drafter)
-    config = _composed("drafter=ngram", **_decoding(seed, settings))
+    config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     device, dtype = str(target.device), name_of(target.dtype)
     config = replace(
         config,

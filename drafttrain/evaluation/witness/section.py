@@ -25,8 +25,8 @@ from drafttrain.report.results import (
     BothSeconds,
     Estimate,
     LimitedSampling,
+    MethodRow,
     OursBeside,
-    Row,
     Speeds,
     WitnessRow,
     WitnessSection,
@@ -156,7 +156,7 @@ def witness_section(
     seed: int,
     batch_sizes: Sequence[int] = (1, 4, 16),
     repeats: int = 5,
-    ours_by_batch: Mapping[int, Row] | None = None,
+    ours_by_batch: Mapping[int, MethodRow] | None = None,
     show: bool = True,
 ) -> WitnessSection:
     """Run vLLM on what our loop decoded and return what the report says of it.
@@ -281,7 +281,10 @@ def _gap(
 
 
 def _row(
-    batch: BatchWitness, asked: Sequence[WitnessPrompt], resampling: Resampling, ours: Row | None
+    batch: BatchWitness,
+    asked: Sequence[WitnessPrompt],
+    resampling: Resampling,
+    ours: MethodRow | None,
 ) -> WitnessRow:
     """Return one batch size's numbers of vLLM, by the arithmetic of every report."""
     counters = batch.counters
