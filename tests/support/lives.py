@@ -105,8 +105,8 @@ class Board:
         self.watch(rank, Validation, "__call__", VALIDATING)
         self.watch(rank, Checkpoints, "save", SAVING)
         self.watch(rank, Checkpoints, "_prune", PRUNING)
-        self.watch(rank, tracker, "append_text", METRICS)
-        self.watch(rank, tracker, "_rewrite", METRICS)
+        self.watch(rank, tracker, "append_records", METRICS)
+        self.watch(rank, tracker, "replace_records", METRICS)
 
 
 def warm_up(with_deepspeed: bool) -> None:
