@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from builders import drafter_config, model_config
+from paths import ROOT
 from published import (
     DEPTH,
     DRAFTED,
@@ -546,7 +547,7 @@ def test_speculators_itself_gives_the_same_logits(
     }
     save_file({n: t.contiguous() for n, t in given.items()}, tmp_path / "in.safetensors")
     assert SPECULATORS_PYTHON is not None
-    script = Path(__file__).with_name("speculators_forward.py")
+    script = ROOT / "tests/support/speculators_forward.py"
     call = [SPECULATORS_PYTHON, script, folder, tmp_path / "in.safetensors", tmp_path / "out"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run(call, check=True, timeout=300, env=environment)
