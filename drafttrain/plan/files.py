@@ -92,7 +92,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 def _drafter(job: Job) -> dict[str, Any]:
     parts = job.parts
-    found = {key: value for key, value in vars(parts).items() if key != "step"}
-    found |= {"first": asdict(parts.first), "further": asdict(parts.further)}
+    found = {key: value for key, value in vars(parts).items() if key not in ("step", "draft")}
+    found |= asdict(parts.draft())
     step = parts.step(job.load.checkpointing)
     return found | {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key}

@@ -64,7 +64,7 @@ class Host:
 
     def draft(self, batch: int, depth: int) -> float:
         """Return the seconds that the drafter takes for chains of `depth`, reading included."""
-        first, further = self.parts.first, self.parts.further
+        first, further = self.parts.draft().first, self.parts.draft().further
         more = self._drafted(batch, further) if further.flops else 0.0
         return self._drafted(batch, first) + (depth - 1) * more
 
@@ -72,7 +72,7 @@ class Host:
         flops = batch * (one.flops + one.flops_per_key * self.context)
         read = one.weights * self.dtype_bytes
         if one.layers:
-            read += batch * self.context * self.parts.key_values * self.dtype_bytes
+            read += batch * self.context * self.parts.draft().key_values * self.dtype_bytes
         return self._pass(float(flops), float(read), 2 * max(one.layers, 1))[0]
 
     def _pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
@@ -180,4 +180,4 @@ def affordable(host: Host, share: float) -> float:
 def drafter_bytes(host: Host) -> tuple[float, float]:
     """Return what the drafter takes beside the target: weights, and cache of one request."""
     weights = host.parts.num_parameters * host.dtype_bytes
-    return float(weights), float(host.context * host.parts.key_values * host.dtype_bytes)
+    return float(weights), float(host.context * host.parts.draft().key_values * host.dtype_bytes)

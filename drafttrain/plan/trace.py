@@ -79,6 +79,15 @@ class Step:
 
 
 @dataclass(frozen=True)
+class DraftCost:
+    """What one row of a draft takes."""
+
+    key_values: int  # numbers that the drafter's cache holds of a token
+    first: Pass  # reads what was verified, and answers
+    further: Pass  # reads its own token, and answers
+
+
+@dataclass(frozen=True)
 class DrafterCost:
     """A drafter as its training and its serving see it."""
 
@@ -88,9 +97,7 @@ class DrafterCost:
     captures: tuple[int, ...]
     draft_vocab: int
     max_depth: int | None
-    key_values: int  # numbers that its cache holds of a token
-    first: Pass  # reads what was verified, and answers
-    further: Pass  # reads its own token, and answers
+    draft: Callable[[], DraftCost]
     step: Callable[[bool], Step]  # of training; whether layers' activations are recomputed
 
 
@@ -245,7 +252,7 @@ def trace(
     share: float,
     on_cpu: bool,
 ) -> DrafterCost:
-    """Run a draft of the drafter that `config` builds, and training steps as they are asked for.
+    """Run a training step of the drafter that `config` builds; others, and a draft, when asked for.
 
     target: gives Transformers' configuration of the target. low: weights are bfloat16. trained: how
     many predictions of a micro batch are, which `share` of its tokens have. ValueError where the
@@ -266,10 +273,13 @@ def trace(
             with LayerCalls(recompute).active():
                 return _step(drafter, dtype, share, chunk, budget)
 
+    @functools.cache
+    def draft() -> DraftCost:
+        with _unknown(config.name):
+            _outline(drafter, dtype)
+            return _draft(drafter, dtype)
+
     step(False)
-    with _unknown(config.name):
-        _outline(drafter, dtype)
-        key_values, first, further = _draft(drafter, dtype)
     return DrafterCost(
         num_parameters=sum(sizes),
         num_trained=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
@@ -277,9 +287,7 @@ def trace(
         captures=drafter.captures,
         draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,
         max_depth=drafter.capabilities.max_depth,
-        key_values=key_values,
-        first=first,
-        further=further,
+        draft=draft,
         step=step,
     )
 
@@ -349,8 +357,8 @@ def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, bud
 
 
 @torch.no_grad()
-def _draft(drafter: Drafter, dtype: torch.dtype) -> tuple[int, Pass, Pass]:
-    """Read a text and draft twice, for one row; return a token's room in the cache, two passes."""
+def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
+    """Read a text and draft twice, for one row."""
     readout, batch, features = _inputs(drafter, dtype, TRACED, 0)
     weights = [*drafter.parameters(), readout.head]
     last = {layer: hidden[:, -1:] for layer, hidden in features.captured.items()}
@@ -368,7 +376,7 @@ def _draft(drafter: Drafter, dtype: torch.dtype) -> tuple[int, Pass, Pass]:
     passes = [
         Pass(c.flops, c.flops_per_key, sum(c.used.values()), c.layers) for c in (first, further)
     ]
-    return first.key_values, passes[0], passes[1]
+    return DraftCost(first.key_values, *passes)
 
 
 def _inputs(

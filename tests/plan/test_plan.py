@@ -5,6 +5,7 @@ import json
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,11 @@ class Step:
         name_of = str(dtype).removeprefix("torch.")
         share = trained / mask.numel()
         self.load = Load(rows, length, 1, 1, mask.numel(), share, name_of, False, False, True)
-        self.parts = traced(self.config, of, dtype, share)
+
+    @cached_property
+    def parts(self) -> DrafterCost:
+        """What the plan says of it; traced when asked for, since a trace seems to hold memory."""
+        return traced(self.config, self.shape, self.dtype, self.load.loss_share)
 
     def inputs(self) -> list[Tensor]:
         """What is there before the step."""
@@ -600,8 +605,8 @@ def test_a_drafter_that_nobody_described_is_planned() -> None:
     cost = traced(TwoLayersConfig(name="own"), of)
     assert cost.num_parameters == cost.num_trained == 2 * 256 * 256 + 1024 * 256
     assert cost.captures == (2,)
-    assert (cost.key_values, cost.max_depth) == (0, None)
-    assert cost.first.weights == cost.num_parameters
+    assert (cost.draft().key_values, cost.max_depth) == (0, None)
+    assert cost.draft().first.weights == cost.num_parameters
     # Two products forward and one or two back for each matrix; the head at trained positions.
     layers, head = 2 * 256 * 256 * (2 + 3), 2 * 1024 * 256 * 3 * 0.75
     assert cost.step(False).flops == pytest.approx(layers + head, rel=0.05)
