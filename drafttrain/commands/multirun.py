@@ -1,6 +1,5 @@
 """A sweep: its jobs one after the other, each in a process of its own."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,17 +12,17 @@ from types import FrameType
 
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sweep import Sweep, SweepJob, listed, several, sweep_of
-from drafttrain.runtime.disk import require_writable, write_whole
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.journal import read_records, replace_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.signals import SIGNALS, Stopped
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.untrusted_input import escaped, read_bytes, typed
+from drafttrain.runtime.untrusted_input import escaped
 
 RECORD = "jobs.jsonl"
 LOGS = "logs"
 BEGUN, DONE, FAILED, STOPPED = "begun", "done", "failed", "stopped"
-MOST_BYTES = 64 << 20  # of a record
 SHOWN = 300  # characters of what a job said last
 
 
@@ -161,12 +160,9 @@ def _status(stop: signal.Signals) -> int:
 def _read(record: Path) -> dict[str, Outcome]:
     if not record.is_file():
         return {}
-    lines = read_bytes(record, MOST_BYTES).splitlines()
-    found = [typed(Outcome, line, f"{record}, line {n}") for n, line in enumerate(lines, 1)]
-    return {outcome.name: outcome for outcome in found}
+    return {outcome.name: outcome for outcome in read_records(record, Outcome)}
 
 
 def _keep(sweep: Sweep, outcomes: dict[str, Outcome], outcome: Outcome) -> None:
     outcomes[outcome.name] = outcome
-    lines = "".join(json.dumps(asdict(one)) + "\n" for one in outcomes.values())
-    write_whole(sweep.folder / RECORD, lines)
+    replace_records(sweep.folder / RECORD, map(asdict, outcomes.values()))

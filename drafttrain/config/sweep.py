@@ -60,7 +60,7 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
     typed = [text for text in overrides if not text.startswith(FOLDER)]
     parsed = parse(command, typed, sweeps=True)
     swept = [override.is_sweep_override() for override in parsed]
-    keys = [_leaf(o.key_or_group) for o, several in zip(parsed, swept, strict=True) if several]
+    keys = [_leaf(o.key_or_group) for o, many in zip(parsed, swept, strict=True) if many]
     # The same command line finds the same folder again.
     code = zlib.crc32("\n".join([command, *typed]).encode())
     own = f"{'-'.join([command, *keys])[:LONGEST]}-{code:08x}"
@@ -68,7 +68,7 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
     given = {override.key_or_group for override in parsed}
     jobs, names = [], Counter[str]()
     for values in itertools.product(*map(_values, parsed)):
-        told = [value for value, several in zip(values, swept, strict=True) if several]
+        told = [value for value, many in zip(values, swept, strict=True) if many]
         name = _name(told) or command
         names[name] += 1
         if names[name] > 1:

@@ -261,7 +261,7 @@ class PromptResult:
     prompt_id: str  # the unit of the bootstrap: turns of one prompt share it
     turn: int
     task: str
-    method: str  # "autoregressive", "ngram", or the drafter's name
+    method: str  # "autoregressive", or a drafter's name
     block: int
     num_prompt_tokens: int
     tokens: tuple[int, ...]

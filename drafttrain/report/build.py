@@ -6,6 +6,7 @@ from typing import Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
+from drafttrain.drafters.references import LOOKUP
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
 from drafttrain.report.metrics import (
@@ -39,7 +40,7 @@ from drafttrain.report.results import (
     depths_of,
 )
 from drafttrain.report.tables import adaptation_table
-from drafttrain.report.totals import NGRAM, PromptTotals, Totals, by_task, collect
+from drafttrain.report.totals import PromptTotals, Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, disturbance, handicap, headline, verdicts_of
 from drafttrain.report.wording import TOO_FEW, between, number, rule_statement
 
@@ -170,7 +171,7 @@ def row_of(
     def prompts(name: str) -> list[PromptTotals]:
         return [prompt for (own, _), prompt in totals[name].items() if task in (None, own)]
 
-    ngram = None if method == NGRAM or NGRAM not in totals else prompts(NGRAM)
+    ngram = None if method == LOOKUP or LOOKUP not in totals else prompts(LOOKUP)
     return method_row(prompts(method), prompts(PLAIN), depth, resampling, ngram)
 
 
@@ -187,8 +188,8 @@ def sweep_point(
     """Return what one point of a sweep measured, in all and by task."""
     totals, resampling = collect(results), Resampling(resamples, seed)
     rows = method_rows(totals, drafter, depth, resampling)
-    beside = NGRAM in totals and drafter != NGRAM
-    ngram = row_of(totals, NGRAM, depth, resampling) if beside else None
+    beside = LOOKUP in totals and drafter != LOOKUP
+    ngram = row_of(totals, LOOKUP, depth, resampling) if beside else None
     tasks = {task: rows.tasks[task] for task in sorted(rows.tasks)}
     return Point(depth, temperature, batch_size, rows.summary, tasks, ngram)
 
@@ -221,10 +222,10 @@ def _lossless_statement(check: LosslessCheck) -> str:
 
 def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampling) -> NgramAnswer:
     unknown = "Not compared with prompt lookup (ngram)"
-    if drafter == NGRAM or NGRAM not in totals:
-        why = "the drafter is prompt lookup itself" if drafter == NGRAM else "it was not measured"
+    if drafter == LOOKUP or LOOKUP not in totals:
+        why = "the drafter is prompt lookup itself" if drafter == LOOKUP else "it was not measured"
         return NgramAnswer(None, NOT_COMPARED, f"{unknown}: {why}.")
-    mine, theirs, plain = (rows_of(totals[method].values()) for method in (drafter, NGRAM, PLAIN))
+    mine, theirs, plain = (rows_of(totals[method].values()) for method in (drafter, LOOKUP, PLAIN))
     difference = speedup_difference(mine, theirs, plain, resampling)
     if difference.value is None:
         return NgramAnswer(None, difference, f"{unknown}: nothing timed.")

@@ -14,7 +14,7 @@ from drafttrain.report.pairs import (
     by_scope,
     mean_ratio,
 )
-from drafttrain.report.results import Change, Flag, Interval, Speeds, Timing
+from drafttrain.report.results import ByTask, Change, Flag, Interval, Speeds, Timing
 from drafttrain.report.runs import (
     Method,
     RunReport,
@@ -56,7 +56,7 @@ class RuleCheck:
 
 
 @dataclass(frozen=True)
-class ComparedMethod:
+class ComparedMethod(ByTask[Numbers]):
     """One method: runs that differ in their seed alone, or a reference beside several runs."""
 
     method: str
@@ -72,11 +72,6 @@ class ComparedMethod:
     summary: Numbers
     tasks: dict[str, Numbers]
 
-    @property
-    def by_name(self) -> dict[str, Numbers]:
-        """The numbers by task, those of all prompts first, under "all"."""
-        return {"all": self.summary, **self.tasks}
-
 
 @dataclass(frozen=True)
 class Both:
@@ -87,7 +82,7 @@ class Both:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(ByTask[Both]):
     """The differences of one method to another, and what they decide."""
 
     method: str
@@ -96,11 +91,6 @@ class Pair:
     tasks: dict[str, Both]
     answer: str | None
     statement: str
-
-    @property
-    def by_name(self) -> dict[str, Both]:
-        """The differences by task, those on all prompts first, under "all"."""
-        return {"all": self.summary, **self.tasks}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters
@@ -11,6 +11,7 @@ from drafttrain.runtime.untrusted_input import Amount, Count
 PLAIN = "autoregressive"  # the method that drafts nothing
 SCHEMA_VERSION = 2
 
+Kind = TypeVar("Kind")
 Interval = list[float]  # lower and upper bound, 95 %
 Rates = list[float | None]  # by position; None: no draft got so far
 
@@ -50,6 +51,18 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str]
+
+
+class ByTask(Generic[Kind]):
+    """What has something for all prompts (`summary`) and for each task (`tasks`)."""
+
+    summary: Kind
+    tasks: dict[str, Kind]
+
+    @property
+    def by_name(self) -> dict[str, Kind]:
+        """The same by task, that of all prompts first, under "all"."""
+        return {"all": self.summary, **self.tasks}
 
 
 @dataclass(frozen=True)
@@ -243,20 +256,15 @@ class PlainRows:
 
 
 @dataclass(frozen=True)
-class MethodRows:
+class MethodRows(ByTask[MethodRow]):
     """A drafting method on all prompts and by task."""
 
     summary: MethodRow
     tasks: dict[str, MethodRow]
 
-    @property
-    def by_name(self) -> dict[str, MethodRow]:
-        """The rows by task, that of all prompts first, under "all"."""
-        return {"all": self.summary, **self.tasks}
-
 
 @dataclass(frozen=True)
-class Point:
+class Point(ByTask[MethodRow]):
     """The drafter at one depth, temperature and batch size of a sweep; prompt lookup beside it."""
 
     depth: int
@@ -265,11 +273,6 @@ class Point:
     summary: MethodRow
     tasks: dict[str, MethodRow]
     ngram: MethodRow | None
-
-    @property
-    def by_name(self) -> dict[str, MethodRow]:
-        """The rows by task, that of all prompts first, under "all"."""
-        return {"all": self.summary, **self.tasks}
 
 
 def depths_of(sweep: Sequence[Point], temperature: float, batch_size: int) -> dict[int, MethodRows]:

@@ -10,7 +10,6 @@ from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
-NGRAM = "ngram"
 FEWEST_PROMPTS = 5  # of fewer, drawing them again says nothing about others
 DISTURBED = 4.0  # times as long as the other methods' passes over the same prompt
 

@@ -104,8 +104,8 @@ def load_drafter(
     """Load a drafter for a target, in float32 where the target is.
 
     drafter: the folder of a run (its best checkpoint is taken), a directory with a drafter that
-    others trained, or one that needs no training, "ngram". config_dir: yaml of your own, laid out
-    like conf/, where the run's drafter is your own. settings: keys of `drafter`.
+    others trained, or the name in conf/drafter of one that needs no training. config_dir: yaml of
+    your own, laid out like conf/, where the run's drafter is your own. settings: keys of `drafter`.
     """
     folder = Path(drafter).expanduser()
     with own_choices(None if config_dir is None else Path(config_dir)):
