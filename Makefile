@@ -57,7 +57,7 @@ test: install ## the default tests: CPU, offline
 
 # A worker that is done takes tests from the other; those of one xdist_group stay together.
 slow: install ## the slow tests
-	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal --durations=20
 
 serving: install ## export to a real vLLM and compare (makes a virtual environment for it)
 	PYTHON=$(BIN)/python scripts/serving_suite.sh

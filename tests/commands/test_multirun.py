@@ -130,3 +130,50 @@ def test_a_signal_stops_the_job_and_the_sweep(
     assert error.endswith(f"{said}; the same command goes on with the sweep\n")
     (line,) = record(here / "sweep")
     assert (line["name"], line["result"]) == ("seed_0", "stopped")
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_resumes_in_its_sweep(here: Path) -> None:
+    """The curve of one that is stopped in the middle is that of one that runs through."""
+    train = [sys.executable, "-m", "drafttrain", "train"]
+    settings = [
+        *["model=random", "hardware=cpu", "hardware.threads=1", "drafter=medusa"],
+        *["data.num_conversations=24", "data.holdout=4", "data.batch_size=24"],
+        *["data.max_answer_tokens=24", f"data.cache_dir={here / 'answers'}"],
+        *["trainer.max_steps=20", "trainer.tokens_per_step=128", "trainer.save_every=1"],
+        *["trainer.validate_every=20", "trainer.log_every=1"],
+        *["trainer.validation_prompts=1", "trainer.validation_tokens=4"],
+    ]
+    command = [*train, "--multirun", "hydra.sweep.dir=sweep", "run.seed=0,1", *settings]
+
+    def losses(seed: int, sweep: str = "sweep") -> list[tuple[int, float]]:
+        lines = (here / sweep / f"seed_{seed}" / "metrics.jsonl").read_text().splitlines()
+        curve = [json.loads(line) for line in lines]
+        return [(line["step"], line["train/loss"]) for line in curve if "train/loss" in line]
+
+    sweep = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    until = time.monotonic() + 600
+    while not list(here.glob("sweep/seed_0/checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.02)
+    sweep.send_signal(signal.SIGTERM)
+    error = sweep.communicate(timeout=600)[1]
+    assert sweep.returncode == 143, error
+    assert [(one["name"], one["result"]) for one in record(here / "sweep")] == [
+        ("seed_0", "stopped")
+    ]
+    assert len(losses(0)) < 20
+
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "1/2  seed_0  run.seed=0  done after" in again.stdout
+    assert (
+        "resuming from sweep/seed_0/checkpoints/step-0000"
+        in (here / "sweep" / "logs" / "seed_0.log").read_text()
+    )
+    assert {one["name"]: one["result"] for one in record(here / "sweep")} == {
+        "seed_0": "done",
+        "seed_1": "done",
+    }
+    alone = [*train, "run.dir=through/seed_0", "run.seed=0", *settings]
+    subprocess.run(alone, capture_output=True, check=True)
+    assert losses(0) == losses(0, "through")
+    assert [step for step, _ in losses(0)] == list(range(1, 21))
