@@ -18,9 +18,8 @@ from test_training import random_samples
 from drafttrain.data.batches import collate
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
-from drafttrain.target.store.capture import capture
+from drafttrain.target.store.capture import capture, prepare
 from drafttrain.target.store.features import StoredTarget
-from drafttrain.target.store.folder import prepare
 from drafttrain.target.store.shards import digest
 
 __all__ = ["fence"]

@@ -86,7 +86,7 @@ def same_run(alone: Path, other: Path) -> None:
 
 
 def same_store(alone: Path, other: Path) -> None:
-    from drafttrain.target.store.manifest import read_manifest
+    from drafttrain.target.store.shards import read_manifest
 
     one, two = read_manifest(alone / "store"), read_manifest(other / "store")
     assert one is not None

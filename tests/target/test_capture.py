@@ -37,11 +37,12 @@ from drafttrain.target.store import shards
 from drafttrain.target.store.capture import Writer, capture
 from drafttrain.target.store.config import StoreConfig, StoreContents
 from drafttrain.target.store.features import StoredTarget
-from drafttrain.target.store.manifest import read_journals, read_manifest
 from drafttrain.target.store.shards import (
     Manifest,
     kept_positions,
     plan_shards,
+    read_journals,
+    read_manifest,
 )
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))

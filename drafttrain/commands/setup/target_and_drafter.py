@@ -35,7 +35,7 @@ from drafttrain.target.pretrained.size import parameters
 from drafttrain.target.served import ServedTarget, open_served
 from drafttrain.target.store.config import FeaturesConfig, StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
-from drafttrain.target.store.manifest import wrong_spec
+from drafttrain.target.store.shards import wrong_spec
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import require_vllm
 from drafttrain.training.checkpoint import Checkpoints

@@ -22,8 +22,6 @@ class FeaturesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFeaturesConfig(FeaturesConfig):
-    """Features that `capture` has written to a folder."""
-
     dir: str | None
     validate: bool
     checksums: bool
@@ -39,8 +37,6 @@ class StoredFeaturesConfig(FeaturesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """What a store holds, and in what form."""
-
     dir: str
     drafters: list[str] | None
     layers: list[int] | None

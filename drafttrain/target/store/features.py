@@ -15,20 +15,9 @@ from drafttrain.data.batches import documents_of
 from drafttrain.runtime.lock import require_free
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import header_of
+from drafttrain.target.store import shards
 from drafttrain.target.store.config import DTYPES
-from drafttrain.target.store.manifest import check_tensors, read_manifest, recapture, require_whole
-from drafttrain.target.store.shards import (
-    CONVERSATIONS,
-    FINAL,
-    READOUT,
-    SCALE,
-    Manifest,
-    StoreError,
-    decode,
-    kept_positions,
-    plan_shards,
-    shard_name,
-)
+from drafttrain.target.store.shards import Manifest, StoreError
 
 
 class StoredTarget:
@@ -42,66 +31,64 @@ class StoredTarget:
         self, folder: Path, dtype: torch.dtype, device: torch.device, checksums: bool
     ) -> None:
         self.folder, self.dtype, self.device, self.checksums = folder, dtype, device, checksums
-        self.manifest = self._manifest()
-        self.spec = self.manifest.target
+        require_free(folder, "features.dir")
+        manifest = shards.read_manifest(folder)
+        if manifest is None:
+            raise StoreError(
+                f"features.dir must be a folder that `capture` made, got {folder}, which has "
+                f"no manifest; make one: {call('capture', f'store.dir={folder}')}"
+            )
+        if not manifest.complete:
+            raise StoreError(
+                f"features.dir must be a finished store, but {folder} is not: the same "
+                f"command goes on where it stopped: {shards.recapture(folder, manifest)}"
+            )
+        self.manifest, self.spec = manifest, manifest.target
         self.readout = self._readout()
-        self.samples = read_samples(folder, self.manifest)
+        self.samples = read_samples(folder, manifest)
         self.ordinals = {sample.index: place for place, sample in enumerate(self.samples)}
         self._place_rows()
         self._opened: dict[int, dict[str, list[Tensor]]] = {}
 
-    def _manifest(self) -> Manifest:
-        require_free(self.folder, "features.dir")
-        manifest = read_manifest(self.folder)
-        if manifest is None:
-            raise StoreError(
-                f"features.dir must be a folder that `capture` made, got {self.folder}, which has "
-                f"no manifest; make one: {call('capture', f'store.dir={self.folder}')}"
-            )
-        if not manifest.complete:
-            raise StoreError(
-                f"features.dir must be a finished store, but {self.folder} is not: the same "
-                f"command goes on where it stopped: {recapture(self.folder, manifest)}"
-            )
-        return manifest
-
     def _readout(self) -> Readout:
         about = self.manifest.readout
-        require_whole(self.folder, self.manifest, about.file, self.checksums)
-        path = self.folder / READOUT
+        shards.require_whole(self.folder, self.manifest, about.file, self.checksums)
+        path = self.folder / shards.READOUT
         found = header_of(path)
         dtype = found["embedding"].dtype if "embedding" in found else "F32"
         table, row = [self.spec.vocab_size, self.spec.hidden_size], [self.spec.hidden_size]
         shapes = {"embedding": table, "head": table, "norm": row, "head_bias": table[:1]}
         here = {name: (dtype, shapes[name]) for name in shapes if name in {"embedding", *found}}
-        check_tensors(path, found, here)
+        shards.check_tensors(path, found, here)
         tensors = load_file(path)
-        embedding = tensors["embedding"]
         readout = Readout(
-            embedding,
-            tensors.get("head", embedding),
+            tensors["embedding"],
+            tensors.get("head", tensors["embedding"]),
             tensors.get("norm"),
             tensors.get("head_bias"),
             about.embedding_scale,
             about.logit_scale,
             about.soft_cap,
-        ).to(self.dtype)
-        return readout.on(self.device)
+        )
+        return readout.to(self.dtype).on(self.device)
 
     def _place_rows(self) -> None:
         """Work out where the rows of each conversation begin, as `capture` laid them out."""
-        reach = self.manifest.reach
-        kept = [int(kept_positions(sample.loss_mask, reach).sum()) for sample in self.samples]
-        most = rows_per_shard(self.manifest)
-        self.shard_of, self.first_row = [0] * len(kept), [0] * len(kept)
+        manifest = self.manifest
+        masks = [shards.kept_positions(sample.loss_mask, manifest.reach) for sample in self.samples]
+        kept = [int(mask.sum()) for mask in masks]
+        self.rows_at: list[tuple[int, int]] = []  # of each conversation: its shard, its first row
         planned = []
-        for number, places in enumerate(plan_shards(kept, most)):
+        plan = shards.plan_shards(
+            kept, shards.rows_per_shard(manifest.settings, manifest.bytes_per_row)
+        )
+        for number, places in enumerate(plan):
             row = 0
             for place in places:
-                self.shard_of[place], self.first_row[place] = number, row
+                self.rows_at.append((number, row))
                 row += kept[place]
-            planned.append((shard_name(number), row))
-        if planned != [(shard.file, shard.rows) for shard in self.manifest.shards]:
+            planned.append((shards.shard_name(number), row))
+        if planned != [(shard.file, shard.rows) for shard in manifest.shards]:
             raise StoreError(
                 f"{self.folder}/manifest.json must list the {len(planned)} shards of its "
                 "conversations in order, with the rows of each, and lists others; restore it, or "
@@ -109,37 +96,34 @@ class StoredTarget:
             )
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
-        """Return the features of a batch of the store's conversations, on the target's device."""
         return self.read(batch, captures).to(self.device)
 
     def read(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
         """Return the features of a batch on the CPU: zeros at padding and where none are stored."""
-        names = [*(f"layer.{layer}" for layer in captures), FINAL]
+        names = [*(f"layer.{layer}" for layer in captures), shards.FINAL]
         shape = (*batch.tokens.shape, self.spec.hidden_size)
         pinned = self.device.type == "cuda"
         out = {name: torch.zeros(shape, dtype=self.dtype, pin_memory=pinned) for name in names}
         for row, start, stop, document, position in documents_of(batch):
-            place = self.ordinals[document]
-            length = stop - start
+            place, end = self.ordinals[document], position + stop - start
             sample = self.samples[place]
-            assert length + position <= len(sample.tokens), "a document of another data set"
-            shard = self._shard(self.shard_of[place])
-            first = self.first_row[place]
-            if self.manifest.reach is None:
-                where = slice(first + position, first + position + length)
-                for name in names:
-                    decode([part[where] for part in shard[name]], out[name][row, start:stop])
-                continue
-            kept = kept_positions(sample.loss_mask, self.manifest.reach)
+            assert end <= len(sample.tokens), "a document of another data set"
+            number, first = self.rows_at[place]
+            shard = self._shard(number)
+            kept = shards.kept_positions(sample.loss_mask, self.manifest.reach)
             first += int(kept[:position].sum())
-            here = kept[position : position + length]
+            here = kept[position:end]
             where = slice(first, first + int(here.sum()))
             for name in names:
-                rows = torch.empty(where.stop - where.start, shape[-1], dtype=self.dtype)
-                decode([part[where] for part in shard[name]], rows)
-                out[name][row, start:stop][here] = rows
+                stored, into = [part[where] for part in shard[name]], out[name][row, start:stop]
+                if self.manifest.reach is None:
+                    shards.decode(stored, into)
+                else:
+                    rows = torch.empty(len(stored[0]), shape[-1], dtype=self.dtype)
+                    shards.decode(stored, rows)
+                    into[here] = rows
         captured = {layer: out[f"layer.{layer}"] for layer in captures}
-        return TargetFeatures(captured, out[FINAL], self.readout)
+        return TargetFeatures(captured, out[shards.FINAL], self.readout)
 
     def require(self, name: str, captures: tuple[int, ...], reach: int | None) -> None:
         """Raise StoreError unless the store holds what a drafter reads.
@@ -171,7 +155,6 @@ class StoredTarget:
             )
 
     def check_target(self, spec_fingerprint: str, template: str, origin: str) -> None:
-        """Raise StoreError unless the target at hand is the one that was captured."""
         for what, key, found in (
             ("weights", "model", spec_fingerprint),
             ("chat template", "chat template", template),
@@ -188,49 +171,38 @@ class StoredTarget:
     def _shard(self, number: int) -> dict[str, list[Tensor]]:
         if number not in self._opened:
             record = self.manifest.shards[number]
-            require_whole(self.folder, self.manifest, record, self.checksums)
+            shards.require_whole(self.folder, self.manifest, record, self.checksums)
             path, dtype = self.folder / record.file, self.manifest.settings["store.dtype"]
             features = (DTYPES[dtype], [record.rows, self.spec.hidden_size])
             expected: dict[str, Any] = dict.fromkeys(self.manifest.names, features)
             if dtype == "float8":
-                scales = (name + SCALE for name in self.manifest.names)
+                scales = (name + shards.SCALE for name in self.manifest.names)
                 expected |= dict.fromkeys(scales, ("F32", [record.rows]))
-            check_tensors(path, header_of(path), expected)
+            shards.check_tensors(path, header_of(path), expected)
             with safe_open(path, framework="pt") as file:
                 names = set(expected)
                 self._opened[number] = {
                     # Maps of the file: nothing is read before it is asked for.
-                    name: [file.get_tensor(part) for part in (name, name + SCALE) if part in names]
+                    name: [
+                        file.get_tensor(part)
+                        for part in (name, name + shards.SCALE)
+                        if part in names
+                    ]
                     for name in self.manifest.names
                 }
         return self._opened[number]
 
 
-def rows_per_shard(manifest: Manifest) -> int:
-    """Return the most rows that a shard holds."""
-    return int(manifest.settings["store.shard_mb"] * 1e6) // manifest.bytes_per_row
-
-
-def samples_to_tensors(samples: list[Sample]) -> dict[str, Tensor]:
-    """Return what a store keeps of the conversations themselves."""
-    return {
-        "tokens": torch.cat([sample.tokens for sample in samples]).to(torch.int32),
-        "loss_mask": torch.cat([sample.loss_mask for sample in samples]),
-        "lengths": torch.tensor([len(sample.tokens) for sample in samples]),
-        "index": torch.tensor([sample.index for sample in samples]),
-    }
-
-
 def read_samples(folder: Path, manifest: Manifest) -> list[Sample]:
     """Return the conversations of a store, in its order; StoreError if they are no such thing."""
-    require_whole(folder, manifest, manifest.conversations, checksum=True)
-    path, target = folder / CONVERSATIONS, manifest.target
+    shards.require_whole(folder, manifest, manifest.conversations, checksum=True)
+    path, target = folder / shards.CONVERSATIONS, manifest.target
     number, total = [manifest.num_conversations], [manifest.num_tokens]
     expected = {
         **{"tokens": ("I32", total), "loss_mask": ("BOOL", total)},
         **{"lengths": ("I64", number), "index": ("I64", number)},
     }
-    check_tensors(path, header_of(path), expected)
+    shards.check_tensors(path, header_of(path), expected)
     stored = load_file(path)
     tokens, lengths, index = stored["tokens"], stored["lengths"].tolist(), stored["index"].tolist()
     if not lengths or min(lengths) < 1 or sum(lengths) != len(tokens):

@@ -9,14 +9,18 @@
 
 A file appears under its name only when it is whole and on the disk; a shard counts once its line
 is in a journal or in the manifest. So a capture that is killed loses at most the shard at hand.
+A store may come from anybody: it names files by a store's own names only, none of them is a link,
+and its numbers agree with one another, with the headers of its files and with what was asked.
 """
 
 import hashlib
 import json
+import math
 import re
+import shlex
 import stat
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,22 @@ from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.disk import replacing, sha256_of, write_whole
+from drafttrain.runtime.journal import read_records
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.untrusted_input import (
+    MAX_JSON_BYTES,
+    MAX_VOCABULARY,
     Count,
     FileName,
     Sha256,
+    TensorEntry,
+    UntrustedError,
+    parse_json,
+    read_bytes,
+    shown,
+    typed,
 )
+from drafttrain.target.store.config import DTYPES, LARGEST_SHARD_MB, SMALLEST_SHARD_MB
 
 FORMAT = 1
 PROVENANCE = "provenance.json"
@@ -43,12 +57,9 @@ UNFINISHED = re.compile(r"\..*\.tmp")  # what a kill leaves of a file that was b
 FINAL = "final_hidden"
 REACH = "reach of store.drafters"  # among the settings: null, or positions before a trained token
 SCALE = ".scale"  # ends the name of the scales of a tensor in float8
-STORED = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float8": torch.float8_e4m3fn,
-}
+STORED = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float8_e4m3fn), strict=True))
 LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
+MAX_WIDTH = 1 << 20  # of a target's hidden states, and of its other sizes but the vocabulary
 CONVENTION = (
     "layer.i is Transformers' hidden_states[i]: the input of layer i, before any norm (i = number "
     "of layers: the input of the final norm); final_hidden is after the final norm, what the "
@@ -62,8 +73,6 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True)
 class File:
-    """A file of a store as it was written."""
-
     file: FileName
     bytes: Count
     sha256: Sha256
@@ -84,8 +93,6 @@ class Shard(File):
 
 @dataclass(frozen=True)
 class StoredReadout:
-    """The file of the target's ends, and its numbers that are no tensors."""
-
     file: File
     embedding_scale: float
     logit_scale: float
@@ -112,18 +119,15 @@ class Manifest:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The captured layers."""
         return tuple(self.settings["store.layers"])
 
     @property
     def reach(self) -> int | None:
-        """How many positions before a trained token have features; None: every position has."""
         return self.settings[REACH]
 
     @property
     def names(self) -> list[str]:
-        """The tensors of each shard, without scales."""
-        return tensor_names(self.layers, self.settings["store.final_hidden"])
+        return names_in(self.settings)
 
     def relative_errors(self) -> dict[str, float]:
         """Return, by tensor, the root of squared errors over squared values of what was rounded."""
@@ -135,7 +139,6 @@ class Manifest:
         return errors
 
     def summary(self) -> str:
-        """Return a line on what is in the store."""
         held = ", ".join(self.names)
         errors = self.relative_errors()
         worst = max(errors, key=lambda name: errors[name])
@@ -160,20 +163,25 @@ class Manifest:
         write_whole(folder / MANIFEST, text + ",\n  ".join(shards) + "\n ]\n}\n")
 
 
-def tensor_names(layers: Sequence[int], final_hidden: bool) -> list[str]:
-    """Return what a shard's tensors are called."""
-    return [*(f"layer.{layer}" for layer in layers), *([FINAL] if final_hidden else [])]
+def names_in(settings: Mapping[str, Any]) -> list[str]:
+    """Return what the tensors of a store's shards are called, without scales."""
+    layers = [f"layer.{layer}" for layer in settings["store.layers"]]
+    return layers + [FINAL] * settings["store.final_hidden"]
+
+
+def bytes_per_row(settings: Mapping[str, Any], hidden_size: int) -> int:
+    """Return what the features of one position take on the disk."""
+    dtype = settings["store.dtype"]
+    scale = 4 if dtype == "float8" else 0
+    return len(names_in(settings)) * (hidden_size * STORED[dtype].itemsize + scale)
 
 
 def shard_name(number: int) -> str:
-    """Return the file name of a shard."""
     return f"shard-{number:05d}.safetensors"
 
 
-def bytes_per_row(dtype: str, hidden_size: int, num_tensors: int) -> int:
-    """Return what the features of one position take on the disk."""
-    scale = 4 if dtype == "float8" else 0
-    return num_tensors * (hidden_size * STORED[dtype].itemsize + scale)
+def rows_per_shard(settings: Mapping[str, Any], row_bytes: int) -> int:
+    return int(settings["store.shard_mb"] * 1e6) // row_bytes
 
 
 def plan_shards(rows: Sequence[int], most: int) -> list[range]:
@@ -263,5 +271,177 @@ def problem_of(folder: Path, record: File, checksum: bool) -> str | None:
 
 
 def digest(plain: Any) -> str:
-    """Return a fingerprint of plain data."""
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a store, None if there is none; StoreError if it is damaged."""
+    path = folder / MANIFEST
+    try:
+        refuse_unless_own(path)
+        content = read_bytes(path, MAX_JSON_BYTES)
+        plain = parse_json(content, "it")
+        if not isinstance(plain, dict):
+            raise ValueError(f"it must hold an object, got {type(plain).__name__}")
+        if plain.get("format") != FORMAT:
+            raise StoreError(
+                f"{path} must be of format {FORMAT}, which this version reads, got "
+                f"{shown(plain.get('format'))}; capture again into another store.dir"
+            )
+        if plain.get("fingerprint") != digest(plain.get("settings")):
+            raise ValueError("its settings are not those of its fingerprint")
+        manifest = typed(Manifest, content, "it")
+        wrong = next(_wrong(manifest), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return manifest
+    except FileNotFoundError:
+        return None
+    except StoreError:
+        raise
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{path} must be a manifest as `capture` wrote it, but cannot be used: {error}; "
+            f"restore it, or remove {folder} and capture again"
+        ) from error
+
+
+def _wrong(manifest: Manifest) -> Iterator[str]:
+    yield from wrong_spec(manifest.target)
+    settings, deepest = manifest.settings, manifest.target.num_layers
+    layers, final, dtype, size, reach = (
+        settings.get(key)
+        for key in ("store.layers", "store.final_hidden", "store.dtype", "store.shard_mb", REACH)
+    )
+    ascending = (
+        isinstance(layers, list)
+        and all(type(layer) is int and 0 <= layer <= deepest for layer in layers)
+        and sorted(set(layers)) == layers
+    )
+    sized = isinstance(size, float) and SMALLEST_SHARD_MB <= size <= LARGEST_SHARD_MB
+    reaches = type(reach) is int and 1 <= reach <= MAX_WIDTH
+    limited = settings.get("store.assistant_only")
+    rules = [
+        ("store.layers", ascending, f"layers in 0..{deepest}, ascending"),
+        (
+            "store.final_hidden",
+            type(final) is bool and bool(layers or final),
+            "true, or false beside layers",
+        ),
+        ("store.dtype", isinstance(dtype, str) and dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        ("store.shard_mb", sized, f"in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}]"),
+        (REACH, reach is None or reaches, "null or an integer of at least 1"),
+        ("store.assistant_only", limited is (reach is not None), f"whether there is a {REACH}"),
+    ]
+    for key in ("model", "chat template", "data", "hardware.train_dtype"):
+        text = settings.get(key)
+        fits = isinstance(text, str) and text.isprintable() and len(text) <= 200
+        rules.append((key, fits, "a fingerprint or a name"))
+    for key, holds, must in rules:
+        if not holds:
+            yield f"{key} must be {must}, got {_got(settings.get(key))}"
+    each = bytes_per_row(settings, manifest.target.hidden_size)
+    if manifest.bytes_per_row != each:
+        yield f"bytes_per_row must be {each}, got {manifest.bytes_per_row}"
+    for file, name in ((manifest.readout.file, READOUT), (manifest.conversations, CONVERSATIONS)):
+        if file.file != name:
+            yield f"its file must be {name}, got {file.file}"
+    for key in ("embedding_scale", "logit_scale", "soft_cap"):
+        number = getattr(manifest.readout, key)
+        if number is not None and not (math.isfinite(number) and number):
+            yield f"readout.{key} must be a number other than 0, got {number}"
+    for shard in manifest.shards:
+        yield from _wrong_shard(shard, manifest.names)
+    if len({shard.file for shard in manifest.shards}) < len(manifest.shards):
+        yield "shards must name each file once"
+
+
+def wrong_spec(target: TargetSpec) -> Iterator[str]:
+    """Yield what no target can be, of what somebody recorded of one."""
+    for field in fields(target):
+        value, place = getattr(target, field.name), f"target.{field.name}"
+        if isinstance(value, str):
+            least = 0 if field.default == "" else 1  # what is empty where there is nothing to say
+            if not value.isprintable() or not least <= len(value) <= 1000:
+                yield f"{place} must be a line of text, got {_got(value)}"
+        elif isinstance(value, float):
+            if not 0 < value < math.inf:
+                yield f"{place} must be above 0, got {value}"
+        elif isinstance(value, tuple) or field.name.endswith("_token_id"):
+            ids = value if isinstance(value, tuple) else () if value is None else (value,)
+            if not all(0 <= token < MAX_VOCABULARY for token in ids):
+                yield f"{place} must be token ids, got {_got(value)}"
+        elif isinstance(value, int):
+            sizes = {"vocab_size": MAX_VOCABULARY, "max_positions": 1 << 31}
+            most = sizes.get(field.name, MAX_WIDTH)
+            if not 1 <= value <= most:
+                yield f"{place} must be in 1..{most:,}, got {value:,}"
+
+
+def _wrong_shard(shard: Shard, names: Sequence[str]) -> Iterator[str]:
+    if not SHARD.fullmatch(shard.file):
+        yield f"the file of a shard must be called as {shard_name(0)}, got {shard.file}"
+    if set(shard.squares) != set(names):
+        yield f"squares of {shard.file} must be of {', '.join(names)}"
+    for pair in shard.squares.values():
+        if len(pair) != 2 or any(value < 0 for value in pair):
+            yield f"squares of {shard.file} must be two sums each, got {_got(pair)}"
+
+
+def _got(value: object) -> str:
+    return shown(repr(value))
+
+
+def read_journals(folder: Path, names: Sequence[str]) -> list[Shard]:
+    """Return the shards that journals record; a torn last line, left by a kill, is left out.
+
+    names: of the tensors that the store's shards hold.
+    """
+    found = []
+    for path in own_files(folder, JOURNAL):
+        try:
+            for shard in read_records(path, Shard):
+                wrong = next(_wrong_shard(shard, names), None)
+                if wrong is not None:
+                    raise UntrustedError(wrong)
+                found.append(shard)
+        except UntrustedError as error:
+            raise StoreError(
+                f"{path} must be a journal as `capture` wrote it, got: {error}; remove it: its "
+                "shards are then captured again"
+            ) from error
+    return found
+
+
+def require_whole(folder: Path, manifest: Manifest, record: File, checksum: bool) -> None:
+    """Raise StoreError that names the file and how to mend it, unless it is as it was written."""
+    problem = problem_of(folder, record, checksum)
+    if problem is not None:
+        raise StoreError(
+            f"{folder / record.file} {problem}: it is damaged or changed; this writes again what "
+            f"is damaged, and nothing else: {recapture(folder, manifest, 'store.verify=true')}"
+        )
+
+
+def recapture(folder: Path, manifest: Manifest, *more: str) -> str:
+    """Return the command that goes on with a store, as its settings say.
+
+    Not the one that its provenance records: that may be anybody's text, and would be typed.
+    """
+    told = [f"store.dir={folder}"]
+    for key in ("layers", "final_hidden", "dtype", "assistant_only", "shard_mb"):
+        value = json.dumps(manifest.settings[f"store.{key}"], separators=(",", ":"))
+        told.append(f"store.{key}={value.strip(chr(34))}")
+    command = shlex.join(["python", "-m", "drafttrain", "capture", *told, *more])
+    return f"{command} (with the model= and data= that {folder / PROVENANCE} names)"
+
+
+def check_tensors(
+    path: Path, found: Mapping[str, TensorEntry], expected: Mapping[str, tuple[str, list[int]]]
+) -> None:
+    """Raise StoreError unless a file's tensors are those expected, by dtype and shape."""
+    for name, (dtype, shape) in expected.items():
+        entry = found.get(name)
+        if entry is None or entry.dtype != dtype or entry.shape != shape:
+            got = "none" if entry is None else f"{shown(entry.shape)} of {entry.dtype}"
+            raise StoreError(f"{path}: {name} must be {shape} of {dtype}, got {got}")
