@@ -27,8 +27,8 @@ HAS_VLLM = "has vllm"
 PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
 PROBE_S = 60.0
 
-# What a worker is given of this process's environment: where things lie and how to compute. Its
-# packages are other people's code, and it loads no model by name: it needs no account and no proxy.
+# What a worker is given of this process's environment. Its packages are other people's code, and it
+# loads no model by name: it needs no account and no proxy.
 PASSED = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
     *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH"),
@@ -62,7 +62,6 @@ Event = dict[str, Any]
 
 
 def environment_of_worker(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that a worker of another interpreter is given."""
     return {
         name: value
         for name, value in environ.items()
@@ -178,10 +177,7 @@ class Process:
             stream.flush()
 
     def receive(self) -> Event | None:
-        """Return what the worker says next, None when it has ended.
-
-        ValueError for silence of `patience_s` seconds and for what is no event.
-        """
+        """Return what the worker says next, None at its end; ValueError for silence or no event."""
         try:
             line = self.lines.get(timeout=self.patience_s)
         except queue.Empty:
@@ -192,12 +188,10 @@ class Process:
         if line is None:
             self.process.wait()
             return None
-        try:
+        event: Any = None
+        with suppress(ValueError):
             event = json.loads(line)
-            known = isinstance(event, dict) and "event" in event
-        except ValueError:
-            known = False
-        if not known:
+        if not isinstance(event, dict) or "event" not in event:
             raise ValueError(
                 f"{self.key} must run vLLM's worker, but it printed {line.strip()[:200]!r}; "
                 f"the log is {self.log}"
@@ -205,12 +199,10 @@ class Process:
         return event
 
     def events(self) -> Iterator[Event]:
-        """Yield what the worker says until it ends."""
         while (event := self.receive()) is not None:
             yield event
 
     def end(self) -> None:
-        """End the worker and what it started."""
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

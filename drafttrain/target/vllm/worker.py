@@ -2,9 +2,9 @@
 
     VLLM_PYTHON -I drafttrain/target/vllm/worker.py REQUEST.json
 
-It is run by vLLM's own interpreter and imports nothing of drafttrain (`-I` keeps this folder off
-its path). Standard output has one JSON object a line, each with an "event"; whatever vLLM prints
-goes to standard error, and {"event": "error", "text": ONE_LINE} comes last where it fails.
+It is run by vLLM's own interpreter and imports nothing of drafttrain. Standard output has one JSON
+object a line; whatever vLLM prints goes to standard error, and {"event": "error", "text": ONE_LINE}
+comes last where it fails.
 
 A request with "captures" starts one engine. Work for it arrives on standard input, one JSON object
 a line, and runs side by side; the end of the input ends the worker:
@@ -19,9 +19,7 @@ a line, and runs side by side; the end of the input ends the worker:
     {"event": "refused", "name": N, "text": ONE_LINE}
 
 The file holds, per document, "0", "1", ...: hidden states (token, captured layer, hidden), in the
-order of request["captures"]: id i is the input of layer i, id num_layers the input of the final
-norm. `firsts` is the likeliest next token after each document, with its log-probability, by which
-the reader checks the head it has read from the disk.
+order of request["captures"]; `firsts` is the likeliest next token after each document.
 
 A request with "speculative_config" starts a plain engine and a speculative one, which decode the
 same batches of prompts in turns:
@@ -98,17 +96,16 @@ class OpenRequests:
     def __init__(self, say: Any, folder: Path) -> None:
         self.say, self.folder = say, folder
         self.states: dict[str, Any] = {}
-        self.answers: dict[str, int] = {}
-        self.documents: dict[str, tuple[int, int]] = {}  # of which features, at which place
-        self.features: dict[int, list[Any]] = {}
+        self.places: dict[str, tuple[str, int, int]] = {}  # what was asked, its name, place in it
+        self.features: dict[int, list[Any]] = {}  # of each document, once it is read
         self.num_requests = 0
 
     def add(self, llm: Any, asked: dict[str, Any]) -> None:
         """Give the engine what was asked; a prompt that it refuses is said and forgotten."""
         from vllm import SamplingParams
 
-        features = asked["op"] == "features"
-        if features:
+        op, name = asked["op"], asked["name"]
+        if op == "features":
             prompts = asked["documents"]
             sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=1, detokenize=False)
         else:
@@ -123,26 +120,19 @@ class OpenRequests:
                 added.append(request_id)
         except ValueError as error:
             llm.llm_engine.abort_request(added)
-            self.say(event="refused", name=asked["name"], text=one_line(error))
+            self.say(event="refused", name=name, text=one_line(error))
             return
-        for place, request_id in enumerate(added):
-            if features:
-                self.documents[request_id] = (asked["name"], place)
-            else:
-                self.answers[request_id] = asked["name"]
-        if features:
-            self.features[asked["name"]] = [None] * len(prompts)
+        self.places |= {request_id: (op, name, place) for place, request_id in enumerate(added)}
+        self.features |= {name: [None] * len(prompts)} if op == "features" else {}
 
     def take(self, output: Any) -> None:
-        """Say what has become of a request that has ended."""
         ended = output.outputs[0]
         tokens = list(ended.token_ids)
-        name = self.answers.pop(output.request_id, None)
-        if name is not None:
+        op, name, place = self.places.pop(output.request_id)
+        if op == "answer":
             finished = ended.finish_reason in ENDED
             self.say(event="answer", name=name, tokens=tokens, finished=finished)
             return
-        name, place = self.documents.pop(output.request_id)
         first = [tokens[0], ended.logprobs[0][tokens[0]].logprob]
         parts = self.features[name]
         parts[place] = (first, hidden_of(output, self.states))
@@ -230,7 +220,6 @@ def extraction(request: dict[str, Any], states: dict[str, Any]) -> dict[str, Any
 
 
 def serve(request: dict[str, Any], say: Any) -> None:
-    """Do what arrives until the input ends."""
     import vllm
 
     began = time.perf_counter()
@@ -255,9 +244,8 @@ def serve(request: dict[str, Any], say: Any) -> None:
     while more or engine.has_unfinished_requests():
         while more and (not engine.has_unfinished_requests() or not inbox.empty()):
             line = inbox.get()
-            if line is None:
-                more = False
-            else:
+            more = line is not None
+            if line is not None:
                 work.add(llm, json.loads(line))
         for output in engine.step() if engine.has_unfinished_requests() else []:
             if output.finished:
@@ -268,23 +256,20 @@ def serve(request: dict[str, Any], say: Any) -> None:
 # Two engines in turns
 
 
-def read_counters(llm: Any) -> dict[str, Any]:
-    """Return vLLM's speculative counters so far; zero where it has not counted yet."""
+def read_counters(llm: Any) -> tuple[dict[str, Any], int]:
+    """Return vLLM's speculative counters so far, and how many steps the engine has made."""
     found: dict[str, Any] = {}
+    steps = 0
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:spec_decode_")
         if name in COUNTERS:
             found[name] = list(metric.values) if hasattr(metric, "values") else int(metric.value)
-    return found
-
-
-def read_steps(llm: Any) -> int:
-    """Return how many steps the engine has made so far."""
-    return sum(int(metric.count) for metric in llm.get_metrics() if metric.name == STEPS)
+        elif metric.name == STEPS:
+            steps += int(metric.count)
+    return found, steps
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return what was counted between two readings."""
     counted: dict[str, Any] = {}
     for name, value in after.items():
         if isinstance(value, list):
@@ -304,7 +289,7 @@ def start_counted(
         memory,
         disable_log_stats=False,
         enable_prefix_caching=False,  # the second repeat would find the first one's prefill
-        **({"speculative_config": speculative} if speculative else {}),
+        speculative_config=speculative,
     )
 
 
@@ -317,18 +302,18 @@ def decode(llm: Any, request: dict[str, Any], places: list[int], counted: bool) 
     prompts = [{"prompt_token_ids": request["prompts"][place]} for place in places]
     greedy = request["sampling"]["temperature"] == 0
     sampling = [sampling_of(request, None if greedy else place) for place in places]
-    before = read_counters(llm) if counted else {}
-    steps = read_steps(llm) if counted else 0
+    before, steps = read_counters(llm) if counted else ({}, 0)
     started = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
+    after, steps_after = read_counters(llm) if counted else ({}, 0)
     times = [output.metrics for output in outputs]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "seconds": seconds,
         "decode_seconds": [time.last_token_ts - time.first_token_ts for time in times],
-        "num_steps": read_steps(llm) - steps if counted else None,
-        "counters": difference(read_counters(llm), before) if counted else None,
+        "num_steps": steps_after - steps if counted else None,
+        "counters": difference(after, before) if counted else None,
     }
 
 
@@ -361,17 +346,15 @@ def compare(request: dict[str, Any], say: Any) -> None:
     import vllm
 
     together = fits_twice(request)
+    memory = 0.42 if together else 0.85
     say(event="vllm", version=vllm.__version__, together=together)
     # The speculative engine last: it owns the metrics.
     for methods in [[PLAIN, SPECULATIVE]] if together else [[PLAIN], [SPECULATIVE]]:
         engines = {}
         for method in methods:
             started = time.perf_counter()
-            engines[method] = start_counted(
-                request,
-                0.42 if together else 0.85,
-                request["speculative_config"] if method == SPECULATIVE else None,
-            )
+            speculative = request["speculative_config"] if method == SPECULATIVE else None
+            engines[method] = start_counted(request, memory, speculative)
             say(event="engine", method=method, seconds=time.perf_counter() - started)
         for method, llm in engines.items():
             for size in request["batch_sizes"]:
@@ -394,7 +377,6 @@ def compare(request: dict[str, Any], say: Any) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line."""
     return " ".join(str(error).split())[:500]
 
 
