@@ -27,7 +27,7 @@ DOORS = {
     },
     "omegaconf": {"config.compose", "config.values"},
     "deepspeed": {"runtime.deepspeed", "training.engine.deepspeed"},
-    "accelerate": {"target.pretrained.ends", "target.pretrained.shards", "target.device_map"},
+    "accelerate": {"target.pretrained.shards", "target.device_map"},
     "tensorboard": {"runtime.tensorboard"},
     "wandb": {"runtime.tracker"},
     "datasets": {"data.conversations"},

@@ -21,15 +21,14 @@ from drafttrain.runtime.lock import of_answers, require_free
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
-from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.answers_file import Answers, Backend
+from drafttrain.target.answers.answers_file import regenerate as answer_all
 from drafttrain.target.answers.config import OPENAI, VLLM
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, by_vllm
-from drafttrain.target.answers.regenerate import Backend
-from drafttrain.target.answers.regenerate import regenerate as answer_all
+from drafttrain.target.describe import spec_on_disk
 from drafttrain.target.pretrained.ends import directory
 from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
-from drafttrain.target.served import spec_on_disk
 from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import require_vllm
 

@@ -1,15 +1,48 @@
 """What a target's configuration and modules say of it: its shape, and its readout."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.files import GENERATION
 from drafttrain.target.pretrained.limits import final_norm_of, limits_of, rope_theta_of
+from drafttrain.target.pretrained.models import (
+    find,
+    fingerprint,
+    load_model_config,
+    load_tokenizer,
+)
+
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+def open_target(
+    config: ModelConfig, dtype: torch.dtype, device: str
+) -> tuple[Any, Any, TargetSpec]:
+    """Return Transformers' configuration of a target, its tokenizer and its specification.
+
+    No weight is loaded. ValueError for what cannot be a target.
+    """
+    model_config, tokenizer = load_model_config(config), load_tokenizer(config)
+    spec = spec_on_disk(config, model_config, tokenizer)
+    return model_config, tokenizer, replace(spec, fingerprint=fingerprint(config, dtype, device))
+
+
+def spec_on_disk(
+    config: ModelConfig, model_config: Any, tokenizer: Any, fingerprint: str = ""
+) -> TargetSpec:
+    """Return what the files of a target say of it, its generation configuration included."""
+    folder, generation = find(config, weights=False), None
+    if folder is not None and (folder / GENERATION).is_file():
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+    return describe(config, model_config, generation, tokenizer, fingerprint)
 
 
 def describe(
@@ -17,26 +50,25 @@ def describe(
 ) -> TargetSpec:
     """Fill a TargetSpec from Transformers' configuration.
 
-    `eos_token_ids` are those of the generation configuration, the configuration and the tokenizer
-    together: for chat models they differ, and each ends an answer. ValueError where the model
-    cannot be a target, or its configuration lacks what drafters are shaped by.
+    `eos_token_ids` are those of all three: for chat models they differ, and each ends an answer.
+    ValueError where the model cannot be a target, or lacks what drafters are shaped by.
     """
     text = model_config.get_text_config(decoder=True)
     limits = limits_of(config, model_config)
-    hidden_size = _needed(config, text, "hidden_size")
-    heads = _needed(config, text, "num_attention_heads")
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    sizes = {name: _needed(config, text, name) for name in needed}
+    heads = sizes["num_attention_heads"]
+    stated = [getattr(text, name, None) for name in NORM_EPS]
     return TargetSpec(
+        **sizes,
         name=config.label,
         fingerprint=fingerprint,
         architecture=text.model_type,
-        vocab_size=_needed(config, text, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_needed(config, text, "intermediate_size"),
         num_layers=_needed(config, text, "num_hidden_layers"),
-        num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or hidden_size // heads,
-        rms_norm_eps=_norm_eps(text),
+        head_dim=getattr(text, "head_dim", None) or sizes["hidden_size"] // heads,
+        # OLMo states none: its norms have torch's own. Here it is the drafter's alone.
+        rms_norm_eps=next((float(eps) for eps in stated if eps is not None), 1e-5),
         rope_theta=rope_theta_of(text),
         max_positions=limits.positions,
         embedding_scale=limits.embedding_scale,
@@ -71,7 +103,6 @@ def read_out(model: Any) -> Readout:
 
 
 def gigabytes(size: int) -> str:
-    """Return a number of bytes as messages show it."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
@@ -100,13 +131,6 @@ def _needed(config: ModelConfig, text: Any, name: str) -> int:
             f" {shown(value)}; choose another model"
         )
     return value
-
-
-def _norm_eps(text: Any) -> float:
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-    stated = [getattr(text, name, None) for name in names]
-    # OLMo states none: its norms have the one that is torch's own. Here it is the drafter's alone.
-    return next((float(eps) for eps in stated if eps is not None), 1e-5)
 
 
 def _eos(*sources: Any) -> tuple[int, ...]:

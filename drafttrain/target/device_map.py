@@ -10,16 +10,11 @@ import accelerate
 import torch
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.target.describe import describe
+from drafttrain.target.describe import open_target
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
-from drafttrain.target.pretrained.limits import final_norm_of, limits_of
-from drafttrain.target.pretrained.models import (
-    fingerprint,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-)
+from drafttrain.target.pretrained.limits import final_norm_of
+from drafttrain.target.pretrained.models import load_model
 from drafttrain.target.pretrained.shards import skeleton
 
 
@@ -29,18 +24,16 @@ def load_spread(
     """Load a target over the GPUs of this process, its host, and its disk, in this order.
 
     room: bytes that may be used of each GPU (by its number) and of the host ("cpu"); what fits in
-    none is read from its files whenever it runs. The readout lies on `device`, where tokens and
-    features are. ValueError for weights that do not fit the configuration, or cannot be spread.
+    none is read from its files whenever it runs. The readout lies on `device`. ValueError for
+    weights that do not fit the configuration, or cannot be spread.
     """
-    model_config = load_model_config(config)
-    limits_of(config, model_config)
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
         what = "drawn" if isinstance(config, RandomModelConfig) else "inflated"
         raise ValueError(
             "hardware.target_placement=device_map spreads weights as they are read, and those of"
             f" model={config.name} are {what}; use hardware.target_placement=device"
         )
-    tokenizer = load_tokenizer(config)
+    model_config, tokenizer, spec = open_target(config, dtype, device)
     quantized = getattr(model_config, "quantization_config", None) is not None
     spread: dict[str, Any] = {"device_map": "auto", "max_memory": room}
     if config.quantization is None and not quantized:  # whose sizes only Transformers knows
@@ -57,8 +50,6 @@ def load_spread(
             f"hardware.target_placement=device_map found no room on {device} for the embedding and"
             f" the head of model={config.name}; free memory there, or use a larger device"
         )
-    mark = fingerprint(config, dtype, device)
-    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
     target = SpreadTarget(model, tokenizer, spec)
     target.check_readout()
     return target
@@ -73,17 +64,13 @@ def device_map(model: Any, device: str, room: dict[int | str, int]) -> dict[str,
     main: int | str = "cpu" if place.type == "cpu" else (place.index or 0)
     head = model.get_output_embeddings().weight  # which accelerate would put last, anywhere
     room = room | {main: max(0, room[main] - head.numel() * model.dtype.itemsize)}
-    whole = list(model._no_split_modules or [])
+    told = {"no_split_module_classes": list(model._no_split_modules or []), "dtype": model.dtype}
     if len(room) > 2:  # several GPUs share evenly, rather than that the first is filled
-        room = accelerate.utils.get_balanced_memory(
-            model, max_memory=room, no_split_module_classes=whole, dtype=model.dtype
-        )
-    dealt = accelerate.infer_auto_device_map(
-        model, max_memory=room, no_split_module_classes=whole, dtype=model.dtype
-    )
+        room = accelerate.utils.get_balanced_memory(model, max_memory=room, **told)
+    dealt = accelerate.infer_auto_device_map(model, max_memory=room, **told)
     chosen: dict[str, int | str] = {}
     decoder = model.get_decoder()
-    layers = {id(layer): layer for layer in decoder.layers}
+    layers = {id(layer) for layer in decoder.layers}
     for name, module in model.named_modules():
         if id(module) in layers:
             chosen[name] = _lookup(dealt, name)
@@ -109,11 +96,9 @@ class SpreadTarget(Target):
         self.scattered = True
         # Transformers notes none where there is but one place.
         dealt = getattr(model, "hf_device_map", {"": str(self.device)})
-        places = [_lookup(dealt, name) for name in self._layer_names()]
+        layers = {id(layer) for layer in self.layers}
+        named = self.model.named_modules()
+        places = [_lookup(dealt, name) for name, module in named if id(module) in layers]
         counts = Counter(f"GPU {where}" if type(where) is int else where for where in places)
         told = ", ".join(f"{count} on {where}" for where, count in counts.items())
         self.where = f"device_map: of {len(self.layers)} layers {told}"
-
-    def _layer_names(self) -> list[str]:
-        layers = {id(layer) for layer in self.layers}
-        return [name for name, module in self.model.named_modules() if id(module) in layers]

@@ -1,25 +1,21 @@
 """The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
-from drafttrain.target.describe import describe, read_out
+from drafttrain.target.describe import open_target, read_out
 from drafttrain.target.pretrained.config import ModelConfig
-from drafttrain.target.pretrained.limits import check_structure, final_norm_of, limits_of
-from drafttrain.target.pretrained.models import (
-    fingerprint,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-)
+from drafttrain.target.pretrained.limits import check_structure, final_norm_of
+from drafttrain.target.pretrained.models import load_model
 
 TRIED = 8  # tokens that a target is tried with when it is loaded
 MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 far above
@@ -27,13 +23,8 @@ MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
     """Load the target that `config` names, frozen, on one device; others: see `placement`."""
-    model_config = load_model_config(config)
-    limits_of(config, model_config)
-    tokenizer = load_tokenizer(config)
-    model = load_model(config, model_config, dtype, device)
-    mark = fingerprint(config, dtype, device)
-    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
-    target = Target(model, tokenizer, spec)
+    model_config, tokenizer, spec = open_target(config, dtype, device)
+    target = Target(load_model(config, model_config, dtype, device), tokenizer, spec)
     target.check_readout()
     return target
 
@@ -64,7 +55,6 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are, and where tokens must be."""
         return self.readout.embedding.device
 
     @torch.no_grad()
@@ -83,7 +73,8 @@ class Target:
         else:
             positions = batch.positions
             same = batch.document[:, :, None] == batch.document[:, None, :]
-            mask = self._mask(same.tril()[:, None])
+            mask = same.tril()[:, None]
+            mask = additive(mask, self.dtype) if self.eager else mask
         with self._capturing(captures) as captured:
             output = self.decoder(
                 input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
@@ -121,35 +112,33 @@ class Target:
         real); what is returned for padding is meaningless. last_only: logits of each row's last
         real token only.
         """
-        longest, new = max(cache.lengths, default=0), tokens.shape[1]
-        self._refuse_beyond(longest + new)
+        new = tokens.shape[1]
+        self._refuse_beyond(max(cache.lengths, default=0) + new)
         with self._capturing(captures) as captured:
             output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
         final = output.last_hidden_state
         scored = final
-        if last_only:
+        if last_only and counts is not None and min(counts) < new:
+            last = torch.tensor(counts, device=final.device) - 1
+            scored = final[torch.arange(len(final), device=final.device), last][:, None]
+        elif last_only:
             scored = final[:, -1:]
-            if counts is not None and min(counts) < new:
-                last = torch.tensor(counts, device=final.device) - 1
-                scored = final[torch.arange(len(final), device=final.device), last][:, None]
         return self.readout.logits(scored), TargetFeatures(captured, final, self.readout)
 
     def rollback(self, cache: RaggedCache, lengths: Sequence[int]) -> None:
-        """Forget what stands past these lengths, one per row."""
         cache.rollback(lengths)
 
     def select(self, cache: RaggedCache, rows: Sequence[int]) -> None:
-        """Keep only these rows of the batch."""
         cache.select(rows)
 
     @torch.no_grad()
     def check_readout(self) -> None:
         """Raise ValueError unless what is computed here is what the model itself computes.
 
-        Architectures scale, cap and bias in ways of their own, and a drafter that reads another
-        distribution than the target's would train without an error and accept nothing. A cache
-        that drafts were rolled back from must answer as if they had never been there. A few tokens
-        do not show how far positions are turned: rotary frequencies are compared themselves.
+        A drafter that reads another distribution than the target's would train without an error and
+        accept nothing. A cache that drafts were rolled back from must answer as if they had never
+        been there. A few tokens do not show how far positions are turned: rotary frequencies are
+        compared themselves.
         """
         self._check_rotation()
         length = min(TRIED, self.spec.vocab_size, self.spec.max_positions)
@@ -226,9 +215,6 @@ class Target:
             f"{length} tokens must fit in the {self.spec.context}; shorten the prompt or the output"
         )
 
-    def _mask(self, visible: Bool[Tensor, "rows 1 new total"]) -> Tensor:
-        return additive(visible, self.dtype) if self.eager else visible
-
     @contextmanager
     def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         for layer in captures:
@@ -238,16 +224,16 @@ class Target:
                     f" got {layer}"
                 )
         captured: dict[int, Tensor] = {}
-        handles = []
-        try:
+
+        def keep(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+            captured[layer] = (args[0] if args else kwargs["hidden_states"]).to(self.device)
+
+        with ExitStack() as hooks:
             for layer in captures:
                 module = self.final_norm if layer == len(self.layers) else self.layers[layer]
-                hook = _keep_input(captured, layer, self.device)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                hook = module.register_forward_pre_hook(partial(keep, layer), with_kwargs=True)
+                hooks.enter_context(hook)
             yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class Scattered:
@@ -270,12 +256,3 @@ def one_document_per_row(batch: Batch) -> bool:
     real = batch.document != PAD_DOCUMENT
     same = (batch.document == batch.document[:, :1]) | ~real
     return bool((same & (real[:, :-1] >= real[:, 1:]).all()).all())
-
-
-def _keep_input(
-    captured: dict[int, Tensor], layer: int, device: torch.device
-) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured[layer] = (args[0] if args else kwargs["hidden_states"]).to(device)
-
-    return hook

@@ -49,20 +49,15 @@ def choose_placement(
 def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
         return Placement("device", "weights that are not read as they are can be nowhere else")
-    size = weight_bytes(config, dtype)
-    free = free_bytes(ranks.device)
+    size, free = weight_bytes(config, dtype), free_bytes(ranks.device)
     told = f"{gigabytes(size)} of weights, {gigabytes(free)} free on {ranks.device}"
     if size <= TARGET_SHARE * free:
         return Placement("device", told)
     told += f", of which the target may take {TARGET_SHARE:.0%}"
-    if ranks.world_size > 1 and _shardable(config):
+    given = getattr(load_model_config(config), "quantization_config", None)
+    if ranks.world_size > 1 and config.quantization is None and given is None:
         return Placement("zero3", f"{told}; partitioned over {ranks.world_size} ranks")
     return Placement("device_map", f"{told}; spread over GPUs, host and disk")
-
-
-def _shardable(config: ModelConfig) -> bool:
-    settings = load_model_config(config)
-    return config.quantization is None and getattr(settings, "quantization_config", None) is None
 
 
 def load_placed(
@@ -70,14 +65,13 @@ def load_placed(
 ) -> Target:
     """Load the target where it was placed; called by all ranks together."""
     target: Target
-    if placement.kind == "device":
-        target = load_target(config, dtype, str(ranks.device))
-    elif placement.kind == "zero3":
+    if placement.kind == "zero3":
         target = load_sharded(config, dtype, ranks)
     elif placement.kind == "device_map":
         target = load_spread(config, dtype, str(ranks.device), room_of(ranks.device))
     else:
-        raise AssertionError(f"no placement is called {placement.kind}")
+        assert placement.kind == "device", f"no placement is called {placement.kind}"
+        target = load_target(config, dtype, str(ranks.device))
     target.placed, target.config = str(placement), config
     return target
 
@@ -89,10 +83,8 @@ def room_of(device: torch.device) -> dict[int | str, int]:
     """
     room: dict[int | str, int] = {}
     if device.type == "cuda":
-        alone = _processes_here() == 1
-        own = device.index or 0
-        numbers = range(torch.cuda.device_count()) if alone else [own]
-        for number in numbers:
+        alone, own = _processes_here() == 1, device.index or 0
+        for number in range(torch.cuda.device_count()) if alone else [own]:
             room[number] = int(TARGET_SHARE * free_bytes(torch.device("cuda", number)))
     room["cpu"] = int(TARGET_SHARE * free_bytes(torch.device("cpu")))
     return room

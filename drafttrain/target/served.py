@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.data.batches import documents_of
-from drafttrain.target.describe import describe, read_out
+from drafttrain.target.describe import open_target, read_out
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.limits import final_norm_of
-from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine
 
@@ -57,7 +55,6 @@ class ServedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the features come to lie."""
         return self.readout.embedding.device
 
     def in_step(self) -> AbstractContextManager[None]:
@@ -82,7 +79,7 @@ class ServedTarget:
         spans = documents_of(batch)
         tokens = batch.tokens.tolist()
         texts = [tokens[row][start:stop] for row, start, stop, *_ in spans]
-        states = self.engine.read(texts).states
+        states, _ = self.engine.read(texts)
         shape = (*batch.tokens.shape, self.spec.hidden_size)
         gathered = {
             layer: torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -101,17 +98,17 @@ class ServedTarget:
         captures = self.engine.captures
         tokens = torch.arange(min(PROBE, self.spec.vocab_size), device=self.device)
         prefixes = [tokens[:length].tolist() for length in range(1, len(tokens) + 1)]
-        read = self.engine.read(prefixes)
-        for states, (token, theirs) in zip(read.states, read.firsts, strict=True):
-            last = states[-1, captures.index(self.spec.num_layers)].to(self.device, self.dtype)
+        states, firsts = self.engine.read(prefixes)
+        for state, (token, theirs) in zip(states, firsts, strict=True):
+            last = state[-1, captures.index(self.spec.num_layers)].to(self.device, self.dtype)
             logits = self.readout.logits(self.norm(last[None]))[0].float()
             ours = logits.log_softmax(-1)[token].item()
             if not abs(ours - theirs) <= share * max(1.0, logits.abs().max().item()):
-                told = f"gives token {token} the log-probability {theirs:.4f}"
-                raise self._disagreement(told, ours)
+                what = f"gives token {token} the log-probability {theirs:.4f}"
+                raise self._disagreement(what, ours)
         if 0 in captures:
             embedded = self.readout.embed(tokens).float()
-            first = read.states[-1][:, captures.index(0)].to(embedded)
+            first = states[-1][:, captures.index(0)].to(embedded)
             gap = (first - embedded).abs().max()
             if not gap <= share * embedded.abs().max():
                 raise self._disagreement("embeds tokens otherwise, by up to", gap.item())
@@ -124,7 +121,6 @@ class ServedTarget:
         )
 
     def close(self) -> None:
-        """End the engine."""
         self.engine.close()
 
 
@@ -145,11 +141,8 @@ def open_served(
     engine does not start, or runs another model than lies on the disk.
     """
     place = directory(config)
-    model_config = load_model_config(config)
-    tokenizer = load_tokenizer(config)
+    model_config, tokenizer, spec = open_target(config, dtype, device)
     model = load_ends(config, model_config, dtype, device)
-    mark = fingerprint(config, dtype, device)
-    spec = spec_on_disk(config, model_config, tokenizer, mark)
     for layer in captures:
         if not 0 <= layer <= spec.num_layers:
             raise ValueError(
@@ -184,14 +177,3 @@ def visible_name(index: int) -> str:
     """Return what CUDA_VISIBLE_DEVICES must say for another process to see this one's GPU."""
     listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return listed[index] if index < len(listed) else str(index)
-
-
-def spec_on_disk(
-    config: ModelConfig, model_config: Any, tokenizer: Any, fingerprint: str
-) -> TargetSpec:
-    """Return what `load_target` says of a target, without its weights."""
-    generation = None
-    place = directory(config)
-    if (place / "generation_config.json").is_file():
-        generation = transformers.GenerationConfig.from_pretrained(place)
-    return describe(config, model_config, generation, tokenizer, fingerprint)

@@ -4,25 +4,23 @@ Each rank keeps its part of every layer; a layer is gathered when it runs, on al
 forgotten behind it. So every rank must run the target equally often: see `ShardedTarget.in_step`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.runtime.deepspeed import import_deepspeed, quiet
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.target.describe import describe, gigabytes
+from drafttrain.target.describe import gigabytes, open_target
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
-from drafttrain.target.pretrained.limits import final_norm_of, limits_of
-from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
-from drafttrain.target.pretrained.shards import Place, places, put, read, skeleton
+from drafttrain.target.pretrained.limits import final_norm_of
+from drafttrain.target.pretrained.models import load_model_config
+from drafttrain.target.pretrained.shards import places, put, read, skeleton
 
 
 def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "ShardedTarget":
@@ -30,15 +28,11 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
 
     ValueError for what cannot be partitioned, and for weights that do not fit the configuration.
     """
-    model_config = load_model_config(config)
-    limits_of(config, model_config)
-    refuse_unless_shardable(config, model_config, ranks)
-    tokenizer = load_tokenizer(config)
+    refuse_unless_shardable(config, load_model_config(config), ranks)
+    model_config, tokenizer, spec = open_target(config, dtype, str(ranks.device))
     model = skeleton(config, model_config, dtype)
     num_parameters = count_parameters(model)
     engine = partition(config, model, ranks)
-    mark = fingerprint(config, dtype, str(ranks.device))
-    spec = describe(config, model_config, model.generation_config, tokenizer, mark)
     target = ShardedTarget(model, tokenizer, spec, engine, ranks)
     target.num_parameters = num_parameters
     target.check_readout()
@@ -48,20 +42,18 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
 def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
     """Fill a skeleton with weights, its layers' in parts over the ranks; return what gathers them.
 
-    Rank 0 reads one tensor after the other and hands it to all, who keep their part of it: no rank
-    ever holds more than its part, the readout, and one tensor. What the readout is made of, and
-    whatever lies outside the layers' decoder, is whole on every rank, and a buffer: DeepSpeed
-    partitions parameters.
+    Rank 0 reads one tensor after the other and hands it to all: no rank ever holds more than its
+    part, the readout, and one tensor. The readout, and whatever lies outside the decoder, is whole
+    on every rank, and a buffer: DeepSpeed partitions parameters.
     """
     deepspeed = import_deepspeed(ranks)
+    text = model.config.get_text_config(decoder=True)
     zero: dict[str, Any] = {
         "stage": 3,
         # Otherwise every linear layer of this process, the drafter's too, would be DeepSpeed's.
         "memory_efficient_linear": False,
         # Vectors (norms, biases) stay once they were gathered: they are small, and many.
-        "stage3_param_persistence_threshold": model.config.get_text_config(
-            decoder=True
-        ).hidden_size,
+        "stage3_param_persistence_threshold": text.hidden_size,
     }
     if ranks.device.type == "cpu":  # nothing overlaps there: what is fetched early only takes room
         zero["stage3_prefetch_bucket_size"] = 0
@@ -70,17 +62,22 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
         "bf16": {"enabled": model.dtype == torch.bfloat16},
         "zero_optimization": zero,
     }
-    whole = names_of_whole(model)
-    likes = model.state_dict()
+    decoder, table = model.get_decoder(), model.get_input_embeddings()
+    kept = {id(p) for p in (*table.parameters(), *final_norm_of(decoder).parameters())}
+    whole = {id(p) for p in model.parameters()} - {id(p) for p in decoder.parameters()} | kept
+    exempt = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    likes = model.state_dict(keep_vars=True)
     first: Any = None  # a parameter; its methods partition the others
     for place in places(config, model):
         like = likes[place.names[0]]
-        kept = dtype_of(model, place, like)
+        dtype = like.dtype  # the model's, but for the few that an architecture exempts
+        if dtype.is_floating_point and any(p in place.names[0].split(".") for p in exempt):
+            dtype = torch.float32
         if ranks.is_main:
-            weight = read(place, kept).to(ranks.device)
+            weight = read(place, dtype).to(ranks.device)
         else:  # to be overwritten by rank 0's
-            weight = torch.empty(like.shape, dtype=kept, device=ranks.device)
-        if whole.intersection(place.names) or not weight.is_floating_point():
+            weight = torch.empty(like.shape, dtype=dtype, device=ranks.device)
+        if id(like) in whole or not weight.is_floating_point():
             ranks.broadcast_in_place([weight])
             put(model, place, weight)
             continue
@@ -99,55 +96,38 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(ranks.device)
     with quiet():
-        engine, *_ = deepspeed.initialize(
-            model=model.get_decoder(), config=settings, dist_init_required=False
-        )
+        engine, *_ = deepspeed.initialize(model=decoder, config=settings, dist_init_required=False)
     return engine
 
 
 def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks) -> None:
     """Raise ValueError, before any weight is read, for what ZeRO-3 does not partition."""
     instead = "use hardware.target_placement=device"
+    quantized = getattr(model_config, "quantization_config", None) is not None
     if ranks.world_size == 1:
-        raise ValueError(
-            "hardware.target_placement=zero3 partitions the target over several ranks, got 1; use"
+        problem = (
+            "partitions the target over several ranks, got 1; use"
             " hardware.target_placement=device_map, or hardware.ranks=N"
         )
-    quantized = getattr(model_config, "quantization_config", None) is not None
-    if config.quantization is not None or quantized:
+    elif config.quantization is not None or quantized:
         got = config.quantization or "weights that come quantised"
-        raise ValueError(
-            f"hardware.target_placement=zero3 partitions plain weights, got {got} (model="
-            f"{config.name}); {instead} or device_map, or set model.quantization=null"
+        problem = (
+            f"partitions plain weights, got {got} (model={config.name}); {instead} or device_map,"
+            " or set model.quantization=null"
         )
-    if config.inflate is not None:
-        raise ValueError(
-            "hardware.target_placement=zero3 partitions weights as they are read, got"
-            f" model.inflate={config.inflate}; {instead}, or set model.inflate=null"
+    elif config.inflate is not None:
+        problem = (
+            f"partitions weights as they are read, got model.inflate={config.inflate}; {instead},"
+            " or set model.inflate=null"
         )
-    if isinstance(config, RandomModelConfig):
-        raise ValueError(
-            "hardware.target_placement=zero3 reads weights tensor by tensor, and those of model="
-            f"{config.name} are drawn, whole; {instead}, or save them and give model.path=DIR"
+    elif isinstance(config, RandomModelConfig):
+        problem = (
+            f"reads weights tensor by tensor, and those of model={config.name} are drawn, whole;"
+            f" {instead}, or save them and give model.path=DIR"
         )
-
-
-def names_of_whole(model: Any) -> set[str]:
-    """Return the names of parameters that stay whole: the readout's, and those past the decoder."""
-    decoder, table = model.get_decoder(), model.get_input_embeddings()
-    norm = final_norm_of(decoder)
-    kept = {id(p) for p in (*table.parameters(), *norm.parameters())}
-    parts = {id(p) for p in decoder.parameters()} - kept
-    named = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if id(parameter) not in parts}
-
-
-def dtype_of(model: Any, place: Place, like: Tensor) -> torch.dtype:
-    """Return the dtype of a weight: the model's, but for the few that an architecture exempts."""
-    exempt = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    if like.is_floating_point() and any(part in place.names[0].split(".") for part in exempt):
-        return torch.float32
-    return like.dtype
+    else:
+        return
+    raise ValueError(f"hardware.target_placement=zero3 {problem}")
 
 
 class ShardedTarget(Target):
@@ -170,28 +150,14 @@ class ShardedTarget(Target):
         )
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
-        """Read hidden states, on every rank those of its own batch."""
-        if self._counting:
-            self._any_busy(True)
-        with quiet():
+        with self._together():
             return super().features(batch, captures)
 
-    def step(
-        self,
-        cache: RaggedCache,
-        tokens: Int[Tensor, "batch new"],
-        captures: tuple[int, ...] = (),
-        counts: Sequence[int] | None = None,
-        last_only: bool = False,
-    ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
-        """Append tokens to the cache, on every rank to its own; see `Target.step`."""
-        if self._counting:
-            self._any_busy(True)
-        with quiet():
-            return super().step(cache, tokens, captures, counts, last_only)
+    def step(self, *args: Any, **named: Any) -> tuple[Tensor, TargetFeatures]:
+        with self._together():
+            return super().step(*args, **named)
 
     def check_readout(self) -> None:
-        """Raise ValueError unless the readout embeds and reads out exactly as the model does."""
         with quiet():
             super().check_readout()
 
@@ -211,6 +177,13 @@ class ShardedTarget(Target):
         while self._any_busy(False):
             idle = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self.step(self.begin(), idle)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        if self._counting:
+            self._any_busy(True)
+        with quiet():
+            yield
 
     def _any_busy(self, busy: bool) -> bool:
         return bool(self.ranks.sum_over_ranks(torch.tensor(float(busy), device=self.device)) > 0)

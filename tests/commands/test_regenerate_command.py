@@ -28,12 +28,11 @@ from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
-from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.answers_file import Answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Outcome
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, take_tokens
-from drafttrain.target.answers.regenerate import regenerate
 from drafttrain.target.model import Target, load_target
 
 CONF = ROOT / "conf"

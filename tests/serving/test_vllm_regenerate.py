@@ -33,11 +33,10 @@ from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.target.answers.answers_file import Answers
+from drafttrain.target.answers.answers_file import Answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.endpoint import by_endpoint
 from drafttrain.target.answers.local import by_transformers, by_vllm
-from drafttrain.target.answers.regenerate import regenerate
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.models import EMBEDDED
 from drafttrain.target.served import ServedTarget, open_served

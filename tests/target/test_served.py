@@ -22,11 +22,11 @@ from drafttrain.config.compose import load_choice
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Sample
 from drafttrain.data.batches import collate, documents_of, pack
-from drafttrain.target.describe import read_out
+from drafttrain.target.describe import read_out, spec_on_disk
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
-from drafttrain.target.served import spec_on_disk, visible_name
+from drafttrain.target.served import visible_name
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import HAS_VLLM, VARIABLE, require_vllm

@@ -1,9 +1,10 @@
 """The file of answers: a line as soon as a conversation is answered, in input order at the end."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,14 @@ from drafttrain.data.skips import SkipReport
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import hold, of_answers
-from drafttrain.runtime.terminal import console
+from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import console, progress
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
 from drafttrain.target.answers.dialogue import AnsweredConversation, Failure, Outcome
 
 FORMAT = 1
 Kind = TypeVar("Kind")
+Backend = Callable[[Sequence[Question]], Iterator[list[Outcome]]]
 
 
 class Answers:
@@ -106,19 +109,15 @@ class Answers:
 
     def finish(self) -> None:
         """Put the lines into input order, in one step; the same answers give the same bytes."""
-        for file, found in ((self.out, self.rows), (self.failed, self.failures)):
-            kept: dict[int, Outcome] = {**found}
-            replace_records(
-                file,
-                [
-                    asdict(kept[index])
-                    for index in sorted(kept)
-                    if file == self.out or index not in self.rows
-                ],
-            )
+        kept: dict[Path, list[Outcome]] = {
+            self.out: [*self.rows.values()],
+            self.failed: [one for one in self.failures.values() if one.index not in self.rows],
+        }
+        for file, outcomes in kept.items():
+            ordered = sorted(outcomes, key=lambda one: one.index)
+            replace_records(file, [asdict(one) for one in ordered])
 
     def report(self, num_asked: int) -> SkipReport:
-        """Return how many conversations have no answer, and why."""
         report = SkipReport(num_asked)
         for index in sorted(self.failures):
             failure = self.failures[index]
@@ -127,10 +126,49 @@ class Answers:
 
 
 def load(file: Path, kind: type[Kind]) -> list[Kind]:
-    """Return what was answered; ValueError for a line that is no answer."""
     try:
         return list(read_records(file, kind))
     except UntrustedError as error:
         raise ValueError(
             f"{error}; it must be a line as `regenerate` wrote it: remove it, and it is asked again"
         ) from None
+
+
+@dataclass(frozen=True)
+class Work:
+    num_answered: int
+    num_tokens: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+
+def regenerate(
+    asked: Sequence[Question],
+    answers: Answers,
+    backend: Backend,
+    stop: StopRequest,
+    show: bool = True,
+) -> Work:
+    """Have every conversation answered that is not yet, and leave the answers in input order.
+
+    Outcomes are on the disk before the next are awaited: a run that is killed goes on from them.
+    Raises Stopped where `stop` was asked.
+    """
+    missing = answers.missing(asked)
+    began, num_answered, num_tokens = time.monotonic(), 0, 0
+    done = len(asked) - len(missing)
+    with progress("regenerate", len(asked), done, show and bool(missing)) as tick:
+        for outcomes in backend(missing) if missing else ():
+            answers.add(outcomes)
+            rows = [outcome for outcome in outcomes if isinstance(outcome, AnsweredConversation)]
+            num_answered += len(rows)
+            num_tokens += sum(row.num_tokens for row in rows)
+            if outcomes:
+                speed = num_tokens / max(time.monotonic() - began, 1e-9)
+                tick(len(outcomes), f"{speed:,.0f} tokens/s")
+            stop.obey()
+    answers.finish()
+    return Work(num_answered, num_tokens, time.monotonic() - began)

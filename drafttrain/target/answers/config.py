@@ -41,12 +41,10 @@ class RegenerateSettings:
             raise ValueError(f"regenerate.turns must be {ALL} or {LAST}, got {self.turns}")
         if not self.out.endswith(".jsonl"):
             raise ValueError(f"regenerate.out must name a file in .jsonl, got {self.out}")
-        for key in ("max_new_tokens", "batch_size", "concurrency"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"regenerate.{key} must be at least 1, got {getattr(self, key)}")
-        for key in ("seed", "max_retries"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"regenerate.{key} must be at least 0, got {getattr(self, key)}")
+        least = dict.fromkeys(("max_new_tokens", "batch_size", "concurrency"), 1)
+        for key, bound in (least | {"seed": 0, "max_retries": 0}).items():
+            if (value := getattr(self, key)) < bound:
+                raise ValueError(f"regenerate.{key} must be at least {bound}, got {value}")
         if not self.timeout > 0:
             raise ValueError(f"regenerate.timeout must be above 0 seconds, got {self.timeout}")
         if self.backend == OPENAI and not self.base_url:
@@ -57,18 +55,16 @@ class RegenerateSettings:
         if self.base_url is not None:
             check_url(self.base_url)
         try:
-            self.sampling  # noqa: B018 (it checks)
+            _ = self.sampling  # it checks
         except ValueError as error:
             raise ValueError(f"regenerate.{error}") from None
 
     @property
     def sampling(self) -> Sampling:
-        """How an answer's tokens are chosen."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     @property
     def dir(self) -> str:
-        """The folder that the answers go to."""
         return str(Path(self.out).expanduser().parent)
 
     def identity(self) -> dict[str, Any]:

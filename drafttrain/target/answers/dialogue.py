@@ -9,13 +9,9 @@ from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.records import Message
 from drafttrain.runtime.untrusted_input import Count
 
-EMPTY = "an empty answer"
-
 
 @dataclass(frozen=True)
 class AnsweredConversation:
-    """A conversation that is answered: a line of the output."""
-
     index: Count
     messages: list[dict[str, str]]
     answers: list[dict[str, Any]]  # of each: its tokens if known, their number, did it finish
@@ -25,7 +21,6 @@ class AnsweredConversation:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens were answered."""
         return sum(answer["num_tokens"] for answer in self.answers)
 
 
@@ -66,28 +61,26 @@ class Dialogue:
 
     @property
     def turn(self) -> int:
-        """How many turns are answered."""
         return len(self.answers)
 
     def seed(self, seed: int) -> int:
         """Return the seed of the next answer: of this conversation and turn alone."""
-        uniform = SeededChance(seed).uniforms(
-            [self.asked.index], [self.turn], draw_of(0, Purpose.EMIT)
-        )
-        return int(uniform[0] * 2**31)
+        draw = draw_of(0, Purpose.EMIT)
+        return int(SeededChance(seed).uniforms([self.asked.index], [self.turn], draw)[0] * 2**31)
 
     def take(
         self, text: str, tokens: Sequence[int] | None, num_tokens: int, finished: bool
     ) -> None:
         """Take in the next answer; the outcome is there after the last one."""
         if not text.strip():
-            return self.stop(EMPTY, f"turn {self.turn + 1}", final=True)
+            return self.stop("an empty answer", f"turn {self.turn + 1}", final=True)
         self.messages.append(Message("assistant", text))
         answer = {"num_tokens": num_tokens, "finished": finished}
         self.answers.append(answer if tokens is None else {"tokens": list(tokens), **answer})
         if self.rest:
-            return self._ask()
-        return self._end(None)
+            self._ask()
+        else:
+            self._end(None)
 
     def stop(self, reason: str, detail: str, final: bool) -> None:
         """End here: with the turns that are answered, if there are any and more is not to be had.
@@ -97,13 +90,12 @@ class Dialogue:
         asked = self.asked
         if self.answers and final:
             self.messages.pop()  # the turn without an answer
-            return self._end(f"{reason} ({detail})" if detail else reason)
-        self.outcome = Failure(asked.index, reason, detail, final, asked.source, asked.digest)
-        return None
+            self._end(f"{reason} ({detail})" if detail else reason)
+        else:
+            self.outcome = Failure(asked.index, reason, detail, final, asked.source, asked.digest)
 
     def _end(self, cut: str | None) -> None:
-        asked = self.asked
-        messages = [{"role": turn.role, "content": turn.content} for turn in self.messages]
+        asked, messages = self.asked, [vars(turn) for turn in self.messages]
         self.outcome = AnsweredConversation(
             asked.index, messages, self.answers, cut, asked.source, asked.digest
-        )  # fmt: skip
+        )

@@ -26,16 +26,12 @@ SHOWN = 300  # characters of what an endpoint says against a request
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model of the endpoint."""
-
     id: str
     owned_by: str | None = None
 
 
 @dataclass(frozen=True)
 class Models:
-    """What /models answers."""
-
     data: list[ListedModel]
 
 
@@ -50,8 +46,6 @@ class Reply:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer."""
-
     message: Reply
     finish_reason: str | None = None
     token_ids: list[Count] | None = None  # vLLM's
@@ -59,42 +53,24 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """What was counted."""
-
     completion_tokens: Count
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What /chat/completions answers."""
-
     choices: list[Choice]
     usage: Usage | None = None
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the endpoint serves."""
-
     model: str
     owner: str  # "vllm" for a vLLM server, which takes and tells more than others
 
-    def extra(self, config: RegenerateSettings, template: Template) -> dict[str, Any]:
-        """Return what is asked beyond the protocol: nothing, unless it is needed or known."""
-        told = {"chat_template_kwargs": template.kwargs} if template.kwargs else {}
-        return told | self._sampling(config)
 
-    def _sampling(self, config: RegenerateSettings) -> dict[str, Any]:
-        if self.owner == VLLM:
-            # The model's generation_config would set what is not said; 0 is off. The tokens come
-            # back as they were chosen: a text tokenises to others.
-            return {
-                "top_k": config.top_k,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "return_token_ids": True,
-            }
-        return {"top_k": config.top_k} if config.top_k else {}
+# The model's generation_config would set what is not said; 0 is off. The tokens come back as they
+# were chosen: a text tokenises to others.
+TOLD_VLLM = {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def by_endpoint(
@@ -102,10 +78,10 @@ def by_endpoint(
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes as they come, with `concurrency` conversations under way at a time.
 
-    The client tries again after what passes (no connection, 408, 409, 429, 5xx), with growing,
-    jittered pauses or the one that the endpoint asks for, within regenerate.timeout for an answer.
-    A conversation that still fails is an outcome too, asked again by the next run; ValueError after
-    several in a row, since then it is the endpoint, and where it refuses all there is.
+    The client tries again after what passes (no connection, 408, 409, 429, 5xx), within
+    regenerate.timeout for an answer. A conversation that still fails is an outcome too, asked again
+    by the next run; ValueError after several in a row, since then it is the endpoint, and where it
+    refuses all there is.
     """
     with asyncio.Runner() as runner:
         client = open_client(config)
@@ -121,7 +97,10 @@ def by_endpoint(
                     tasks.add(runner.get_loop().create_task(talk))
                 if not tasks:
                     return
-                done, tasks = runner.run(_first(tasks))
+                waiting = asyncio.wait(
+                    tasks, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                done, tasks = runner.run(waiting)
                 if not done:
                     console.print(
                         f"no answer from {config.base_url} for {time.monotonic() - last:.0f} s; "
@@ -142,7 +121,9 @@ def by_endpoint(
         finally:
             for task in tasks:
                 task.cancel()
-            runner.run(_close(client, tasks))
+            if tasks:
+                runner.run(asyncio.wait(tasks))
+            runner.run(client.close())
 
 
 def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings) -> None:
@@ -169,11 +150,8 @@ def served_by(config: RegenerateSettings) -> Served:
     """Return what the endpoint serves; ValueError if it cannot be asked, or must be told which."""
 
     async def ask() -> Served:
-        client = open_client(config)
-        try:
+        async with open_client(config) as client:
             return await find_model(client, config)
-        finally:
-            await client.close()
 
     return asyncio.run(ask())
 
@@ -207,26 +185,22 @@ async def _bound(response: Any) -> None:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise OSError("the reply is compressed, which was not asked for")
     # Older clients stand on httpx, newer ones on httpx2: each wants its own kind of stream.
-    kinds = type(response.stream).__mro__
-    kind = next(kind for kind in kinds if kind.__name__ == "AsyncByteStream")
-    response.stream = type("Bounded", (_Bounded, kind), {})(response.stream)
+    stream = response.stream
+    kind: Any = next(kind for kind in type(stream).__mro__ if kind.__name__ == "AsyncByteStream")
 
+    class Bounded(kind):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in stream:
+                size += len(chunk)
+                if size > MAX_REPLY:
+                    raise OSError(f"the reply has more than {MAX_REPLY >> 20} MB")
+                yield chunk
 
-class _Bounded:
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
+        async def aclose(self) -> None:
+            await stream.aclose()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
-        async for chunk in self.stream:
-            size += len(chunk)
-            if size > MAX_REPLY:
-                raise OSError(f"the reply has more than {MAX_REPLY >> 20} MB")
-            yield chunk
-
-    async def aclose(self) -> None:
-        """Close what is bounded."""
-        await self.stream.aclose()
+    response.stream = Bounded()
 
 
 async def find_model(client: Any, config: RegenerateSettings) -> Served:
@@ -234,41 +208,38 @@ async def find_model(client: Any, config: RegenerateSettings) -> Served:
     import openai
 
     quick = client.with_options(max_retries=1, timeout=PATIENCE_S)
-    where = f"regenerate.base_url={config.base_url}"
     must = "must be the address of an OpenAI-compatible endpoint, ending in /v1 for most"
     try:
         async with asyncio.timeout(PATIENCE_S):
             response = await quick.models.with_raw_response.list()
         listed = typed(Models, response.content, "its list of models")
-    except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        given = "is set" if _key(config) else "is not set"
-        raise ValueError(
-            f"{where} must accept the key in {config.api_key_variable} "
-            f"(regenerate.api_key_variable), which {given}: {describe(error, config)}"
-        ) from None
-    except openai.APIStatusError as error:
-        if error.status_code == 429 or (error.status_code >= 500 and error.status_code != 501):
-            raise ValueError(
-                f"{where} is there, but cannot answer now: {describe(error, config)}; try again "
-                "when it can"
-            ) from None
-        if config.served_model is None:  # an endpoint need not list its models
-            raise ValueError(
-                f"{where} {must}, and lists no models: {describe(error, config)}; correct it, or "
-                "name the model with regenerate.served_model"
-            ) from None
-        return Served(config.served_model, "")
-    except TimeoutError:
-        raise ValueError(
-            f"{where} did not list its models within {PATIENCE_S:g} s; see that it runs, and is "
-            "not behind something that takes the request and does not answer"
-        ) from None
-    except openai.APIConnectionError as error:
-        fault = describe(error.__cause__ or error, config)
-        raise ValueError(f"{where} {must}, which cannot be reached: {fault}") from None
-    except Exception as error:  # as in `converse`
-        fault = describe(error.__cause__ or error, config)
-        raise ValueError(f"{where} {must}, got: {fault}") from None
+    except Exception as error:  # what clients make of what servers send has no one name
+        fault, status = describe(error, config), getattr(error, "status_code", 0)
+        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
+            given = "is set" if _key(config) else "is not set"
+            problem = (
+                f"must accept the key in {config.api_key_variable} "
+                f"(regenerate.api_key_variable), which {given}: {fault}"
+            )
+        elif status == 429 or (status >= 500 and status != 501):
+            problem = f"is there, but cannot answer now: {fault}; try again when it can"
+        elif isinstance(error, openai.APIStatusError):
+            if config.served_model is not None:  # an endpoint need not list its models
+                return Served(config.served_model, "")
+            problem = (
+                f"{must}, and lists no models: {fault}; correct it, or name the model with "
+                "regenerate.served_model"
+            )
+        elif isinstance(error, TimeoutError):
+            problem = (
+                f"did not list its models within {PATIENCE_S:g} s; see that it runs, and is not "
+                "behind something that takes the request and does not answer"
+            )
+        else:
+            reached = isinstance(error, openai.APIConnectionError)
+            why = "which cannot be reached" if reached else "got"
+            problem = f"{must}, {why}: {describe(error.__cause__ or error, config)}"
+        raise ValueError(f"regenerate.base_url={config.base_url} {problem}") from None
     models = {model.id: model.owned_by for model in listed.data}
     names = shown(", ".join(models) or "none", SHOWN)
     if config.served_model is None and len(models) != 1:
@@ -293,6 +264,11 @@ async def converse(
     """Ask every turn of a conversation in order and return what it has become."""
     import openai
 
+    extra: dict[str, Any] = TOLD_VLLM if served.owner == VLLM else {}
+    if config.top_k or extra:
+        extra = {"top_k": config.top_k, **extra}
+    if template.kwargs:
+        extra = {"chat_template_kwargs": template.kwargs, **extra}
     while dialogue.outcome is None:
         try:
             async with asyncio.timeout(config.timeout):  # with all that is tried again
@@ -303,17 +279,17 @@ async def converse(
                     top_p=config.top_p,
                     max_tokens=config.max_new_tokens,
                     seed=dialogue.seed(config.seed),
-                    extra_body=served.extra(config, template),
+                    extra_body=extra,
                 )
             completion = typed(Completion, response.content, "the reply")
         except openai.BadRequestError as error:  # this prompt: too long, or refused
             dialogue.stop("refused by the endpoint", describe(error, config), final=True)
         except TimeoutError:
-            waited = f"regenerate.timeout={config.timeout:g} s"
-            dialogue.stop("the endpoint failed", f"no answer within {waited}", final=False)
+            waited = f"no answer within regenerate.timeout={config.timeout:g} s"
+            dialogue.stop("the endpoint failed", waited, final=False)
         except UntrustedError as error:
             dialogue.stop("a reply that cannot be read", describe(error, config), final=False)
-        except Exception as error:  # what clients make of what servers send has no one name
+        except Exception as error:  # as in `find_model`
             dialogue.stop("the endpoint failed", describe(error, config), final=False)
         else:
             take(dialogue, completion)
@@ -321,7 +297,6 @@ async def converse(
 
 
 def take(dialogue: Dialogue, completion: Completion) -> None:
-    """Take in a completion."""
     if not completion.choices:
         return dialogue.stop("a reply that cannot be read", "no choices", final=False)
     choice = completion.choices[0]
@@ -340,24 +315,11 @@ def take(dialogue: Dialogue, completion: Completion) -> None:
 
 def describe(error: BaseException, config: RegenerateSettings) -> str:
     """Return what is wrong with an answer of the endpoint, in one line, without the key."""
-    status = getattr(error, "status_code", None)
-    body = getattr(error, "body", None)
-    text = body.get("message") if isinstance(body, dict) else None
-    said = str(text or error)
+    status, body = getattr(error, "status_code", None), getattr(error, "body", None)
+    said = str((isinstance(body, dict) and body.get("message")) or error)
     if key := _key(config):
         said = said.replace(key, "[the key]")
     said = shown(" ".join(said.split()), SHOWN)
     if isinstance(error, UntrustedError):
         return said
     return f"{status}: {said}" if status else f"{type(error).__name__}: {said}"
-
-
-async def _first(
-    tasks: set["asyncio.Task[Outcome]"],
-) -> tuple[set["asyncio.Task[Outcome]"], set["asyncio.Task[Outcome]"]]:
-    return await asyncio.wait(tasks, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def _close(client: Any, tasks: set["asyncio.Task[Outcome]"]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await client.close()

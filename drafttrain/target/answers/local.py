@@ -35,13 +35,11 @@ def by_transformers(
         batch = by_length[first : first + config.batch_size]
         dialogues = [Dialogue(one, config.turns == LAST) for one in batch]
         while True:
-            prompts = {
-                place: prompt
-                for place, dialogue in enumerate(dialogues)
-                if dialogue.outcome is None
-                and (prompt := next_prompt(dialogue, target.tokenizer, config, template, room))
-                is not None
-            }
+            prompts = {}
+            for place, dialogue in enumerate(dialogues):
+                prompt = next_prompt(dialogue, target.tokenizer, config, template, room)
+                if prompt is not None:
+                    prompts[place] = prompt
             if not prompts:
                 break
             decoded = decode(
@@ -75,10 +73,12 @@ def by_vllm(
     waiting: dict[int, Dialogue] = {}
     rest = iter(asked)
 
-    def hand_in(dialogue: Dialogue) -> bool:
+    def hand_in(dialogue: Dialogue) -> list[Outcome]:
+        """Ask for the next answer; return what has become of a conversation that needs none."""
         prompt = next_prompt(dialogue, tokenizer, config, template, room)
         if prompt is None:
-            return False
+            return [] if dialogue.outcome is None else [dialogue.outcome]
+        waiting[dialogue.asked.index] = dialogue
         engine.submit(
             dialogue.asked.index,
             prompt,
@@ -87,26 +87,21 @@ def by_vllm(
             seed=dialogue.seed(config.seed),
             stop_tokens=spec.eos_token_ids,
         )
-        return True
+        return []
 
     while True:
-        ended: list[Dialogue] = []
+        ended: list[Outcome] = []
         while len(waiting) < in_flight and (one := next(rest, None)) is not None:
-            dialogue = Dialogue(one, config.turns == LAST)
-            if hand_in(dialogue):
-                waiting[one.index] = dialogue
-            else:
-                ended.append(dialogue)
+            ended += hand_in(Dialogue(one, config.turns == LAST))
         if waiting:
             answer = engine.next_answer()
-            dialogue = waiting[answer.name]
+            dialogue = waiting.pop(answer.name)
             if answer.refused is not None:
                 dialogue.stop("refused by vLLM", answer.refused, final=True)
             else:
                 take_tokens(dialogue, answer.tokens, spec, tokenizer)
-            if dialogue.outcome is not None or not hand_in(dialogue):
-                ended.append(waiting.pop(answer.name))
-        yield [dialogue.outcome for dialogue in ended if dialogue.outcome is not None]
+            ended += hand_in(dialogue)
+        yield ended
         if not waiting:
             return
 
@@ -114,7 +109,9 @@ def by_vllm(
 def next_prompt(
     dialogue: Dialogue, tokenizer: Any, config: RegenerateSettings, template: Template, room: int
 ) -> list[int] | None:
-    """Return the tokens of what is asked next; None, with its outcome, where they do not fit."""
+    """Return the tokens of what is asked next; None where there is an outcome instead."""
+    if dialogue.outcome is not None:
+        return None
     try:
         prompt = prompt_tokens(dialogue.messages, tokenizer, template)
     except Unusable as error:

@@ -50,8 +50,6 @@ class Frame:
 
 @dataclass(frozen=True)
 class Written:
-    """One conversation as the target wrote it."""
-
     index: Count
     tokens: list[Count]
     num_prompt_tokens: Count
@@ -67,51 +65,33 @@ def selfgen(
     tokens), then the answer, freely. An answer that reaches data.max_answer_tokens stays as it is,
     without an end of turn. Conversation i depends on the target, the seed and i, not on the batch
     it is written in, but for rounding. Results go to data.cache_dir batch by batch, under a
-    fingerprint of target and settings: an interrupted run continues, a finished one is reused, and
-    asking for more conversations writes only those. ValueError if they cannot fit, or if nothing
-    usable was written.
-    ranks: among whom batches are dealt out, each written whole by one of them; every rank is given
-    all conversations, and rank 0 alone reads and writes the files.
+    fingerprint of target and settings: an interrupted run continues, and asking for more
+    conversations writes only those. ValueError if they cannot fit, or if nothing usable was
+    written. ranks: among whom batches are dealt out; every rank is given all conversations, and
+    rank 0 alone reads and writes the files.
     """
     frame = frame_of(target, config.text_format)
     check_room(target, config, frame)
     folder = Path(config.cache_dir).expanduser() / fingerprint(target, config, frame)
-    show = show and ranks.is_main
+    count, size, show = config.num_conversations, config.batch_size, show and ranks.is_main
     written = cached(folder, target.spec, ranks)
-    if all(index in written for index in range(config.num_conversations)):
-        if show:
-            console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
-        return to_samples([written[index] for index in range(config.num_conversations)], folder)
     with ExitStack() as stack:
-        if ranks.is_main:  # another run may write the very same: this one waits and takes them up
-            held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
-            stack.enter_context(held)
-        return write_missing(target, config, frame, folder, show, ranks)
-
-
-def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
-    """Return what the cache holds, which rank 0 reads."""
-    plain = [vars(one) for one in load(folder, spec).values()] if ranks.is_main else []
-    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
-
-
-def write_missing(
-    target: Target, config: SelfgenConfig, frame: Frame, folder: Path, show: bool, ranks: Ranks
-) -> tuple[list[Sample], SkipReport]:
-    """Write what the cache does not have yet, as its only writer; return all of it."""
-    written = cached(folder, target.spec, ranks)
-    missing = [index for index in range(config.num_conversations) if index not in written]
-    if show and not missing:
-        console.print(f"selfgen: {config.num_conversations:,} conversations from {folder}")
-    elif show:
-        console.print(
-            f"selfgen: {target.spec.name} writes {len(missing):,} conversations to {folder}"
-        )
-    if missing and ranks.is_main:
-        save_settings(folder, target, config)
-    done = config.num_conversations - len(missing)
-    size = config.batch_size
-    with progress("selfgen", config.num_conversations, done, show and bool(missing)) as tick:
+        if not all(index in written for index in range(count)):
+            if ranks.is_main:  # another run may write the very same: this one then takes them up
+                held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
+                stack.enter_context(held)
+            written = cached(folder, target.spec, ranks)
+        missing = [index for index in range(count) if index not in written]
+        if show and not missing:
+            console.print(f"selfgen: {count:,} conversations from {folder}")
+        elif show:
+            console.print(
+                f"selfgen: {target.spec.name} writes {len(missing):,} conversations to {folder}"
+            )
+        if missing and ranks.is_main:
+            save_settings(folder, target, config)
+        shown = show and bool(missing)
+        tick = stack.enter_context(progress("selfgen", count, count - len(missing), shown))
         for first in range(0, len(missing), size * ranks.world_size):
             start = first + size * ranks.rank
             own: list[Written] = []
@@ -125,7 +105,12 @@ def write_missing(
                     append(folder, batch, frame, target.tokenizer)
                 written.update({conversation.index: conversation for conversation in batch})
             tick(sum(map(len, batches)) - len(own))
-    return to_samples([written[index] for index in range(config.num_conversations)], folder)
+    return to_samples([written[index] for index in range(count)], folder)
+
+
+def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
+    plain = [vars(one) for one in load(folder, spec).values()] if ranks.is_main else []
+    return {one["index"]: Written(**one) for one in ranks.broadcast_object(plain)}
 
 
 def frame_of(target: Target, template: Template) -> Frame:
@@ -143,7 +128,7 @@ def frame_of(target: Target, template: Template) -> Frame:
             f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
         )
     specials = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    stops = {*target.spec.eos_token_ids, *[token for token in tail[:1] if token in specials]}
+    stops = {*target.spec.eos_token_ids, *specials.intersection(tail[:1])}
     user_stops = {*stops, closing[0]}
     return Frame(
         opening,
@@ -156,14 +141,12 @@ def frame_of(target: Target, template: Template) -> Frame:
 
 
 def check_room(target: Target, config: SelfgenConfig, frame: Frame) -> None:
-    """Raise unless the longest conversation fits in a sample and in the target."""
     around = len(frame.opening) + len(frame.closing)
     longest = around + config.max_user_tokens + config.max_answer_tokens
-    limits = {
-        "data.max_length": config.max_length,
-        "the target's positions": target.spec.max_positions,
-    }
-    for name, limit in limits.items():
+    for name, limit in (
+        ("data.max_length", config.max_length),
+        ("the target's positions", target.spec.max_positions),
+    ):
         if longest > limit:
             raise ValueError(
                 f"data.max_user_tokens + data.max_answer_tokens + {around} of the chat template"
@@ -259,7 +242,6 @@ def law(
 
 
 def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], SkipReport]:
-    """Return the usable conversations as samples, and the count of the others."""
     report = SkipReport(len(written))
     samples = []
     for conversation in written:
@@ -277,9 +259,8 @@ def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], Skip
 
 def fingerprint(target: Target, config: SelfgenConfig, frame: Frame) -> str:
     """Name what conversation i depends on: the number of them and the batch size are not in it."""
-    settings = {**settings_of(target, config), "frame": vars(frame), "format": FORMAT}
-    text = json.dumps(settings, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    settings = settings_of(target, config) | {"frame": vars(frame), "format": FORMAT}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
@@ -308,16 +289,14 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
     """Add a batch to the cache: tokens for training, and messages, which data=jsonl reads too."""
     records = []
-    for conversation in batch:
-        user = conversation.tokens[
-            len(frame.opening) : conversation.num_prompt_tokens - len(frame.closing)
-        ]
-        answer = conversation.tokens[conversation.num_prompt_tokens :]
-        turns = {"user": user, "assistant": answer[:-1] if conversation.finished else answer}
+    for one in batch:
+        user = one.tokens[len(frame.opening) : one.num_prompt_tokens - len(frame.closing)]
+        answer = one.tokens[one.num_prompt_tokens : len(one.tokens) - one.finished]
         messages = [
-            {"role": role, "content": tokenizer.decode(turn)} for role, turn in turns.items()
+            {"role": role, "content": tokenizer.decode(turn)}
+            for role, turn in (("user", user), ("assistant", answer))
         ]
-        records.append({"messages": messages, **vars(conversation)})
+        records.append({"messages": messages, **vars(one)})
     append_records(folder / "conversations.jsonl", records)
 
 

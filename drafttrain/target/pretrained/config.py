@@ -66,7 +66,6 @@ class ModelConfig:
 
     @property
     def origin(self) -> str:
-        """The key and value that say where this target comes from, for messages."""
         if self.path:
             return f"model.path={self.path}"
         return "model.embedded=true" if self.embedded else f"model.repo={self.repo}"
@@ -132,10 +131,8 @@ class RandomModelConfig(ModelConfig):
 
     @property
     def portable(self) -> bool:
-        """Whether every device and dtype draws the same weights."""
         return self.num_parameters <= PORTABLE_PARAMETERS
 
     @property
     def origin(self) -> str:
-        """The key and value that say where this target comes from, for messages."""
         return super().origin if self.path or self.repo or self.embedded else f"model={self.name}"

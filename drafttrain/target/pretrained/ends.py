@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from torch import nn
 
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.limits import final_norm_of
 from drafttrain.target.pretrained.models import find
+from drafttrain.target.pretrained.shards import Place, names_of, put, read, skeleton
 
 
 def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -18,45 +19,33 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
     Everything between stays on the meta device: a 70B model takes the memory of two tables.
     ValueError where the target has no directory, or its weights lie in pickle.
     """
-    import transformers
-    from accelerate import init_empty_weights
-
-    folder = directory(config)
-    weights = files.weight_files(folder)
+    weights = files.weight_files(directory(config))
     if weights[0].suffix != ".safetensors":
         raise ValueError(
             f"{config.origin} must hold its weights as safetensors, from which single tensors can "
             f"be read, got {weights[0].name}; convert them"
         )
-    with init_empty_weights(include_buffers=False):  # buffers hold scales that no file has
-        model = transformers.AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-        )
-    stored = where_stored(weights)
-    embedder, head, norm = (
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-        final_norm_of(model.get_decoder()),
-    )
-    tied = bool(model_config.get_text_config(decoder=True).tie_word_embeddings)
-    for module in (embedder, norm) if tied else (embedder, norm, head):
-        prefix = next(name for name, other in model.named_modules() if other is module)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            file, key = stored_as(f"{prefix}.{name}", stored, config.origin)
-            with safe_open(file, "pt", device="cpu") as opened:  # mapped: nothing is read yet
-                value = opened.get_tensor(key)
+    stored = {key: file for file in weights for key in files.tensors_in(file, config.origin)}
+    model = skeleton(config, model_config, dtype)
+    named = names_of(model)
+    norm = final_norm_of(model.get_decoder())
+    for module in (model.get_input_embeddings(), norm, model.get_output_embeddings()):
+        for parameter in list(module.parameters(recurse=False)):
+            names = named.pop(id(parameter), None)
+            if names is None:  # tied, and there already
+                continue
+            key = stored_as(names[0], stored, config.origin)
+            place = Place(stored[key], key, tuple(names))
+            value = read(place, dtype)
             if value.shape != parameter.shape or not value.is_floating_point():
                 raise ValueError(
                     f"{config.origin}: {key} must be of shape {tuple(parameter.shape)} and not "
                     f"quantised, got {tuple(value.shape)} in {value.dtype}"
                 )
-            kept = torch.nn.Parameter(value.to(device, dtype), requires_grad=False)
-            setattr(module, name, kept)
+            put(model, place, nn.Parameter(value.to(device), requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
-    if tied:
-        head.weight = embedder.weight
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def directory(config: ModelConfig) -> Path:
@@ -77,21 +66,10 @@ def directory(config: ModelConfig) -> Path:
     return folder
 
 
-def where_stored(weights: list[Path]) -> dict[str, Path]:
-    """Return the file of every tensor."""
-    stored: dict[str, Path] = {}
-    for file in weights:
-        with safe_open(file, "pt") as opened:
-            stored |= dict.fromkeys(opened.keys(), file)
-    return stored
-
-
-def stored_as(name: str, stored: dict[str, Path], origin: str) -> tuple[Path, str]:
-    """Return file and key of a tensor; checkpoints of several modalities have other prefixes."""
-    if name in stored:
-        return stored[name], name
+def stored_as(name: str, stored: dict[str, Path], origin: str) -> str:
+    """Return the key of a tensor; checkpoints of several modalities have other prefixes."""
     end = "." + ".".join(name.split(".")[-2:])
     like = [key for key in stored if f".{key}".endswith(end) and ".layers." not in key]
-    if len(like) != 1:
+    if name not in stored and len(like) != 1:
         raise ValueError(f"{origin}: the weights must hold {name}, got {', '.join(like) or 'none'}")
-    return stored[like[0]], like[0]
+    return name if name in stored else like[0]

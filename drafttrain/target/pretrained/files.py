@@ -24,8 +24,9 @@ PICKLED = "pytorch_model.bin"
 HASHED_WHOLE_BYTES = 1 << 30
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 # What Transformers reads of a directory besides weights and vocabulary: small objects all of them.
+GENERATION = "generation_config.json"
 SETTINGS = (
-    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *(GENERATION, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.json", "processor_config.json"),
 )
 ADAPTER = "adapter_config.json"
@@ -54,19 +55,17 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
         raise ValueError(
             f"{origin} must hold {CONFIG}, a tokenizer and weights; missing: {', '.join(missing)}"
         )
-    if (
-        folder / ADAPTER
-    ).exists():  # Transformers would load the model that it names, from anywhere
+    if (folder / ADAPTER).exists():  # Transformers would load what it names, from anywhere
         raise ValueError(
             f"{origin} must hold a whole model, and holds an adapter of another ({ADAPTER}); merge"
             " it into the model, or remove that file to have the model without it"
         )
-    for name in (CONFIG, *SETTINGS):
+    settings = read_object(folder / CONFIG, f"{origin}: {CONFIG}")
+    check_sizes(settings, origin)
+    check_settings(settings, origin)
+    for name in SETTINGS:
         if (folder / name).is_file():
-            settings = read_object(folder / name, f"{origin}: {name}")
-            if name == CONFIG:
-                check_sizes(settings, origin)
-                check_settings(settings, origin)
+            read_object(folder / name, f"{origin}: {name}")
     if not weights:
         return
     if pickled and not allow_pickle:
@@ -112,7 +111,6 @@ def tensors_in(file: Path, origin: str) -> dict[str, TensorEntry]:
 
 
 def only_pickled(origin: str) -> str:
-    """Return the message for weights that exist as pickle alone."""
     return (
         f"{origin} holds its weights only as pickle ({PICKLED}), a format that can run code;"
         " convert them to safetensors, or set model.allow_pickle=true to have them read with"
@@ -142,9 +140,8 @@ def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
     """Return a hash of a model directory's configuration and weights, wherever it lies.
 
     files: those that hold the weights, where they are not a model's.
-    Weights up to 1 GiB in all are hashed whole. Of larger ones each file's name, size and header
-    (tensor names, dtypes, shapes) and 64 samples of 64 KiB, evenly spaced: a fine-tune changes
-    them, a copy does not, and a 70B model takes seconds.
+    Weights up to 1 GiB in all are hashed whole. Of larger ones each file's name, size, header and
+    64 samples of 64 KiB: a fine-tune changes them, a copy does not, and a 70B model takes seconds.
     """
     settings = read_object(folder / CONFIG)
     digest = hashlib.sha256(_canonical(settings))
@@ -167,7 +164,6 @@ def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
 
 
 def fingerprint_settings(settings: dict[str, object]) -> str:
-    """Return the fingerprint of a model that is drawn from these settings."""
     return hashlib.sha256(_canonical(settings)).hexdigest()[:32]
 
 

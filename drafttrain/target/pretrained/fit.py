@@ -1,15 +1,12 @@
 """Whether weights on the disk are those of a configuration, by their headers: nothing is loaded."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-
 from drafttrain.runtime.untrusted_input import TensorEntry, shown
 from drafttrain.target.pretrained import files
+from drafttrain.target.pretrained.limits import without_weights
 
 NAMED = 3  # tensors of each kind in a message
 MISSING_SHARE = 0.01  # of a model's numbers that files may lack: what Transformers computes itself
@@ -17,8 +14,6 @@ BYTES_PER_NUMBER = 1 / 16  # the least that quantised weights take
 
 
 class Found(NamedTuple):
-    """A tensor of a model: where it lies, what it is called there, and its shape."""
-
     file: Path
     key: str
     entry: TensorEntry
@@ -50,18 +45,13 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
         return  # nothing tells what a pickle holds before it is loaded
     entries = [entry for file in weights for entry in files.tensors_in(file, origin).values()]
     layers = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(
-        entries
-    ):  # which would take long to make, and cannot be
+    if isinstance(layers, int) and layers > len(entries):  # which would take long to make
         raise ValueError(
             f"{origin}: the weights must fit config.json, which declares {layers:,} layers; the "
             f"files hold {len(entries):,} tensors"
         )
     try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                copy.deepcopy(model_config), trust_remote_code=code
-            )
+        model = without_weights(model_config, code)
     except Exception as error:  # whatever the model's code finds wrong, whose classes vary
         reason = shown(error, 400)
         raise ValueError(f"{origin}: config.json makes no model: {reason}") from error
@@ -75,10 +65,9 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
         if not quantized and name in own and math.prod(place.entry.shape) != math.prod(own[name])
     ]
     declared = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(math.prod(entry.shape) for entry in entries)
     if quantized:
         held = int(sum(file.stat().st_size for file in weights) / BYTES_PER_NUMBER)
-    else:
-        held = sum(math.prod(entry.shape) for entry in entries)
     if wrong or declared * (1 - MISSING_SHARE) > held:
         missing = [f"{name} {shape}" for name, shape in own.items() if name not in found]
         refuse_misfit(origin, wrong, missing, others)

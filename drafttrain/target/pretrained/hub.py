@@ -27,6 +27,9 @@ def download(
     patterns = SMALL_FILES + (["*.py"] if code else [])
     example = f"model.path=/models/{repo.rsplit('/', 1)[-1]}"
     instead = f"point model.path at a local directory that holds the model, for example {example}"
+    snapshot = functools.partial(
+        huggingface_hub.snapshot_download, repo, revision=revision, ignore_patterns=NEVER
+    )
     try:
         # Asked first because this one request fails at once, where a download retries for long.
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=ANSWER_S)
@@ -36,9 +39,7 @@ def download(
         if weights:
             patterns.append("*.bin" if unsafe and pickle else "*.safetensors")
         # By the name that the user gave, so that the cache finds it by that name without the Hub.
-        folder: str | None = huggingface_hub.snapshot_download(
-            repo, revision=revision, allow_patterns=patterns, ignore_patterns=NEVER
-        )
+        folder = snapshot(allow_patterns=patterns)
     except errors.HFValidationError as error:
         raise ValueError(f"model.repo must be like owner/name, got {repo!r}") from error
     except errors.GatedRepoError as error:
@@ -58,15 +59,16 @@ def download(
         ) from error
     except Exception as error:  # every transport has its own errors; all mean the same here
         unsafe = False
-        folder = _cached(repo, revision, [*patterns, "*.safetensors"] if weights else patterns)
-        if folder is None:
+        wanted = [*patterns, "*.safetensors"] if weights else patterns
+        try:
+            folder = snapshot(allow_patterns=wanted, local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
             raise ValueError(
-                f"model={name}: cannot reach the Hugging Face Hub for {repo}; {instead}"
-                f" ({_reason(error)})"
+                f"model={name}: cannot reach the Hugging Face Hub for {repo}; {instead} ({reason})"
             ) from error
     if unsafe and not pickle:
         raise ValueError(files.only_pickled(f"model.repo={repo}"))
-    assert folder is not None
     return Path(folder)
 
 
@@ -74,21 +76,3 @@ def cached_config(repo: str, revision: str | None) -> Path | None:
     """Return the config.json of a repository that the local cache holds; the Hub is not asked."""
     found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(found) if isinstance(found, str) else None
-
-
-def _cached(repo: str, revision: str | None, patterns: list[str]) -> str | None:
-    try:
-        return huggingface_hub.snapshot_download(
-            repo,
-            revision=revision,
-            allow_patterns=patterns,
-            ignore_patterns=NEVER,
-            local_files_only=True,
-        )
-    except errors.LocalEntryNotFoundError:
-        return None
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

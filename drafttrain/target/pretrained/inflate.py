@@ -1,12 +1,12 @@
 """Cost without weights: a model made as large as another, computing what it computed before."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
+from drafttrain.target.pretrained.limits import without_weights
 from drafttrain.target.pretrained.size import parameters, parse_size
 
 MULTIPLE = 64  # of a feed-forward width: what kernels are tuned for
@@ -15,21 +15,8 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 TOLERANCE = 0.02
 
 
-class Inflation(NamedTuple):
-    """Feed-forward widths before and after, and the parameters that the whole model then has."""
-
-    old_width: int
-    new_width: int
-    num_parameters: int
-
-    @property
-    def ratio(self) -> float:
-        """How many times as wide the feed-forward layers become."""
-        return self.new_width / self.old_width
-
-
-def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) -> Inflation:
-    """Return the widths that bring a model nearest to `size`, before any weight is read.
+def inflated_width(size: str, model_config: Any, name: str, trust_code: bool) -> int:
+    """Return the feed-forward width that brings a model nearest to `size`; no weight is read.
 
     ValueError if the model is larger than that, or its feed-forward layers are of another kind
     than Llama's.
@@ -39,10 +26,7 @@ def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) ->
             f"model.inflate must be null for quantised weights, and model={name} has them;"
             " inflate the model that they were made from"
         )
-    with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config), trust_remote_code=trust_code
-        )
+    skeleton = without_weights(model_config, trust_code)
     layers = gated_layers(skeleton, name)
     wanted, present = parse_size(size), count_parameters(skeleton)
     if wanted < present:
@@ -51,41 +35,41 @@ def plan_inflation(size: str, model_config: Any, name: str, trust_code: bool) ->
             f" got {size}; null leaves the model as it is"
         )
     old = layers[0].gate_proj.out_features
-    each = sum(_parameters_per_column(layer) for layer in layers)
-    nearest = round((old + (wanted - present) / each) / MULTIPLE) * MULTIPLE
-    new = max(old, nearest)
-    return Inflation(old, new, present + (new - old) * each)
+    each = 0  # parameters for each column that is added
+    for layer in layers:
+        gate, up, down = (getattr(layer, key) for key in NAMES)
+        biases = sum(linear.bias is not None for linear in (gate, up))
+        each += gate.in_features + up.in_features + down.out_features + biases
+    return max(old, round((old + (wanted - present) / each) / MULTIPLE) * MULTIPLE)
 
 
-def inflate(model: Any, plan: Inflation, name: str) -> None:
+def inflate(model: Any, width: int, name: str) -> None:
     """Widen the feed-forward layers of a Transformers model in place, on its device.
 
     ValueError if that would change what a layer computes.
     """
     model.config = copy.deepcopy(model.config)  # drafters are built from the one it was made from
-    text = model.config.get_text_config(decoder=True)
     for layer in gated_layers(model, name):
         weight = layer.gate_proj.weight
         probe = torch.linspace(-1, 1, weight.shape[1], device=weight.device)[None].to(weight.dtype)
         with torch.no_grad():
             before = layer(probe).float()
-            widen(layer, plan.new_width)
+            widen(layer, width)
             change = (layer(probe).float() - before).abs().max()
         if not change <= TOLERANCE * before.abs().max():
-            raise _unknown(name, text.model_type)
-    text.intermediate_size = plan.new_width  # so that what is saved loads again
+            raise _unknown(name, model)
+    # so that what is saved loads again
+    model.config.get_text_config(decoder=True).intermediate_size = width
 
 
 def gated_layers(model: Any, name: str) -> list[Any]:
     """Return the feed-forward layer of every decoder layer; ValueError unless all are Llama's."""
-    kind = model.config.get_text_config(decoder=True).model_type
     layers: list[Any] = [
         getattr(layer, "mlp", None) for layer in getattr(model.get_decoder(), "layers", [None])
     ]
-    if not all(is_gated(layer) for layer in layers):
-        raise _unknown(name, kind)
-    if len({layer.gate_proj.out_features for layer in layers}) != 1:
-        raise _unknown(name, kind)
+    gated = all(is_gated(layer) for layer in layers)
+    if not gated or len({layer.gate_proj.out_features for layer in layers}) != 1:
+        raise _unknown(name, model)
     return layers
 
 
@@ -115,9 +99,8 @@ def widen(layer: Any, width: int) -> None:
     assert width >= old, f"cannot widen from {old} to {width}"
     rows = torch.arange(width, device=gate.weight.device) % old
     for linear in (gate, up):
-        linear.weight = _parameter(linear.weight[rows], linear.weight)
-        if linear.bias is not None:
-            linear.bias = _parameter(linear.bias[rows], linear.bias)
+        for name, values in list(linear.named_parameters()):
+            setattr(linear, name, _parameter(values[rows], values))
         linear.out_features = width
     columns = down.weight.new_zeros(down.out_features, width)
     columns[:, :old] = down.weight
@@ -128,7 +111,6 @@ def widen(layer: Any, width: int) -> None:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -136,13 +118,8 @@ def _parameter(values: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=like.requires_grad)
 
 
-def _parameters_per_column(layer: Any) -> int:
-    gate, up, down = (getattr(layer, key) for key in NAMES)
-    biases = sum(linear.bias is not None for linear in (gate, up))
-    return gate.in_features + up.in_features + down.out_features + biases
-
-
-def _unknown(name: str, kind: str) -> ValueError:
+def _unknown(name: str, model: Any) -> ValueError:
+    kind = model.config.get_text_config(decoder=True).model_type
     return ValueError(
         f"model.inflate must be null for model={name} ({kind}): its feed-forward layers are not"
         " down_proj(act(gate_proj(x)) * up_proj(x)) with plain weights, of one width, in every"

@@ -1,22 +1,20 @@
 """Which models can be targets, and up to which position: exact, capped, or refused by name.
 
-Speculative decoding is exact where a pass over several tokens computes what passes over one each
-would: rejected drafts must leave the cache without a trace, and what a position contributes must
-not depend on the length of the text. Decided from the configuration, before any weight is read;
-`Target.check_readout` then tries the model itself.
+Exact is where a pass over several tokens computes what passes over one each would: rejected drafts
+must leave the cache without a trace, and what a position contributes must not depend on the length
+of the text. `Target.check_readout` then tries the model itself.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
-
-if TYPE_CHECKING:
-    from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.config import ModelConfig
 
 # Frequencies that are the same at every length. "dynamic" (NTK) changes them past
 # max_position_embeddings alone, which is the limit anyway.
@@ -24,9 +22,9 @@ STEADY_ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional"
 LENGTH_ROPES = ("longrope",)  # other frequencies past the original length, for all positions
 # Kinds of layers whose cache holds keys and values of every position, and what bounds their reach.
 REACH = {
-    "full_attention": (),
-    "sliding_attention": ("sliding_window",),
-    "chunked_attention": ("attention_chunk_size",),
+    "full_attention": None,
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
 }
 # Attention that chooses what it reads by scores of its own: it reads all of a short text only.
 CHOOSY = ("index_topk", "index_topk_blocks")
@@ -52,7 +50,7 @@ class Limits:
     embedding_scale: float = 1.0  # what the model multiplies embeddings by
 
 
-def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") -> Limits:
+def limits_of(config: ModelConfig, model_config: Any, role: str = "target") -> Limits:
     """Return up to which position a model is exact in the decode loop.
 
     Raises ValueError, naming what and why, for a model that is not, at no length; for one that is
@@ -60,22 +58,31 @@ def limits_of(config: "ModelConfig", model_config: Any, role: str = "target") ->
     """
     text = model_config.get_text_config(decoder=True)
     who = f"model={config.name} ({shown(text.model_type)}) cannot be a {role}"
-    _refuse_state(config, model_config, who)
-    if getattr(text, "is_heterogeneous", False):
-        raise ValueError(
-            f"{who}: its layers differ in their shape, and drafters are shaped by that of all;"
-            " choose another model"
+    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    known = type(model_config) in kinds
+    if not known and not config.trust_remote_code:
+        raise ValueError(f"{who}: Transformers knows it, but not as a causal language model")
+    problem = None
+    if known and getattr(kinds[type(model_config)], "_is_stateful", False):
+        problem = (
+            "it keeps a recurrent state (state-space or linear attention), from which rejected"
+            " tokens cannot be removed; choose a model with attention in every layer"
         )
+    elif getattr(text, "is_heterogeneous", False):
+        problem = (
+            "its layers differ in their shape, and drafters are shaped by that of all; choose"
+            " another model"
+        )
+    elif role == "target" and (not _ropes(text) or getattr(text, "alibi", False)):
+        problem = (
+            "it must have rotary positions (rope_theta), and its configuration states others"
+            " (learned ones, ALiBi), for which there are no drafters; choose another model"
+        )
+    if problem is not None:
+        raise ValueError(f"{who}: {problem}")
     limits = exact_positions(text, who)
     if role == "target":
-        if not _ropes(text) or getattr(text, "alibi", False):
-            raise ValueError(
-                f"{who}: it must have rotary positions (rope_theta), and its configuration states"
-                " others (learned ones, ALiBi), for which there are no drafters; choose another"
-                " model"
-            )
-        scale = _embedding_scale(config, model_config, who)
-        limits = replace(limits, embedding_scale=scale)
+        limits = replace(limits, embedding_scale=_embedding_scale(config, model_config, who))
     asked = config.max_positions
     if asked is not None and asked > limits.positions:
         why = limits.reason or f"what model={config.name} was made for"
@@ -92,29 +99,51 @@ def exact_positions(text: Any, who: str) -> Limits:
 
     Raises ValueError, which `who` begins, where it does so at no length.
     """
-    made_for = getattr(text, "max_position_embeddings", None)
-    if made_for is None:
-        raise ValueError(
-            f"{who}: its configuration states no max_position_embeddings, so how long a text may"
-            " be is not known; choose another model"
-        )
+    for problem in _inexact(text):
+        raise ValueError(f"{who}: {problem}")
+    made_for = text.max_position_embeddings
     bounds = [Limits(made_for)]
-    for rope in _ropes(text):
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+    for kind, rope in _ropes(text):
         if kind in LENGTH_ROPES:
             original = rope.get("original_max_position_embeddings") or made_for
             why = f"{kind} turns all positions otherwise past {original}, the original length"
             bounds.append(Limits(original, why))
-        elif kind not in STEADY_ROPES:
-            raise ValueError(
-                f"{who}: rope_type {shown(kind)} is not known; known are"
-                f" {', '.join((*STEADY_ROPES, *LENGTH_ROPES))}; choose another model"
-            )
-    for field in (field for kind in _layer_kinds(text, who) for field in REACH[kind]):
-        window = getattr(text, field, None)
+    # Where layers are not told apart, a window that is stated is that of all.
+    for kind in sorted(set(getattr(text, "layer_types", None) or REACH)):
+        field = REACH[kind]
+        window = getattr(text, field, None) if field else None
         if window:  # Qwen2 writes 0 for none
             bounds.append(Limits(window, f"{field}={window}: past it a token reads less than all"))
     return min(bounds, key=lambda bound: bound.positions)  # the first of equals
+
+
+def _inexact(text: Any) -> Iterator[str]:
+    """Yield why a decoder of this configuration is exact at no length."""
+    if getattr(text, "max_position_embeddings", None) is None:
+        yield (
+            "its configuration states no max_position_embeddings, so how long a text may be is"
+            " not known; choose another model"
+        )
+    for kind, _ in _ropes(text):
+        if kind not in STEADY_ROPES + LENGTH_ROPES:
+            yield (
+                f"rope_type {shown(kind)} is not known; known are"
+                f" {', '.join((*STEADY_ROPES, *LENGTH_ROPES))}; choose another model"
+            )
+    unknown = set(getattr(text, "layer_types", None) or ()) - set(REACH)
+    if unknown:
+        yield (
+            f"layers of kind {shown(', '.join(sorted(map(str, unknown))))} keep more than the keys"
+            " and values of each position, from which rejected tokens cannot be removed; choose a"
+            " model with attention in every layer"
+        )
+    for field in CHOOSY:
+        if getattr(text, field, None) is not None:
+            yield (
+                f"its attention chooses {field}={shown(getattr(text, field))} of what is there, and"
+                " how it chooses is not known to be the same in passes of one and of several"
+                " tokens; choose a model that reads all positions"
+            )
 
 
 def check_sizes(raw: dict[str, Any], origin: str) -> None:
@@ -126,13 +155,12 @@ def check_sizes(raw: dict[str, Any], origin: str) -> None:
     for stated in (raw, inner if isinstance(inner, dict) else {}):
         for key, most in SIZES.items():
             value = stated.get(key)
-            if value is None or (type(value) is int and 1 <= value <= most):
-                continue
-            limit = f"most {most:,}" if type(value) is int and value > most else "least 1"
-            raise ValueError(
-                f"{origin}: config.json's {key} must be a whole number of at {limit}, got"
-                f" {shown(value)}"
-            )
+            if value is not None and not (type(value) is int and 1 <= value <= most):
+                limit = f"most {most:,}" if type(value) is int and value > most else "least 1"
+                raise ValueError(
+                    f"{origin}: config.json's {key} must be a whole number of at {limit}, got"
+                    f" {shown(value)}"
+                )
 
 
 def final_norm_of(decoder: Any) -> Any:
@@ -141,62 +169,30 @@ def final_norm_of(decoder: Any) -> Any:
     return next((norm for norm in found if norm is not None), None)
 
 
-def _refuse_state(config: "ModelConfig", model_config: Any, who: str) -> None:
-    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(model_config) in kinds:
-        if getattr(kinds[type(model_config)], "_is_stateful", False):
-            raise ValueError(
-                f"{who}: it keeps a recurrent state (state-space or linear attention), from which"
-                " rejected tokens cannot be removed; choose a model with attention in every layer"
-            )
-    elif not config.trust_remote_code:
-        raise ValueError(f"{who}: Transformers knows it, but not as a causal language model")
-
-
-def _layer_kinds(text: Any, who: str) -> list[str]:
-    layers = set(getattr(text, "layer_types", None) or ())
-    unknown = layers - set(REACH)
-    if unknown:
-        raise ValueError(
-            f"{who}: layers of kind {shown(', '.join(sorted(map(str, unknown))))} keep more than"
-            " the keys and values of each position, from which rejected tokens cannot be removed;"
-            " choose a model with attention in every layer"
-        )
-    for field in CHOOSY:
-        if getattr(text, field, None) is not None:
-            raise ValueError(
-                f"{who}: its attention chooses {field}={shown(getattr(text, field))} of what is"
-                " there, and how it chooses is not known to be the same in passes of one and of"
-                " several tokens; choose a model that reads all positions"
-            )
-    # Where layers are not told apart, a window that is stated is that of all.
-    return sorted(layers) or list(REACH)
-
-
-def _ropes(text: Any) -> list[dict[str, Any]]:
-    """Return what is stated of rotary positions: once, or for each kind of layer."""
+def _ropes(text: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return what is stated of rotary positions, and its type: once, or for each kind of layer."""
     stated = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [part for part in stated.values() if isinstance(part, dict)]
-    found = nested or [stated]
     theta = getattr(text, "rope_theta", None)
-    return [rope | {"rope_theta": rope.get("rope_theta", theta)} for rope in found if rope or theta]
+    return [
+        (rope.get("rope_type") or rope.get("type") or "default", {"rope_theta": theta} | rope)
+        for rope in nested or [stated]
+        if rope or theta
+    ]
 
 
 def rope_theta_of(text: Any) -> float:
     """Return the base of the rotary frequencies, that of full attention where there are several."""
     stated = getattr(text, "rope_parameters", None) or {}
     full = stated.get("full_attention")
-    rope = full if isinstance(full, dict) else _ropes(text)[0]
+    rope = full if isinstance(full, dict) else _ropes(text)[0][1]
     return float(rope["rope_theta"])
 
 
-def _embedding_scale(config: "ModelConfig", model_config: Any, who: str) -> float:
+def _embedding_scale(config: ModelConfig, model_config: Any, who: str) -> float:
     # Of a model without weights, whose structure is looked at on the way.
     try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                copy.deepcopy(model_config), trust_remote_code=config.trust_remote_code
-            )
+        model = without_weights(model_config, config.trust_remote_code)
     except Exception as error:  # whatever the model's code makes of sizes that do not fit
         raise ValueError(
             f"{who}: no model can be made of its configuration: {shown(error, 400)}; check its"
@@ -206,6 +202,14 @@ def _embedding_scale(config: "ModelConfig", model_config: Any, who: str) -> floa
     scale = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)  # Gemma
     text = model_config.get_text_config(decoder=True)
     return float(scale or getattr(text, "embedding_multiplier", None) or 1.0)  # Granite
+
+
+def without_weights(model_config: Any, trust_code: bool) -> Any:
+    """Return the model that a configuration makes, on the meta device."""
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(model_config), trust_remote_code=trust_code
+        )
 
 
 def check_structure(model: Any, who: str) -> None:

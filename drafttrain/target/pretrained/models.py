@@ -1,8 +1,6 @@
 """Which target, and how Transformers loads its configuration, tokenizer and weights."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.pretrained import files, hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.fit import refuse_misfit, require_fit
-from drafttrain.target.pretrained.inflate import inflate, plan_inflation
+from drafttrain.target.pretrained.inflate import inflate, inflated_width
 from drafttrain.target.pretrained.quantize import quantization_of
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "tiny"
@@ -111,13 +109,11 @@ def load_model(
     ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
     With `config.inflate` it computes the same at the cost of a larger one (see `inflate`).
     """
-    plan = None
+    width = None
     if config.inflate is not None:
-        plan = plan_inflation(config.inflate, model_config, config.name, config.trust_remote_code)
+        width = inflated_width(config.inflate, model_config, config.name, config.trust_remote_code)
     folder = find(config, weights=True)
-    attention = config.attention
-    if attention == "auto":
-        attention = attention_of(model_config)
+    attention = attention_of(model_config) if config.attention == "auto" else config.attention
     if folder is None:
         assert isinstance(config, RandomModelConfig), "only random targets have no directory"
         model = _draw(config, model_config, attention, dtype, device)
@@ -125,8 +121,8 @@ def load_model(
         # Straight to the device: host memory need not hold a 70B model.
         whole = {"device_map": None if device == "cpu" else {"": device}}
         model = _read(config, folder, model_config, attention, dtype, spread or whole)
-    if plan is not None:
-        inflate(model, plan, config.name)
+    if width is not None:
+        inflate(model, width, config.name)
     return model.eval().requires_grad_(False)
 
 
@@ -166,34 +162,40 @@ def _read(
     places: dict[str, Any],
 ) -> Any:
     weights = files.weight_files(folder)
+    safe = weights[0].suffix == ".safetensors"
     quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    was_shown = transformers.utils.logging.is_progress_bar_enabled()
     quantized = quantization_of(config.quantization, model_config)
     require_fit(config.origin, weights, model_config, config.trust_remote_code)
     try:
-        with _progress_bar(not quiet):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=model_config,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=weights[0].suffix == ".safetensors",
-                weights_only=True,
-                local_files_only=True,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **quantized,
-                **places,
-            )
+        if quiet:
+            transformers.utils.logging.disable_progress_bar()
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=safe,
+            weights_only=True,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **quantized,
+            **places,
+        )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
         reason = shown(error, 400)
         raise ValueError(f"{config.origin}: the weights cannot be loaded: {reason}") from error
     except Exception as error:  # torch raises pickle's own errors, whose classes vary
-        if weights[0].suffix == ".safetensors":
+        if safe:
             raise
         raise ValueError(
             f"{config.origin}: the pickled weights hold more than tensors, so they are not loaded"
             " (weights_only=True); convert them to safetensors where you trust them"
         ) from error
+    finally:
+        if was_shown:
+            transformers.utils.logging.enable_progress_bar()
     model, report = loaded
     misshapen = [str(key) for key, *_ in report["mismatched_keys"]]
     missing = [str(key) for key in report["missing_keys"]]
@@ -203,21 +205,17 @@ def _read(
 
 def _random_config(config: RandomModelConfig) -> Any:
     tokenizer = load_tokenizer(config)
+    alike = ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
+    alike += ["num_key_value_heads", "head_dim", "initializer_range"]
     settings: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **{key: getattr(config, key) for key in alike},
+        **{
+            key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        },
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.initializer_range,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     if config.architecture == "mistral":
         settings["sliding_window"] = None  # as in every Mistral since 7B v0.2
@@ -239,15 +237,3 @@ def _draw(
     for weight in model.parameters():  # not model.to(dtype): rotary frequencies stay float32
         weight.data = weight.data.to(dtype)
     return model.to(device)
-
-
-@contextlib.contextmanager
-def _progress_bar(show: bool) -> Iterator[None]:
-    was_shown = transformers.utils.logging.is_progress_bar_enabled()
-    if not show:
-        transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            transformers.utils.logging.enable_progress_bar()

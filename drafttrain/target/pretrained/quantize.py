@@ -1,31 +1,16 @@
 """Weights in fewer bits, by the schemes of Transformers: each is a package's, named here."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-
-def _torchao(kind: str) -> Any:
-    import torchao.quantization
-    import transformers
-
-    return transformers.TorchAoConfig(getattr(torchao.quantization, kind)())
-
-
-def _bitsandbytes(bits: int) -> Any:
-    import transformers
-
-    return transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-
-
-# Scheme -> the module it needs, what installs that, and what Transformers is told. Not quanto: its
+# Scheme -> the module it needs, what installs that, and what it is called there. Not quanto: its
 # tensors cannot be copied, and evaluation decodes with a copy of the drafter.
-SCHEMES: dict[str, tuple[str, str, Callable[[], Any]]] = {
-    "torchao-int8": ("torchao", "drafttrain[quant]", lambda: _torchao("Int8WeightOnlyConfig")),
-    "torchao-int4": ("torchao", "drafttrain[quant]", lambda: _torchao("Int4WeightOnlyConfig")),
-    "torchao-float8": ("torchao", "drafttrain[quant]", lambda: _torchao("Float8WeightOnlyConfig")),
-    "bnb-8bit": ("bitsandbytes", "bitsandbytes", lambda: _bitsandbytes(8)),
-    "bnb-4bit": ("bitsandbytes", "bitsandbytes", lambda: _bitsandbytes(4)),
+SCHEMES = {
+    "torchao-int8": ("torchao", "drafttrain[quant]", "Int8WeightOnlyConfig"),
+    "torchao-int4": ("torchao", "drafttrain[quant]", "Int4WeightOnlyConfig"),
+    "torchao-float8": ("torchao", "drafttrain[quant]", "Float8WeightOnlyConfig"),
+    "bnb-8bit": ("bitsandbytes", "bitsandbytes", "load_in_8bit"),
+    "bnb-4bit": ("bitsandbytes", "bitsandbytes", "load_in_4bit"),
 }
 
 
@@ -44,10 +29,17 @@ def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:
             f"model.quantization must be null for weights that are quantised already ({method}), "
             f"got {name}"
         )
-    module, package, settings_of = SCHEMES[name]
+    module, package, kind = SCHEMES[name]
     if find_spec(module) is None:
         raise ValueError(
             f"model.quantization={name} needs a package that is not installed: "
             f"pip install '{package}'"
         )
-    return {"quantization_config": settings_of()}
+    import transformers
+
+    if module == "bitsandbytes":
+        return {"quantization_config": transformers.BitsAndBytesConfig(**{kind: True})}
+    import torchao.quantization
+
+    scheme = getattr(torchao.quantization, kind)()
+    return {"quantization_config": transformers.TorchAoConfig(scheme)}

@@ -1,5 +1,6 @@
 """Weights one tensor at a time: a model without weights, and where each of them lies on disk."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +10,11 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from drafttrain.runtime.untrusted_input import TensorEntry
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.fit import match, refuse_misfit
 from drafttrain.target.pretrained.models import attention_of, find
 
-GENERATION = "generation_config.json"
 FLOATING = ("F64", "F32", "F16", "BF16")  # what is converted to the dtype that is asked for
 
 
@@ -39,9 +38,15 @@ def skeleton(config: ModelConfig, model_config: Any, dtype: torch.dtype) -> Any:
         )
     model.tie_weights()  # once more: what was moved to the meta device has come apart
     folder = find(config, weights=False)
-    if folder is not None and (folder / GENERATION).is_file():
+    if folder is not None and (folder / files.GENERATION).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval().requires_grad_(False)
+
+
+def _weight_files(config: ModelConfig) -> list[Path]:
+    folder = find(config, weights=True)
+    assert folder is not None, "random weights lie nowhere"
+    return files.weight_files(folder)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -49,26 +54,24 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
     Integers, which are quantised weights, count as they are, and so do pickled files.
     """
-    folder = find(config, weights=True)
-    assert folder is not None, "random weights lie nowhere"
-    if not _safe(folder):
-        return sum(file.stat().st_size for file in files.weight_files(folder))
+    weights = _weight_files(config)
+    if weights[0].suffix != ".safetensors":
+        return sum(file.stat().st_size for file in weights)
     return sum(
-        _bytes(entry, dtype)
-        for file in files.weight_files(folder)
+        math.prod(entry.shape) * dtype.itemsize
+        if entry.dtype in FLOATING
+        else entry.data_offsets[1] - entry.data_offsets[0]
+        for file in weights
         for entry in files.tensors_in(file, config.origin).values()
     )
 
 
-def _bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
-    first, last = entry.data_offsets
-    if entry.dtype not in FLOATING:
-        return last - first
-    return torch.Size(entry.shape).numel() * dtype.itemsize
-
-
-def _safe(folder: Path) -> bool:
-    return all(file.suffix == ".safetensors" for file in files.weight_files(folder))
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """Return what each weight of a model is called, by its id: several names where it is tied."""
+    named: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), []).append(name)
+    return named
 
 
 def places(config: ModelConfig, model: Any) -> list[Place]:
@@ -77,20 +80,15 @@ def places(config: ModelConfig, model: Any) -> list[Place]:
     ValueError if one is missing or of another shape, or if the names in the files are not those
     of the model's own modules.
     """
-    folder = find(config, weights=True)
-    assert folder is not None, "random weights lie nowhere"
-    if not _safe(folder):
+    weights = _weight_files(config)
+    if weights[0].suffix != ".safetensors":
         raise ValueError(
             f"{config.origin} must hold safetensors for hardware.target_placement=zero3, which"
             " reads one tensor at a time, got pickled weights; convert them, or use"
             " hardware.target_placement=device_map"
         )
-    tied: dict[int, list[str]] = {}
-    shapes = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tied.setdefault(id(tensor), []).append(name)
-        shapes[name] = list(tensor.shape)
-    found, others = match(config.origin, files.weight_files(folder), model)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    found, others = match(config.origin, weights, model)
     misshapen = [
         f"{name} is {place.entry.shape} instead of {shapes[name]}"
         for name, place in found.items()
@@ -98,7 +96,7 @@ def places(config: ModelConfig, model: Any) -> list[Place]:
     ]
     missing: list[str] = []
     chosen = []
-    for names in tied.values():
+    for names in names_of(model).values():
         there = [found[name] for name in names if name in found]
         if there:
             chosen.append(Place(there[0].file, there[0].key, tuple(names)))

@@ -26,16 +26,7 @@ class EngineAnswer:
 
     name: int
     tokens: tuple[int, ...]  # with the token that ended it
-    finished: bool  # False: it reached the limit
     refused: str | None
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Hidden states of documents, and the likeliest token after each, with its log-probability."""
-
-    states: list[Float[Tensor, "_ capture hidden"]]  # of as many tokens as each has
-    firsts: list[tuple[int, float]]
 
 
 class VllmEngine:
@@ -60,18 +51,19 @@ class VllmEngine:
         asked: str = "regenerate.backend=vllm",
     ) -> None:
         python = find_python(config.python, "vllm.python", asked)
-        self.exchange = Path(tempfile.mkdtemp(prefix="drafttrain_", dir=_exchange_folder()))
+        place = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
+        if place is not None and shutil.disk_usage(place).free < MEMORY_ROOM:
+            place = None  # the usual one for temporary files
+        self.exchange = Path(tempfile.mkdtemp(prefix="drafttrain_", dir=place))
         self.captures = tuple(sorted(set(captures)))
         request = {
+            **{key: getattr(config, key) for key in ("max_num_seqs", "tensor_parallel", "memory")},
             "target": str(target_dir),
             "dtype": dtype,
             "device": device,
             "max_model_len": longest + 1,
-            "max_num_seqs": config.max_num_seqs,
             "captures": list(self.captures),
             "folder": str(self.exchange),
-            "tensor_parallel": config.tensor_parallel,
-            "memory": config.memory,
             "trust_remote_code": trust_remote_code,
         }
         threads = os.environ.get("OMP_NUM_THREADS") or str(torch.get_num_threads())
@@ -123,16 +115,16 @@ class VllmEngine:
         )
 
     def next_answer(self) -> EngineAnswer:
-        """Wait for the next answer of those handed in."""
         event = self._next("answer", "refused")
-        if event["event"] == "refused":
-            return EngineAnswer(event["name"], (), False, event["text"])
-        return EngineAnswer(event["name"], tuple(event["tokens"]), event["finished"], None)
+        return EngineAnswer(event["name"], tuple(event.get("tokens", ())), event.get("text"))
 
-    def read(self, documents: Sequence[Sequence[int]]) -> Documents:
-        """Return the hidden states of documents, each read on its own; last axis but one: capture.
+    def read(
+        self, documents: Sequence[Sequence[int]]
+    ) -> tuple[list[Float[Tensor, "_ capture hidden"]], list[tuple[int, float]]]:
+        """Return the hidden states of each document, and the likeliest token after each.
 
-        ValueError if the engine refuses one, for its length, say.
+        That comes with its log-probability. ValueError if the engine refuses a document, for its
+        length, say.
         """
         assert self.captures, "an engine that only answers hands over no hidden states"
         self.num_asked += 1
@@ -145,14 +137,13 @@ class VllmEngine:
         tensors = load_file(file)
         file.unlink()
         states = [tensors[str(place)] for place in range(len(documents))]
-        return Documents(states, [(token, value) for token, value in event["firsts"]])
+        return states, [(token, value) for token, value in event["firsts"]]
 
     def _next(self, *kinds: str) -> Event:
         event = self.process.receive()
         if event is None or event["event"] == "error":
-            if event is not None:  # its code says how it ended
-                for _ in self.process.events():
-                    pass
+            if event is not None:
+                list(self.process.events())  # to its end: its code says how it ended
             raise self.process.failure([] if event is None else [event])
         assert event["event"] in kinds, f"vLLM's worker said {event['event']}, not {kinds}"
         return event
@@ -161,12 +152,3 @@ class VllmEngine:
         """End the engine; what it left in memory goes too."""
         self.process.end()
         shutil.rmtree(self.exchange, ignore_errors=True)
-
-
-def _exchange_folder() -> Path | None:
-    """Return a folder in memory if there is room, else None: the usual one for temporary files."""
-    if MEMORY_FOLDER.is_dir() and os.access(MEMORY_FOLDER, os.W_OK):
-        free = shutil.disk_usage(MEMORY_FOLDER).free
-        if free >= MEMORY_ROOM:
-            return MEMORY_FOLDER
-    return None
