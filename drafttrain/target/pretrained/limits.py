@@ -73,15 +73,16 @@ def limits_of(config: ModelConfig, model_config: Any, role: str = "target") -> L
             "its layers differ in their shape, and drafters are shaped by that of all; choose"
             " another model"
         )
-    elif role == "target" and (not _ropes(text) or getattr(text, "alibi", False)):
-        problem = (
-            "it must have rotary positions (rope_theta), and its configuration states others"
-            " (learned ones, ALiBi), for which there are no drafters; choose another model"
-        )
     if problem is not None:
         raise ValueError(f"{who}: {problem}")
     limits = exact_positions(text, who)
     if role == "target":
+        if not _ropes(text) or getattr(text, "alibi", False):
+            raise ValueError(
+                f"{who}: it must have rotary positions (rope_theta), and its configuration states"
+                " others (learned ones, ALiBi), for which there are no drafters; choose another"
+                " model"
+            )
         limits = replace(limits, embedding_scale=_embedding_scale(config, model_config, who))
     asked = config.max_positions
     if asked is not None and asked > limits.positions:

@@ -53,7 +53,8 @@ PROVENANCE = "provenance.json"
 CONVERSATIONS, READOUT = "conversations.safetensors", "readout.safetensors"
 SHARD = re.compile(r"shard-\d{5,9}\.safetensors")
 JOURNAL = re.compile(r"journal-\d{1,9}\.jsonl")
-UNFINISHED = re.compile(r"\..*\.tmp")  # what a kill leaves of a file that was being written
+# What a kill leaves of a file that was being written, by us and by safetensors.
+UNFINISHED = re.compile(r"\..*\.tmp|\.tmp\w{6}")
 FINAL = "final_hidden"
 REACH = "reach of store.drafters"  # among the settings: null, or positions before a trained token
 SCALE = ".scale"  # ends the name of the scales of a tensor in float8
