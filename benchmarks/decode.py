@@ -39,8 +39,9 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Decoded
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.evaluation_prompts import BUILTIN_PROMPTS, read_prompts
+from drafttrain.data.evaluation_prompts import read_prompts
 from drafttrain.data.records import Message
+from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drafttrain.data.evaluation_prompts import (
-    BUILTIN_PROMPTS,
     count_overlap,
     overlap_line,
     overlap_path,
@@ -21,6 +20,7 @@ from drafttrain.data.evaluation_prompts import (
 )
 from drafttrain.data.files import file_records
 from drafttrain.data.records import Unusable, messages_of
+from drafttrain.data.suites import BUILTIN_PROMPTS
 
 
 def turns_of(training: Path) -> Iterator[list[str]]:

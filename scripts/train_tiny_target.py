@@ -25,7 +25,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafttrain.data.conversations import Conversation, JsonlConfig, read_jsonl
+from drafttrain.data.conversations import Conversation, JsonlConfig
+from drafttrain.data.conversations import read as read_conversations
 from drafttrain.runtime.terminal import progress
 
 SPECIAL = ["<|pad|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
@@ -102,7 +103,7 @@ def read(path: str, seed: int) -> list[Conversation]:
         path=path,
         limit=None,
     )
-    rows, report = read_jsonl(config)
+    rows, report = read_conversations(config)
     for line in report.lines():
         print(line)
     chats = [row for row in rows if isinstance(row, Conversation)]

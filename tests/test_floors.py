@@ -30,7 +30,7 @@ DOORS = {
     "accelerate": {"target.pretrained.shards", "target.device_map"},
     "tensorboard": {"runtime.tensorboard"},
     "wandb": {"runtime.tracker"},
-    "datasets": {"data.conversations"},
+    "datasets": {"data.files"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.shared.lora"},

@@ -49,20 +49,11 @@ class Batches:
     ) -> None:
         assert samples, "no samples"
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        if tokens_per_step < 1:
-            raise ValueError(f"trainer.tokens_per_step must be at least 1, got {tokens_per_step}")
-        if micro_batch < 1:
-            raise ValueError(f"hardware.micro_batch must be at least 1, got {micro_batch}")
-        self.samples = samples
-        self.tokens_per_step = tokens_per_step
-        self.micro_batch = micro_batch
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.samples, self.tokens_per_step, self.seed = samples, tokens_per_step, seed
+        self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
         self.lengths = np.array([len(sample.tokens) for sample in samples])
         self.loss_lengths = np.array([int(sample.loss_mask.sum()) for sample in samples])
-        self.epoch = 0
-        self.step_in_epoch = 0
+        self.epoch = self.step_in_epoch = 0
         self.steps = self._plan()
 
     def _plan(self) -> list[np.ndarray]:
@@ -84,8 +75,7 @@ class Batches:
     def next_group(self) -> StepGroup:
         """Return the next optimizer step."""
         if self.step_in_epoch == len(self.steps):
-            self.epoch += 1
-            self.step_in_epoch = 0
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
             self.steps = self._plan()
         chosen = self.steps[self.step_in_epoch]
         self.step_in_epoch += 1
@@ -122,24 +112,24 @@ class Batches:
             earlier = state.get(key)
             if key in ("epoch", "step_in_epoch"):
                 if type(earlier) is not int or not 0 <= earlier <= MAX_COUNT:
-                    raise ValueError(
-                        f"a checkpoint must say where in the data it was: {key} must be an integer"
-                        f" of at least 0, got {shown(earlier)}; go on from another, or start anew"
-                    )
+                    raise _lost(f"{key} must be an integer of at least 0", shown(earlier))
             elif earlier != value:
                 raise ValueError(
                     f"a resumed run must have the data of its checkpoint: {key} was"
                     f" {shown(earlier)}, got {value}; restore data.* and trainer.*, or start a new"
                     " run"
                 )
-        self.epoch = state["epoch"]
-        self.step_in_epoch = state["step_in_epoch"]
+        self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
         self.steps = self._plan()
         if self.step_in_epoch > len(self.steps):
-            raise ValueError(
-                f"a checkpoint must say where in the data it was: step_in_epoch must be at most "
-                f"{len(self.steps)}, got {self.step_in_epoch}; go on from another, or start anew"
-            )
+            raise _lost(f"step_in_epoch must be at most {len(self.steps)}", self.step_in_epoch)
+
+
+def _lost(must: str, got: object) -> ValueError:
+    return ValueError(
+        f"a checkpoint must say where in the data it was: {must}, got {got}; go on from another, "
+        "or start anew"
+    )
 
 
 def collate(samples: Sequence[Sample]) -> Batch:

@@ -1,8 +1,7 @@
 """Conversations to tokens and loss mask: each one is tokenised once, as a whole."""
 
 import hashlib
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +14,11 @@ from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import (
     NONE,
+    ChatFormat,
     Located,
     Span,
     Template,
     TemplateLimitError,
-    chat_format,
-    locate,
     render,
 )
 from drafttrain.runtime.terminal import progress
@@ -51,7 +49,8 @@ def encode(
             f"the tokenizer of {tokenizer.name_or_path} must be a fast one (tokenizer.json), which"
             " tells where tokens stand in the text; convert it with Transformers and save it"
         )
-    locator = chat_locator(tokenizer, config) if config.template == "chat" else plain_locator
+    plain = config.template == NONE
+    form = None if plain else ChatFormat(tokenizer, config.text_format)
     longest = config.max_length * max(map(len, tokenizer.get_vocab()))  # characters, at the most
     report = SkipReport(len(conversations))
     samples: list[Sample] = []
@@ -59,36 +58,63 @@ def encode(
     with progress("tokenising", len(conversations), show=shown) as tick:
         for first in range(0, len(conversations), CHUNK):
             chunk = conversations[first : first + CHUNK]
-            found: list[Located] = []
-            kept: list[Conversation | PlainText] = []
+            kept: list[tuple[Conversation | PlainText, Located]] = []
             for conversation in chunk:
-                try:
-                    located = locator(conversation)
+                with report.skipping(conversation.source):
+                    located = located_of(conversation, form)
                     if len(located.text) > longest:
                         raise too_long(config, f"{len(located.text)} characters")
-                except Unusable as error:
-                    report.skip(error.reason, conversation.source, error.detail)
-                    continue
-                except TemplateLimitError as error:
-                    raise ValueError(f"{conversation.source}: {error}") from None
-                found.append(located)
-                kept.append(conversation)
-            texts = [located.text for located in found]
-            encoded = tokenize(texts, tokenizer, add_special_tokens=config.template == "none")
-            for conversation, located, (ids, starts) in zip(kept, found, encoded, strict=True):
-                try:
+                    kept.append((conversation, located))
+            # Tokenised together: several cores share it. A template writes its own special tokens.
+            encoded: Any = kept and tokenizer(
+                [located.text for _, located in kept],
+                add_special_tokens=plain,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for place, (conversation, located) in enumerate(kept):
+                # An empty text gives an empty list: the reshape keeps it two-dimensional.
+                starts = np.array(encoded["offset_mapping"][place]).reshape(-1, 2)[:, 0]
+                with report.skipping(conversation.source):
+                    ids = encoded["input_ids"][place]
                     tokens, mask = sample_of(conversation, located, ids, starts, config, report)
-                except Unusable as error:
-                    report.skip(error.reason, conversation.source, error.detail)
-                    continue
-                samples.append(
-                    Sample(torch.tensor(tokens), torch.from_numpy(mask), conversation.index)
-                )
+                    trained = torch.from_numpy(mask)
+                    samples.append(Sample(torch.tensor(tokens), trained, conversation.index))
             tick(len(chunk))
     if not samples:
         advice = "see what was skipped"
         raise NothingUsable("data must hold conversations that fit, got none", report, advice)
     return samples, report
+
+
+def located_of(conversation: Conversation | PlainText, form: ChatFormat | None) -> Located:
+    """Return a conversation as text, and where it is trained: plain text everywhere."""
+    if form is None:
+        assert isinstance(conversation, PlainText), "data.template=none reads plain text"
+        return Located(conversation.text, [Span(0, len(conversation.text))])
+    assert isinstance(conversation, Conversation), "a chat template is for turns"
+    answers = [turn.content for turn in conversation.messages if turn.role == "assistant"]
+    pairs = list(zip(conversation.recorded, answers, strict=False))
+    own = [own_words(recorded, content, form.tokenizer) for recorded, content in pairs]
+    try:
+        located = form.locate(conversation.messages, own)
+    except TemplateLimitError as error:
+        raise ValueError(f"{conversation.source}: {error}") from None
+    num_foreign = sum(ours != recorded for ours, (recorded, _) in zip(own, pairs, strict=True))
+    return replace(located, num_foreign=num_foreign)
+
+
+def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Recorded | None:
+    """Return a recorded answer, without its tokens where they are another target's.
+
+    An endpoint may keep the reasoning out of the text, which then ends what the tokens say.
+    """
+    if recorded is None or recorded.tokens is None:
+        return recorded
+    said = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
+    ours = said.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
+    return recorded if ours else Recorded(None, recorded.finished)
 
 
 def sample_of(
@@ -106,8 +132,7 @@ def sample_of(
     mask, rewritten = np.zeros(len(ids), dtype=bool), located.num_rewritten
     for span in located.spans:
         inside = (starts >= span.start) & (starts < span.end)
-        recorded = span.recorded
-        said = None if recorded is None else recorded.tokens
+        said = None if span.recorded is None else span.recorded.tokens
         # As later turns see it, the text is tokenised anew: trained where that changes nothing.
         if said is not None and np.array(ids)[inside].tolist() != list(said):
             rewritten += 1
@@ -115,7 +140,8 @@ def sample_of(
         mask |= inside
     tokens = ids
     if located.tokens is not None:
-        recorded = conversation.recorded[-1] if isinstance(conversation, Conversation) else None
+        assert isinstance(conversation, Conversation)
+        recorded = conversation.recorded[-1]
         if recorded is not None and recorded.prompt is not None:
             tokens, mask = list(recorded.prompt), np.zeros(len(recorded.prompt), dtype=bool)
         tokens = [*tokens, *located.tokens]
@@ -154,88 +180,16 @@ def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Samp
     return kept, report
 
 
-def chat_locator(
-    tokenizer: Any, config: DataConfig
-) -> Callable[[Conversation | PlainText], Located]:
-    """Return the function that renders a conversation and finds the assistant's spans."""
-    template = config.text_format
-    form = chat_format(tokenizer, template)
-    words = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    words.update(tokenizer.all_special_tokens)
-    longest_first = sorted(words, key=lambda word: (-len(word), word))
-    specials = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
-
-    def locator(conversation: Conversation | PlainText) -> Located:
-        if isinstance(conversation, PlainText):
-            raise Unusable("text without turns, which needs data.template=none")
-        recorded = tuple(
-            own_words(answer, content, tokenizer)
-            for answer, content in zip(
-                conversation.recorded,
-                [turn.content for turn in conversation.messages if turn.role == "assistant"],
-                strict=False,
-            )
-        )
-        found = locate(conversation.messages, recorded, tokenizer, template, form, specials)
-        foreign = sum(a != b for a, b in zip(recorded, conversation.recorded, strict=False))
-        return replace(found, num_foreign=foreign)
-
-    return locator
-
-
-def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Recorded | None:
-    """Return a recorded answer, without its tokens where they are another target's.
-
-    An endpoint may keep the reasoning out of the text, which then ends what the tokens say.
-    """
-    if recorded is None or recorded.tokens is None:
-        return recorded
-    said = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
-    ours = said.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
-    return recorded if ours else Recorded(None, recorded.finished)
-
-
-def plain_locator(conversation: Conversation | PlainText) -> Located:
-    """Return plain text, all of which is trained."""
-    if isinstance(conversation, Conversation):
-        raise Unusable('conversation where data.template=none takes {"text": ...}')
-    return Located(conversation.text, [Span(0, len(conversation.text))])
-
-
-def tokenize(
-    texts: list[str], tokenizer: Any, add_special_tokens: bool
-) -> list[tuple[list[int], np.ndarray]]:
-    """Return ids of each text, and at which character each id begins."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,  # a template writes its own
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    # An empty text gives an empty list: the reshape keeps it two-dimensional.
-    starts = [np.array(offsets).reshape(-1, 2)[:, 0] for offsets in encoded["offset_mapping"]]
-    return list(zip(encoded["input_ids"], starts, strict=True))
-
-
-def prompt_tokens(
-    messages: Sequence[Message | dict[str, str]], tokenizer: Any, template: Template
-) -> list[int]:
+def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Template) -> list[int]:
     """Return the prompt that asks for the next answer: for validation, evaluation and chat.
 
-    `messages` are turns, as `Message` or as {"role", "content"}. The template writes its own
-    special tokens, so none is doubled; with template "none" the contents follow one another.
+    The template writes its own special tokens, so none is doubled; with template "none" the
+    contents follow one another.
     """
-    turns = [
-        turn if isinstance(turn, Message) else Message(turn["role"], turn["content"])
-        for turn in messages
-    ]
     if template.kind == NONE:
-        text = "\n\n".join(turn.content for turn in turns)
+        text = "\n\n".join(turn.content for turn in messages)
         return list(tokenizer(text)["input_ids"])
-    text = render(turns, tokenizer, template, add_generation_prompt=True)
+    text = render(messages, tokenizer, template, for_answer=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

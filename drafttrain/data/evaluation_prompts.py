@@ -4,22 +4,20 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.records import Unusable, checked_text
-from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.data.files import usable_of
+from drafttrain.data.records import Unusable, checked_text, object_of
+from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
 from drafttrain.runtime.disk import sha256_of
 from drafttrain.runtime.untrusted_input import Count, Sha256, read_object, read_typed
 
-BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
 
 MAX_NAME = 200  # characters of an id or a task
-
-OverlapRecord = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -39,55 +37,36 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
 
     A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
     are any, a row of a public suite as it is published, or a conversation as training reads it, of
-    which the user's turns are asked. Unusable rows are skipped, counted, and
-    named by their place. Raises ValueError when the source is not there or nothing in it can be
-    used.
+    which the user's turns are asked. Unusable rows are skipped and counted. Raises ValueError when
+    the source is not there or nothing in it can be used.
     """
-    report = SkipReport(what="prompts")
-    prompts: list[Prompt] = []
     seen: dict[str, str] = {}
-    kept: dict[str, int] = {}
-    for number, (where, record) in enumerate(suite_records(source, BUILTIN_PROMPTS)):
-        report.num_read += 1
-        try:
-            if isinstance(record, Unusable):
-                raise record
-            prompt = _prompt(in_our_spelling(record, number, source.task))
-            if prompt.id in seen:
-                raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
-        except Unusable as error:
-            report.skip(error.reason, where, error.detail)
-            continue
+
+    def take(numbered: tuple[int, Any], _: int, where: str) -> Prompt:
+        number, record = numbered
+        prompt = _prompt(in_our_spelling(record, number, source.task), source.task_by)
+        if prompt.id in seen:
+            raise Unusable("an id seen before", f"{prompt.id!r} is at {seen[prompt.id]}")
         seen[prompt.id] = where
-        if source.task_by == "category":
-            prompt = replace(prompt, task=prompt.category)
-        kept[prompt.task] = kept.get(prompt.task, 0) + 1
-        if source.limit is None or kept[prompt.task] <= source.limit:
-            prompts.append(prompt)
-    if not prompts:
-        advice = "correct what is named here" if report.counts else "give it some prompts"
-        key, named = (
-            ("dataset", source.dataset) if source.path is None else ("prompts", source.path)
-        )
-        raise NothingUsable(
-            f"eval.{key}={named} must hold usable prompts, got none", report, advice
-        )
-    return prompts, report
+        return prompt
+
+    records = (
+        (where, record if isinstance(record, Unusable) else (number, record))
+        for number, (where, record) in enumerate(suite_records(source))
+    )
+    place = f"dataset={source.dataset}" if source.path is None else f"prompts={source.path}"
+    must = f"eval.{place} must hold usable prompts"
+    found, report = usable_of(records, None, take, must, "prompts")
+    kept: dict[str, list[Prompt]] = {}
+    for prompt in found:
+        kept.setdefault(prompt.task, []).append(prompt)
+    first = {prompt.id for group in kept.values() for prompt in group[: source.limit]}
+    return [prompt for prompt in found if prompt.id in first], report
 
 
 def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
     """Read a .jsonl file of prompts whose tasks are what its lines call tasks: see load_prompts."""
-    source = PromptSource(
-        path=str(path),
-        dataset=None,
-        subset=None,
-        split="",
-        revision=None,
-        task=None,
-        task_by="task",
-        limit=limit,
-    )
-    return load_prompts(source)
+    return load_prompts(PromptSource(path=str(path), limit=limit))
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
@@ -96,11 +75,9 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 
 
-def _prompt(record: Any) -> Prompt:
-    if not isinstance(record, dict):
-        raise Unusable("not an object", type(record).__name__)
+def _prompt(record: Any, task_by: str) -> Prompt:
     for key in ("id", "task", "turns"):
-        if record.get(key) is None:
+        if object_of(record).get(key) is None:
             raise Unusable(f"without {key}")
     turns = record["turns"]
     if not isinstance(turns, list):
@@ -110,14 +87,15 @@ def _prompt(record: Any) -> Prompt:
     for place, turn in enumerate(turns, 1):
         if not checked_text(turn, f"turn {place}").strip():
             raise Unusable("an empty prompt", f"turn {place}")
-    licence = record.get("licence")
+    names = {key: _name(record[key], key) for key in ("id", "task")}
+    category = _name(record.get("category") or record["task"], "category")
     return Prompt(
-        id=_name(record["id"], "id"),
-        task=_name(record["task"], "task"),
-        category=_name(record.get("category") or record["task"], "category"),
+        id=names["id"],
+        task=category if task_by == "category" else names["task"],
+        category=category,
         turns=tuple(turns),
         reference=record.get("reference"),
-        licence=None if licence is None else _name(licence, "licence"),
+        licence=None if record.get("licence") is None else _name(record["licence"], "licence"),
     )
 
 
@@ -204,7 +182,7 @@ class _Overlap:
     shared_ngram_share: float | None
 
 
-def overlap_record(path: str | Path) -> OverlapRecord | None:
+def overlap_record(path: str | Path) -> dict[str, Any] | None:
     """Return the recorded overlap of a file of prompts with the target's training text.
 
     None when nobody counted it. Raises ValueError when the record is of other prompts than these.
@@ -219,11 +197,10 @@ def overlap_record(path: str | Path) -> OverlapRecord | None:
             f"{place} must be the overlap of {path}, got one of a file with other content; remove "
             "it, or count again with scripts/count_prompt_overlap.py"
         )
-    record: OverlapRecord = read_object(place)
-    return record
+    return read_object(place)
 
 
-def overlap_line(record: OverlapRecord | None) -> str:
+def overlap_line(record: dict[str, Any] | None) -> str:
     """Return what a command prints about a record."""
     if record is None:
         return "overlap of the prompts with the target's training text: not known"

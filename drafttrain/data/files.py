@@ -1,18 +1,20 @@
-"""Local files of records: lines of JSON or one list, compressed or not, read a record at a time."""
+"""Where records come from: local files, read a record at a time, or a data set of the Hub."""
 
 import glob
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from drafttrain.data.records import Unusable, parse
+from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of
 
+Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
@@ -34,17 +36,13 @@ def find_files(path: str) -> list[Path]:
         inside = sorted(place.iterdir()) if place.is_dir() else None
     if inside is not None:
         files = [file for file in inside if file.name.endswith(SUFFIXES)]
-        require(
-            bool(files), "path", f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
-        )
-        return files
-    files = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
-    files = [file for file in files if file.is_file()]
-    require(bool(files), "path", "name existing files", f"{path}, which names none")
+        must, got = f"hold files named {', '.join(SUFFIXES)}", f"{path}, with none"
+    else:
+        matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
+        files = [file for file in matches if file.is_file()]
+        must, got = "name existing files", f"{path}, which names none"
+    require(bool(files), "path", must, got)
     return files
-
-
-Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
 
 
 @contextmanager
@@ -53,13 +51,10 @@ def readable(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        require(
-            False,
-            "path",
-            "name files that can be read",
-            f"{place}: {error.strerror or error}",
-            "; see that it is there and that you may read it (chmod u+r), or leave it out",
-        )
+        raise ValueError(
+            f"data.path must name files that can be read, got {place}: {error.strerror or error}; "
+            "see that it is there and that you may read it (chmod u+r), or leave it out"
+        ) from error
 
 
 def file_records(file: Path) -> Iterator[Record]:
@@ -133,3 +128,66 @@ def list_records(stream: Any) -> Iterator[Any]:
         yield Unusable("not UTF-8", f"byte {error.start}")
     finally:
         reader.detach()
+
+
+def dataset_records(
+    key: str,
+    repo: str,
+    subset: str | None,
+    split: str,
+    revision: str | None,
+    instead: str,
+    **options: Any,
+) -> Iterator[Record]:
+    """Yield the rows of a split, of the Hub or of a directory; ValueError if it cannot be read.
+
+    key: the setting that names it; `instead` names a file. options: `load_dataset`'s.
+    """
+    import datasets
+
+    place = Path(repo).expanduser()
+    try:
+        if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+            rows: Any = datasets.load_from_disk(str(place))  # what `save_to_disk` wrote
+            rows = rows[split] if isinstance(rows, dict) else rows
+        else:
+            source = str(place) if place.exists() else repo
+            rows = datasets.load_dataset(source, subset, split=split, revision=revision, **options)
+        for number, row in enumerate(rows):
+            yield f"{repo}:{split}[{number}]", row
+    except Exception as error:  # every library below has its own errors for "not there"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{key} must name a data set that can be read, got {repo} (split {split}): {reason}; "
+            f"without access to the Hub, download it elsewhere and use {instead}, or "
+            f"{key}=DIRECTORY"
+        ) from error
+
+
+def usable_of(
+    records: Iterable[Record],
+    limit: int | None,
+    take: Callable[[Any, int, str], Any],
+    must: str,
+    what: str = "conversations",
+) -> tuple[list[Any], SkipReport]:
+    """Return what `take` makes of each record, its place and its source, and what was skipped.
+
+    take: raises Unusable for a record that is left out; its second argument counts those that are
+    not. what: records are. ValueError that begins with `must` and carries the report if nothing is
+    left.
+    """
+    report = SkipReport(what=what)
+    usable: list[Any] = []
+    for where, record in records:
+        if report.num_read == limit:
+            break
+        report.num_read += 1
+        with report.skipping(where):
+            if isinstance(record, Unusable):
+                raise record
+            usable.append(take(record, len(usable), where))
+    if not usable:
+        advice = "correct what is named here" if report.counts else "give it some records"
+        raise NothingUsable(f"{must}, got none", report, advice)
+    return usable, report

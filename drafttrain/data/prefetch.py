@@ -1,15 +1,13 @@
 """The steps to come, made ready in the background while the current one is computed."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from drafttrain.core.types import Batch, TargetFeatures
 from drafttrain.data.batches import Batches, StepGroup
-
-PATIENCE_S = 0.2  # how long the thread waits for room before it looks whether it should end
 
 
 class Prefetcher:
@@ -26,13 +24,10 @@ class Prefetcher:
         ahead: int,
         read: Callable[[Batch], TargetFeatures] | None = None,
     ) -> None:
-        self.batches = batches
-        self.ahead = ahead
-        self.read = read
+        self.batches, self.ahead, self.read = batches, ahead, read
         self.position = batches.state_dict()
-        self._ready: queue.Queue[tuple[StepGroup | BaseException, dict[str, Any]]]
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()
+        self._thread: ThreadPoolExecutor | None = None
+        self._ready: deque[Future[tuple[StepGroup, dict[str, Any]]]] = deque()
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -43,17 +38,18 @@ class Prefetcher:
     def next_group(self) -> StepGroup:
         """Return the next optimizer step."""
         if self.ahead == 0:
-            group = self._make()
-            self.position = self.batches.state_dict()
+            group, self.position = self._make()
             return group
-        if self._thread is None:
-            self._start()
-        made, position = self._ready.get()
-        if isinstance(made, BaseException):
+        self._thread = self._thread or ThreadPoolExecutor(1, "prefetch")
+        while len(self._ready) < self.ahead + 2:  # one to hand out, and one in the thread's hands
+            self._ready.append(self._thread.submit(self._make))
+        try:
+            group, self.position = self._ready[0].result()
+        except BaseException:
             self.close()
-            raise made
-        self.position = position
-        return made
+            raise
+        self._ready.popleft()
+        return group
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last step handed out."""
@@ -69,36 +65,13 @@ class Prefetcher:
         """End the thread; the next step then begins where the last one handed out ended."""
         if self._thread is None:
             return
-        self._over.set()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
         self._thread = None
+        self._ready.clear()
         self.batches.load_state_dict(self.position)
 
-    def _start(self) -> None:
-        self._over.clear()
-        self._ready = queue.Queue(self.ahead)
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
-    def _make(self) -> StepGroup:
+    def _make(self) -> tuple[StepGroup, dict[str, Any]]:
         group = self.batches.next_group()
-        if self.read is None:
-            return group
-        return replace(group, features=tuple(map(self.read, group.batches)))
-
-    def _run(self) -> None:
-        made: StepGroup | BaseException
-        while not self._over.is_set():
-            try:
-                made = self._make()
-            except BaseException as error:  # for the main thread to raise
-                made = error
-            item = (made, self.batches.state_dict())
-            while not self._over.is_set():
-                try:
-                    self._ready.put(item, timeout=PATIENCE_S)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(made, BaseException):
-                return
+        if self.read is not None:
+            group = replace(group, features=tuple(map(self.read, group.batches)))
+        return group, self.batches.state_dict()

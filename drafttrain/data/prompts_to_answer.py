@@ -2,19 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.data.conversations import (
-    DataConfig,
-    HubConfig,
-    JsonlConfig,
-    hub_records,
-    usable_of,
-)
-from drafttrain.data.files import Record, file_records, find_files
-from drafttrain.data.records import Message, Unusable, checked_text, first, message_of, transposed
+from drafttrain.data.conversations import DataConfig, ReadConfig
+from drafttrain.data.files import usable_of
+from drafttrain.data.records import Message, Unusable, checked_text, message_of, turns_of
 from drafttrain.data.skips import SkipReport
 
 ALL, LAST = "all", "last"  # which answers are given anew
@@ -46,13 +39,7 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
             f"data.template must be chat to regenerate, got {config.template}: plain text has no "
             "turns to answer"
         )
-    if isinstance(config, JsonlConfig):
-        files = [file for path in config.paths for file in find_files(path)]
-        records: Iterable[Record] = (record for file in files for record in file_records(file))
-        limit, what = config.limit, f"data.path={config.path}"
-    elif isinstance(config, HubConfig):
-        records, limit, what = hub_records(config), config.limit, f"data.repo={config.repo}"
-    else:
+    if not isinstance(config, ReadConfig):
         raise ValueError(
             f"data must hold prompts to regenerate, got data={config.name}, which writes its own; "
             "use data=jsonl data.path=FILE"
@@ -62,27 +49,18 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
         messages = left_open(messages_asked(record), turns)
         return Question(messages, index, where, digest_of(messages))
 
-    return usable_of(records, limit, take, f"{what} must hold usable prompts")
+    must = f"{config.place} must hold usable prompts"
+    return usable_of(config.records(), config.limit, take, must)
 
 
 def messages_asked(record: Any) -> tuple[Message, ...]:
     """Return the turns of a record, answers with them where it has some."""
-    if not isinstance(record, dict):
-        raise Unusable("not an object", type(record).__name__)
-    found = first(record, "messages", "conversations", "turns", "prompt")
-    if found is None:
-        raise Unusable("without messages, conversations, turns or prompt")
-    if isinstance(found, str):
-        found = [found]
-    if isinstance(found, dict):  # how `datasets` stores a sequence of structs
-        found = transposed(found)
-    if not isinstance(found, list):
-        raise Unusable("turns are not a list", type(found).__name__)
+    turns = turns_of(record, "messages", "conversations", "turns", "prompt")
     messages = tuple(
         Message("user", checked_text(turn, f"turn {place}"))
         if isinstance(turn, str)
         else message_of(turn, place)
-        for place, turn in enumerate(found, 1)
+        for place, turn in enumerate(turns, 1)
     )
     for place, message in enumerate(messages, 1):
         if message.role == "system" and place > 1:

@@ -8,12 +8,8 @@ from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, UntrustedError, p
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
 }
 
 
@@ -30,7 +26,7 @@ class Recorded:
     """An answer as its target gave it."""
 
     tokens: tuple[int, ...] | None  # None: its text alone is known
-    finished: bool  # False: it was cut, and no end of turn follows it
+    finished: bool  # else it was cut, and no end of turn follows it
     prompt: tuple[int, ...] | None = None  # what it was asked with, where that is known
 
 
@@ -56,9 +52,7 @@ def parse(line: bytes) -> Any:
 
 def plain_text(record: Any) -> str:
     """Return the text of a record for data.template=none."""
-    if not isinstance(record, dict):
-        raise Unusable("not an object", type(record).__name__)
-    if "text" not in record:
+    if "text" not in object_of(record):
         if "messages" in record or "conversations" in record:
             raise Unusable('conversation where data.template=none takes {"text": ...}')
         raise Unusable("without text")
@@ -70,19 +64,18 @@ def first(mapping: dict[str, Any], *keys: str) -> Any:
     return next((mapping[key] for key in keys if mapping.get(key) is not None), None)
 
 
-def messages_of(record: Any) -> tuple[Message, ...]:
-    """Return the turns of a record in any of the known spellings."""
+def object_of(record: Any) -> dict[str, Any]:
+    """Return a record that is an object."""
     if not isinstance(record, dict):
         raise Unusable("not an object", type(record).__name__)
-    turns = first(record, "messages", "conversations")
-    if turns is None:
-        if "text" in record:
-            raise Unusable("text without turns, which needs data.template=none")
-        raise Unusable("without messages or conversations")
-    if isinstance(turns, dict):  # how `datasets` stores a sequence of structs
-        turns = transposed(turns)
-    if not isinstance(turns, list):
-        raise Unusable("turns are not a list", type(turns).__name__)
+    return record
+
+
+def messages_of(record: Any) -> tuple[Message, ...]:
+    """Return the turns of a record in any of the known spellings."""
+    if first(object_of(record), "messages", "conversations") is None and "text" in record:
+        raise Unusable("text without turns, which needs data.template=none")
+    turns = turns_of(record, "messages", "conversations")
     if not turns:
         raise Unusable("empty conversation")
     messages = tuple(message_of(turn, place) for place, turn in enumerate(turns, 1))
@@ -90,14 +83,23 @@ def messages_of(record: Any) -> tuple[Message, ...]:
     return messages
 
 
-def transposed(turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Turn a dictionary of lists into a list of dictionaries."""
-    columns = list(turns.values())
-    if not all(isinstance(column, list) for column in columns):
-        raise Unusable("turns are not a list", "dict")
-    if len({len(column) for column in columns}) > 1:
-        raise Unusable("turns of unequal length")
-    return [dict(zip(turns, values, strict=True)) for values in zip(*columns, strict=True)]
+def turns_of(record: Any, *keys: str) -> list[Any]:
+    """Return the turns under the first of these keys that has some; a text is the only one."""
+    turns = first(object_of(record), *keys)
+    if turns is None:
+        raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}")
+    if isinstance(turns, str) and "prompt" in keys:
+        return [turns]
+    if isinstance(turns, dict):  # how `datasets` stores a sequence of structs
+        if not all(isinstance(column, list) for column in turns.values()):
+            raise Unusable("turns are not a list", "dict")
+        if len({len(column) for column in turns.values()}) > 1:
+            raise Unusable("turns of unequal length")
+        rows = zip(*turns.values(), strict=True)
+        return [dict(zip(turns, values, strict=True)) for values in rows]
+    if not isinstance(turns, list):
+        raise Unusable("turns are not a list", type(turns).__name__)
+    return turns
 
 
 def message_of(turn: Any, place: int) -> Message:
@@ -145,11 +147,8 @@ def recorded_of(record: dict[str, Any], num_answers: int) -> tuple[Recorded | No
     if len(answers) > num_answers:
         raise Unusable("recorded answers do not fit the turns", f"{len(answers)} recorded")
     found = [
-        Recorded(
-            None if answer.get("tokens") is None else _token_ids(answer["tokens"]),
-            answer["finished"],
-        )
-        for answer in answers
+        Recorded(None if (ids := each.get("tokens")) is None else _token_ids(ids), each["finished"])
+        for each in answers
     ]
     return (*[None] * (num_answers - len(found)), *found)
 

@@ -1,7 +1,12 @@
 """What was left out of a data set, and why: counted, and named by line."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from drafttrain.data.records import Unusable
 
 MAX_EXAMPLES = 3
 
@@ -11,44 +16,50 @@ class SkipReport:
     """Counts of skipped records by reason, with the places of the first few of each."""
 
     num_read: int = 0  # records looked at, skipped ones with them
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     what: str = "conversations"  # what a record is, for the printed line
-    notes: dict[str, int] = field(default_factory=dict)  # of those kept: what is not as it seems
+    notes: Counter[str] = field(default_factory=Counter)  # of those kept: what is not as it seems
 
     def skip(self, reason: str, where: str, detail: str = "") -> None:
         """Count one skipped record; `where` is its file and line."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] += 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(f"{where} ({detail})" if detail else where)
 
+    @contextmanager
+    def skipping(self, where: str) -> Iterator[None]:
+        """Skip the record that the block finds `Unusable`."""
+        try:
+            yield
+        except Unusable as error:
+            self.skip(error.reason, where, error.detail)
+
     def note(self, text: str, count: int = 1) -> None:
         """Count something about records that are kept."""
         if count:
-            self.notes[text] = self.notes.get(text, 0) + count
+            self.notes[text] += count
 
     def __add__(self, other: "SkipReport") -> "SkipReport":
         """Return the report of two stations one after the other: the first one did the reading."""
-        total = SkipReport(max(self.num_read, other.num_read), what=self.what)
-        for report in (self, other):
-            for reason, count in report.counts.items():
-                total.counts[reason] = total.counts.get(reason, 0) + count
-                places = total.examples.setdefault(reason, [])
-                places.extend(report.examples[reason][: MAX_EXAMPLES - len(places)])
-            for text, count in report.notes.items():
-                total.note(text, count)
-        return total
+        counts = self.counts + other.counts
+        examples = {
+            reason: [*self.examples.get(reason, []), *other.examples.get(reason, [])][:MAX_EXAMPLES]
+            for reason in counts
+        }
+        num_read = max(self.num_read, other.num_read)
+        return SkipReport(num_read, counts, examples, self.what, self.notes + other.notes)
 
     @property
     def num_skipped(self) -> int:
         """How many records were left out."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     def reasons(self) -> list[str]:
         """Return each reason with its count and first places, the commonest first."""
         found = []
-        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+        for reason, count in self.counts.most_common():
             places = ", ".join(self.examples[reason])
             more = ", ..." if count > len(self.examples[reason]) else ""
             found.append(f"{count:,} x {reason}: {places}{more}")
@@ -59,13 +70,14 @@ class SkipReport:
         notes = [f"{count:,} {text}" for text, count in self.notes.items()]
         if not self.counts:
             return notes
-        title = f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}:"
-        return [title, *(f"  {reason}" for reason in self.reasons()), *notes]
+        return [f"{self._title()}:", *(f"  {reason}" for reason in self.reasons()), *notes]
 
     def sentence(self) -> str:
         """Return what was skipped within a message of one line."""
-        title = f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}"
-        return f"{title}: {'; '.join(self.reasons())}"
+        return f"{self._title()}: {'; '.join(self.reasons())}"
+
+    def _title(self) -> str:
+        return f"skipped {self.num_skipped:,} of {self.num_read:,} {self.what}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for provenance.json."""

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.data.conversations import open_dataset
-from drafttrain.data.files import Record, file_records
-from drafttrain.data.records import Unusable, first, message_of, transposed
+from drafttrain.data.files import Record, dataset_records, file_records
+from drafttrain.data.records import Unusable, first, message_of, turns_of
 
-TASK_BY = ("task", "category")
+BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 CONVERSATIONS = "conversations"  # the task of those that name none
 EMBEDDED = "embedded"  # the data set that comes with the package
 # The categories of MT-bench; Spec-Bench has them beside its own five.
@@ -23,12 +22,12 @@ class PromptSource:
     """Which prompts to read: those of a local file, else of a data set."""
 
     path: str | None
-    dataset: str | None  # EMBEDDED, an id on the Hugging Face Hub, or a directory
-    subset: str | None
-    split: str
-    revision: str | None
-    task: str | None  # of rows that name none
-    task_by: str  # task or category: which of the two names a row's group in the report
+    dataset: str | None = None  # EMBEDDED, an id on the Hugging Face Hub, or a directory
+    subset: str | None = None
+    split: str = ""
+    revision: str | None = None
+    task: str | None = None  # of rows that name none
+    task_by: str = "task"  # or category: which of the two names a row's group in the report
     limit: int | None  # prompts per task, the first ones
 
     def __post_init__(self) -> None:
@@ -38,7 +37,7 @@ class PromptSource:
                 f"{EMBEDDED}: those of the package), got null for both; Spec-Bench, which is on no "
                 "Hub, is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
             )
-        if self.task_by not in TASK_BY:
+        if self.task_by not in ("task", "category"):
             raise ValueError(f"eval.task_by must be task or category, got {self.task_by!r}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"eval.prompts_per_task must be at least 1, got {self.limit}")
@@ -58,15 +57,22 @@ class PromptSource:
         return f"{self.dataset}{subset}, split {self.split}, revision {self.revision or 'newest'}"
 
 
-def suite_records(source: PromptSource, embedded: Path) -> Iterator[Record]:
+def suite_records(source: PromptSource) -> Iterator[Record]:
     """Yield the rows of a source as (where it stands, what it holds), broken ones as `Unusable`.
 
     Raises ValueError when there is no such file, or no such data set within reach.
     """
     if source.path is None and not source.embedded:
-        yield from _dataset_records(source)
+        yield from dataset_records(
+            "eval.dataset",
+            str(source.dataset),
+            source.subset,
+            source.split,
+            source.revision,
+            "its rows as eval.prompts=FILE.jsonl",
+        )
         return
-    file = Path(source.path or embedded).expanduser()
+    file = Path(source.path or BUILTIN_PROMPTS).expanduser()
     if not file.is_file():
         raise ValueError(
             f"eval.prompts must name a file of prompts, got {source.path}, which is not one; a "
@@ -76,63 +82,43 @@ def suite_records(source: PromptSource, embedded: Path) -> Iterator[Record]:
     yield from file_records(file)
 
 
-def _dataset_records(source: PromptSource) -> Iterator[Record]:
-    try:
-        rows = open_dataset(
-            str(source.dataset), source.subset, split=source.split, revision=source.revision
-        )
-        for number, row in enumerate(rows):
-            yield f"{source.dataset}:{source.split}[{number}]", dict(row)
-    except Exception as error:  # every library below has its own errors for "not there"
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"eval.dataset must name a data set that can be read, got {source.dataset} (split "
-            f"{source.split}): {reason}; without access to the Hub, download it elsewhere and give "
-            "its rows as eval.prompts=FILE.jsonl, or its directory as eval.dataset=DIRECTORY"
-        ) from error
-
-
 def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
     """Return a row with `id`, `task`, `category` and `turns`, whichever suite published it.
 
     The suite is recognised by its keys; a row of none of them comes back as it is. `number` is the
     row's place, for suites without ids; `task` is the task of rows that name none.
     """
-    if not isinstance(record, dict) or {"id", "turns"} <= record.keys():
-        return record if not isinstance(record, dict) else _with_task(record, task)
-    if {"question_id", "category", "turns"} <= record.keys():
-        return _question(record, record["question_id"], record["turns"])
-    if {"prompt_id", "category", "prompt"} <= record.keys():
-        return _question(record, record["prompt_id"], record["prompt"])
-    if {"task_id", "test_list"} <= record.keys():
-        return _with_task(_mbpp(record, task), task)
-    if {"task_id", "prompt"} <= record.keys():
+    if not isinstance(record, dict):
+        return record
+    keys, own = record.keys(), record
+    if {"id", "turns"} <= keys:
+        pass
+    elif {"question_id", "category", "turns"} <= keys:
+        own = _question(record, record["question_id"], record["turns"])
+    elif {"prompt_id", "category", "prompt"} <= keys:
+        own = _question(record, record["prompt_id"], record["prompt"])
+    elif {"task_id", "test_list"} <= keys:
+        own = _mbpp(record, task)
+    elif {"task_id", "prompt"} <= keys:
         own = {"id": record["task_id"], "turns": [record["prompt"]]}
-        return _with_task({**own, "reference": record.get("canonical_solution")}, task)
-    if {"question", "answer"} <= record.keys():
+        own["reference"] = record.get("canonical_solution")
+    elif {"question", "answer"} <= keys:
         own = {"id": f"{task}_{number}", "turns": [record["question"]]}
-        return _with_task({**own, "reference": record["answer"]}, task)
-    if record.get("turns") is None and first(record, "messages", "conversations") is not None:
-        return _conversation(record, number, task or CONVERSATIONS)
-    return _with_task(record, task)
+        own["reference"] = record["answer"]
+    elif record.get("turns") is None and first(record, "messages", "conversations") is not None:
+        own, task = _conversation(record, number), task or CONVERSATIONS
+    return {**own, "task": task} if own.get("task") is None else own
 
 
-def _conversation(record: dict[str, Any], number: int, task: str) -> dict[str, Any]:
+def _conversation(record: dict[str, Any], number: int) -> dict[str, Any]:
     """Return a conversation as training reads it, as the questions that it asks."""
-    turns = first(record, "messages", "conversations")
-    turns = transposed(turns) if isinstance(turns, dict) else turns
-    if not isinstance(turns, list):
-        raise Unusable("turns are not a list", type(turns).__name__)
+    turns = turns_of(record, "messages", "conversations")
     messages = [message_of(turn, place) for place, turn in enumerate(turns, 1)]
     if any(message.role == "system" for message in messages):
         raise Unusable("a system turn, which an evaluation prompt cannot have")
     asked = [message.content for message in messages if message.role == "user"]
     name = first(record, "id", "index")
-    return _with_task({**record, "id": number if name is None else name, "turns": asked}, task)
-
-
-def _with_task(record: dict[str, Any], task: str | None) -> dict[str, Any]:
-    return {**record, "task": task} if record.get("task") is None else record
+    return {**record, "id": number if name is None else name, "turns": asked}
 
 
 def _question(record: dict[str, Any], number: Any, turns: Any) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.renderer import MEMORY, SECONDS
 from drafttrain.runtime.untrusted_input import shown
 
-USER, ANSWER = (
-    "Kx7user7xK",
-    "Kx7answer{}7xK",
-)  # stand for contents; templates print them as they are
+# They stand for contents; templates print them as they are.
+USER, ANSWER = "Kx7user7xK", "Kx7answer{}7xK"
 RENDERER = Path(__file__).with_name("renderer.py")
 MAX_TEXT = 64 << 20  # bytes of one conversation, as JSON
-CHAT, NONE = "chat", "none"
+NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -35,23 +33,13 @@ class Template:
     The same in training, validation, evaluation and wherever answers are asked for.
     """
 
-    kind: str  # CHAT or NONE
+    kind: str  # "chat" or NONE
     kwargs: dict[str, Any]  # what the chat template is told, such as enable_thinking
     date: str  # YYYY-MM-DD: today, for a chat template that asks
 
 
 class TemplateLimitError(ValueError):
     """A chat template takes more time or memory than any conversation needs."""
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """What a template writes around a user turn and an answer."""
-
-    opening: str  # before the first user turn, a default system prompt with it
-    closing: str  # after a user turn, up to where the assistant takes over
-    prompt_closing: str  # the same where generation is asked for: some templates add to it
-    tail: str  # after an answer
 
 
 @dataclass(frozen=True)
@@ -79,22 +67,21 @@ class Renderer:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0
+        self.owner = 0  # the process that started it: a fork must not ask in its place
         self.lock = threading.Lock()
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """Return what the process answers; TemplateLimitError where that ends it."""
+        """Return what the process answers; {"limit": ...} where a limit ends it."""
         with self.lock:
             if self.process is None or self.owner != os.getpid():
-                self._start()
-            process = self.process
-            assert process is not None
-            assert process.stdin is not None
-            assert process.stdout is not None
+                self.process, self.owner = _started(), os.getpid()
+            to, back = self.process.stdin, self.process.stdout
+            assert to is not None
+            assert back is not None
             try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                process.stdin.flush()
-                line = process.stdout.readline(MAX_TEXT)
+                to.write(json.dumps(request).encode() + b"\n")
+                to.flush()
+                line = back.readline(MAX_TEXT)
             except BrokenPipeError:
                 line = b""
             except BaseException:  # an answer is left in the pipe
@@ -110,33 +97,32 @@ class Renderer:
             return {"limit": "too much time"}
         return {"limit": f"its process down (status {status})"}
 
-    def _start(self) -> None:
-        # No secret of the environment; Python as it is here, without what lies in folders.
-        kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
-        self.owner = os.getpid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(RENDERER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-
     def close(self) -> int:
         """End the process and return its status."""
         process, self.process = self.process, None
         if process is None or self.owner != os.getpid():
             return 0
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.close()
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+        for pipe in (process.stdout, process.stdin):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
         try:
             return process.wait(1)  # it ends by itself when nobody asks, or has ended
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # No secret of the environment; Python as it is here, without what lies in folders.
+    kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
+    return subprocess.Popen(
+        [sys.executable, "-P", str(RENDERER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
 
 
 RENDERING = Renderer()
@@ -147,7 +133,7 @@ def render(
     messages: Sequence[Message],
     tokenizer: Any,
     template: Template,
-    add_generation_prompt: bool = False,
+    for_answer: bool = False,
 ) -> str:
     """Return the conversation as the template writes it; Unusable if the template refuses it.
 
@@ -159,17 +145,12 @@ def render(
         "messages": [{"role": turn.role, "content": turn.content} for turn in messages],
         "tools": None,
         "documents": None,
-        "add_generation_prompt": add_generation_prompt,
+        "add_generation_prompt": for_answer,
         **tokenizer.special_tokens_map,
         **template.kwargs,
     }
-    found = RENDERING.ask(
-        {
-            "template": tokenizer.get_chat_template(),
-            "date": template.date,
-            "variables": variables,
-        }
-    )
+    text = tokenizer.get_chat_template()
+    found = RENDERING.ask({"template": text, "date": template.date, "variables": variables})
     if "limit" in found:
         raise TemplateLimitError(
             f"the chat template of {_name(tokenizer)} must write a conversation within {SECONDS:g} "
@@ -205,166 +186,154 @@ def template_fingerprint(tokenizer: Any, template: Template) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def chat_format(tokenizer: Any, template: Template) -> ChatFormat:
-    """Find out what the template writes by rendering words that stand for contents."""
-    user, answer = Message("user", USER), Message("assistant", ANSWER.format(0))
-    try:
-        prompt = render([user], tokenizer, template, add_generation_prompt=True).split(USER)
-        whole = render([user, answer], tokenizer, template)
-    except Unusable as error:
-        raise ValueError(
-            f"the chat template of {_name(tokenizer)} must write a question and an answer, got: "
-            f"{shown(error.detail)}; correct tokenizer.chat_template"
-        ) from None
-    pair = re.split(f"{USER}|{answer.content}", whole)
-    if len(prompt) == 2 and len(pair) == 3:
-        closing = os.path.commonprefix([prompt[1], pair[1]])  # noqa: RUF071 (no paths)
-        if closing:
-            return ChatFormat(prompt[0], closing, prompt[1], pair[2])
-    raise ValueError(
-        f"the chat template of {_name(tokenizer)} must write each turn once, with something between"
-        " user and assistant; correct tokenizer.chat_template"
-    )
+class ChatFormat:
+    """What a chat template writes around turns, and where the answers stand in its text.
 
-
-def locate(
-    messages: Sequence[Message],
-    recorded: Sequence[Recorded | None],
-    tokenizer: Any,
-    template: Template,
-    form: ChatFormat,
-    specials: re.Pattern[str],
-) -> Located:
-    """Return a conversation up to its last answer as text, and where the answers stand in it.
-
-    Before the last answer stands the very prompt that evaluation would ask with, so what a template
-    shows to generation alone (an opened or an empty <think> block) belongs to the prompt. The last
-    answer is what its target gave, token by token, where that is `recorded` (one for each answer,
-    None for those without). Else its text must stand in the template's rendering as it is, but for
-    space around it: Unusable where it is shortened or rewritten, since what is left is not what
-    a target says. Earlier answers stand as later turns see them; one that is rewritten for those
-    is context only.
+    opening: before the first user turn, a default system prompt with it. closing: after a user
+    turn, up to where the assistant takes over; `prompt_closing` the same where generation is asked
+    for, to which some templates add. tail: after an answer.
     """
-    places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
-    history = messages[: places[-1]]
-    text = render(history, tokenizer, template, add_generation_prompt=True)
-    spans = earlier_spans(history, text, recorded, tokenizer, template, form, specials)
-    rewritten = len(places) - 1 - len(spans)
-    own = recorded[-1] if recorded else None
-    if own is not None and own.tokens is not None:
-        return Located(text, spans, own.tokens, rewritten)
-    start = len(text)
-    text, tail = with_answer(text, [*history, messages[places[-1]]], tokenizer, template, form)
-    if own is not None and not own.finished:  # cut: the target did not end its turn
-        return Located(text, [*spans, Span(start, len(text))], None, rewritten)
-    ending = specials.match(tail)
-    span = Span(start, len(text) + (ending.end() if ending else 0))
-    return Located(text + tail, [*spans, span], None, rewritten)
 
+    def __init__(self, tokenizer: Any, template: Template) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        words = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        words.update(tokenizer.all_special_tokens)
+        longest_first = sorted(words, key=lambda word: (-len(word), word))
+        self.specials = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
+        # Rendering words that stand for contents shows what is around them.
+        user, answer = Message("user", USER), Message("assistant", ANSWER.format(0))
+        try:
+            prompt = self.render([user], for_answer=True).split(USER)
+            pair = re.split(f"{USER}|{answer.content}", self.render([user, answer]))
+        except Unusable as error:
+            raise ValueError(
+                f"the chat template of {_name(tokenizer)} must write a question and an answer, "
+                f"got: {shown(error.detail)}; correct tokenizer.chat_template"
+            ) from None
+        once = len(prompt) == 2 and len(pair) == 3
+        closing = os.path.commonprefix([prompt[1], pair[1]]) if once else ""  # noqa: RUF071 (no paths)
+        if not closing:
+            raise ValueError(
+                f"the chat template of {_name(tokenizer)} must write each turn once, with something"
+                " between user and assistant; correct tokenizer.chat_template"
+            )
+        self.opening, self.prompt_closing, self.tail = prompt[0], prompt[1], pair[2]
+        self.closing = closing
 
-def with_answer(
-    prompt: str,
-    messages: Sequence[Message],
-    tokenizer: Any,
-    template: Template,
-    form: ChatFormat,
-) -> tuple[str, str]:
-    """Return a prompt with the answer that follows it, and what the template writes after that."""
-    whole, answer = render(messages, tokenizer, template), messages[-1].content
+    def render(self, messages: Sequence[Message], for_answer: bool = False) -> str:
+        """Return the conversation as text; see `render`."""
+        return render(messages, self.tokenizer, self.template, for_answer)
 
-    def standing_before(tail: str) -> str | None:
-        for content in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
-            if whole.endswith(content + tail):
-                head = whole[: len(whole) - len(content) - len(tail)]
-                # Space before the answer is the answer's: Llama 2 begins with one.
-                agrees = head.startswith(prompt) and not head[len(prompt) :].strip()
-                return head + content if agrees else prompt + content.lstrip()
-        return None
+    def locate(
+        self, messages: Sequence[Message], recorded: Sequence[Recorded | None] = ()
+    ) -> Located:
+        """Return a conversation up to its last answer as text, and where its answers stand there.
 
-    tail = form.tail
-    found = standing_before(tail)
-    if found is None:
-        tail = surroundings(messages, tokenizer, template)[-1]
-        found = standing_before(tail)
-    if found is None:
+        Before the last answer stands the very prompt that evaluation would ask with, so what a
+        template shows to generation alone (an opened or an empty <think> block) belongs to the
+        prompt. The last answer is what its target gave, token by token, where that is `recorded`
+        (one for each answer, None for those without). Else its text must stand in the template's
+        rendering as it is, but for space around it: Unusable where it is shortened or rewritten,
+        since what is left is not what a target says. Earlier answers stand as later turns see
+        them; one that is rewritten for those is context only.
+        """
+        places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
+        history, last = messages[: places[-1]], messages[places[-1]]
+        text = self.render(history, for_answer=True)
+        spans = self._earlier_spans(history, text, recorded)
+        rewritten = len(places) - 1 - len(spans)
+        own = recorded[-1] if recorded else None
+        if own is not None and own.tokens is not None:
+            return Located(text, spans, own.tokens, rewritten)
+        start = len(text)
+        text, tail = self._with_answer(text, [*history, last])
+        if own is not None and not own.finished:  # cut: the target did not end its turn
+            return Located(text, [*spans, Span(start, len(text))], None, rewritten)
+        span = Span(start, len(text) + self._ending(tail))
+        return Located(text + tail, [*spans, span], None, rewritten)
+
+    def _ending(self, tail: str) -> int:
+        """Return how much of what follows an answer is the token that ends its turn."""
+        found = self.specials.match(tail)
+        return found.end() if found else 0
+
+    def _with_answer(self, prompt: str, messages: Sequence[Message]) -> tuple[str, str]:
+        """Return a prompt with the answer after it, and what the template writes after that."""
+        whole, answer = self.render(messages), messages[-1].content
+        for elsewhere in (False, True):
+            tail = self._surroundings(messages)[-1] if elsewhere else self.tail
+            for content in _trimmed(answer):
+                if whole.endswith(content + tail):
+                    head = whole[: len(whole) - len(content) - len(tail)]
+                    # Space before the answer is the answer's: Llama 2 begins with one.
+                    agrees = head.startswith(prompt) and not head[len(prompt) :].strip()
+                    return head + content if agrees else prompt + content.lstrip(), tail
         raise Unusable(
             "the chat template shortens or rewrites the last answer, which only its target's own "
             "tokens could mend (python -m drafttrain regenerate)"
         )
-    return found, tail
+
+    def _earlier_spans(
+        self, history: Sequence[Message], text: str, recorded: Sequence[Recorded | None]
+    ) -> list[Span]:
+        """Return where the answers of a prompt stand in its text, without those it rewrites.
+
+        They are found by rendering the prompt a second time with words in place of the answers:
+        between those words stands what surrounds the answers, also where the template trims them,
+        rewrites them, or moves the system prompt to the last turn. Unusable if the two renderings
+        do not agree.
+        """
+        answers = [message.content for message in history if message.role == "assistant"]
+        if not answers:
+            return []
+        around = self._surroundings(history, for_answer=True)
+        parts = [self._split_header(piece) for piece in around[:-1]]
+        if not text.startswith(parts[0][0]):
+            raise Unusable("the chat template hides where the assistant speaks", "turn 1")
+        headers = [header for header, _ in parts] + [around[-1]]
+        position, spans = 0, []
+        for place, (answer, (header, added)) in enumerate(zip(answers, parts, strict=True)):
+            start, last = position + len(header), place + 1 == len(answers)
+            begins, position = _find_end(text, start, added, answer, headers[place + 1], last)
+            if begins is None:
+                continue
+            own = recorded[place] if recorded else None
+            finished = own is None or own.finished
+            ending = self._ending(around[place + 1]) if finished else 0
+            spans.append(Span(begins, position + ending, own))
+        return spans
+
+    def _surroundings(self, messages: Sequence[Message], for_answer: bool = False) -> list[str]:
+        """Return what the template writes before, between and after the answers."""
+        words: list[str] = []
+        masked = list(messages)
+        for place, message in enumerate(messages):
+            if message.role == "assistant":
+                words.append(ANSWER.format(len(words)))
+                masked[place] = Message("assistant", words[-1])
+        rest, pieces = self.render(masked, for_answer), []
+        for place, word in enumerate(words, 1):
+            piece, found, rest = rest.partition(word)
+            if not found:
+                raise Unusable("the chat template leaves out an answer", f"answer {place}")
+            pieces.append(piece)
+        return [*pieces, rest]
+
+    def _split_header(self, piece: str) -> tuple[str, str]:
+        """Split what precedes an answer: what the prompt ends with, and what stands after that."""
+        for closing in (self.prompt_closing, self.closing):
+            before, found, after = piece.rpartition(closing)
+            if found:
+                return before + closing, after
+        raise Unusable("the chat template hides where the assistant speaks")
 
 
-def earlier_spans(
-    history: Sequence[Message],
-    text: str,
-    recorded: Sequence[Recorded | None],
-    tokenizer: Any,
-    template: Template,
-    form: ChatFormat,
-    specials: re.Pattern[str],
-) -> list[Span]:
-    """Return where the answers of a prompt stand in its text, without those it rewrites.
-
-    They are found by rendering the prompt a second time with words in place of the answers: between
-    those words stands what surrounds the answers, also where the template trims them, rewrites
-    them, or moves the system prompt to the last turn. Unusable if the two renderings do not agree.
-    """
-    answers = [message.content for message in history if message.role == "assistant"]
-    if not answers:
-        return []
-    around = surroundings(history, tokenizer, template, add_generation_prompt=True)
-    parts = [split_header(piece, form) for piece in around[:-1]]
-    if not text.startswith(parts[0][0]):
-        raise Unusable("the chat template hides where the assistant speaks", "turn 1")
-    headers = [header for header, _ in parts] + [around[-1]]
-    position, spans = 0, []
-    for place, (answer, (header, added)) in enumerate(zip(answers, parts, strict=True)):
-        start = position + len(header)
-        following, last = headers[place + 1], place + 1 == len(answers)
-        begins, position = find_end(text, start, added, answer, following, last)
-        if begins is None:
-            continue
-        own = recorded[place] if recorded else None
-        ending = specials.match(around[place + 1]) if own is None or own.finished else None
-        spans.append(Span(begins, position + (ending.end() if ending else 0), own))
-    return spans
+def _trimmed(answer: str) -> tuple[str, ...]:
+    """Return an answer as templates may write it."""
+    return answer, answer.strip(), answer.rstrip(), answer.lstrip()
 
 
-def surroundings(
-    messages: Sequence[Message],
-    tokenizer: Any,
-    template: Template,
-    add_generation_prompt: bool = False,
-) -> list[str]:
-    """Return what the template writes before, between and after the answers."""
-    masked: list[Message] = []
-    words: list[str] = []
-    for message in messages:
-        if message.role == "assistant":
-            words.append(ANSWER.format(len(words)))
-            masked.append(Message("assistant", words[-1]))
-        else:
-            masked.append(message)
-    rest, pieces = render(masked, tokenizer, template, add_generation_prompt), []
-    for place, word in enumerate(words, 1):
-        piece, found, rest = rest.partition(word)
-        if not found:
-            raise Unusable("the chat template leaves out an answer", f"answer {place}")
-        pieces.append(piece)
-    return [*pieces, rest]
-
-
-def split_header(piece: str, form: ChatFormat) -> tuple[str, str]:
-    """Split what precedes an answer: what the prompt ends with, and what stands after that."""
-    for closing in (form.prompt_closing, form.closing):
-        at = piece.rfind(closing)
-        if at >= 0:
-            at += len(closing)
-            return piece[:at], piece[at:]
-    raise Unusable("the chat template hides where the assistant speaks")
-
-
-def find_end(
+def _find_end(
     text: str, start: int, added: str, answer: str, following: str, last: bool
 ) -> tuple[int | None, int]:
     """Return where the words of an answer begin, None where they are rewritten, and where they end.
@@ -372,7 +341,7 @@ def find_end(
     start: where what is `added` before the answer begins; `following` comes after it.
     """
     for before in (added, ""):
-        for content in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
+        for content in _trimmed(answer):
             end = start + len(before) + len(content)
             if text.startswith(before + content + following, start) and (
                 not last or end + len(following) == len(text)

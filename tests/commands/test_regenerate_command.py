@@ -25,6 +25,7 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.prompts_to_answer import Question, read_asked
+from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
@@ -152,7 +153,7 @@ def test_each_turn_is_the_targets_own_answer_to_the_new_turns_before_it(
     assert [row["index"] for row in rows] == [0, 1, 2, 3, 4]
     for row in rows:
         assert row["cut"] is None
-        turns = row["messages"]
+        turns = [Message(**turn) for turn in row["messages"]]
         for place, answer in enumerate(row["answers"]):
             prompt = prompt_tokens(turns[: 2 * place + 1], target.tokenizer, BY_TEMPLATE)
             alone = autoregressive_decode(
@@ -165,7 +166,7 @@ def test_each_turn_is_the_targets_own_answer_to_the_new_turns_before_it(
             assert tuple(answer["tokens"]) == alone.tokens
             said = alone.tokens[:-1] if answer["finished"] else alone.tokens
             text = target.tokenizer.decode(list(said), skip_special_tokens=True)
-            assert turns[2 * place + 1] == {"role": "assistant", "content": text}
+            assert turns[2 * place + 1] == Message("assistant", text)
     assert sum(len(row["answers"]) for row in rows) == 7
 
 

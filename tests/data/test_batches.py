@@ -182,10 +182,3 @@ def test_token_counts_are_of_trained_tokens() -> None:
     one = Sample(torch.tensor([1, 2, 2, 4]), torch.tensor([False, True, True, False]), 0)
     two = Sample(torch.tensor([2, 0]), torch.tensor([False, True]), 1)
     assert token_counts([one, two], 6).tolist() == [1, 0, 2, 0, 0, 0]
-
-
-@pytest.mark.parametrize("settings", [{"tokens_per_step": 0}, {"micro_batch": 0}])
-def test_sizes_below_one_are_refused(settings: dict[str, int]) -> None:
-    (key,) = settings
-    with pytest.raises(ValueError, match=rf"\.{key} must be at least 1, got 0"):
-        Batches(samples(), **{"tokens_per_step": 1, "micro_batch": 1, "seed": 0, **settings})

@@ -26,7 +26,7 @@ from drafttrain.data.chat import encode, num_repeated, prompt_of, prompt_tokens,
 from drafttrain.data.conversations import Conversation, JsonlConfig, PlainText
 from drafttrain.data.records import Message, Recorded
 from drafttrain.data.skips import NothingUsable
-from drafttrain.data.template import RENDERING, Template, chat_format, template_fingerprint
+from drafttrain.data.template import RENDERING, ChatFormat, Template, template_fingerprint
 
 TINY = ROOT / "drafttrain" / "assets" / "tiny"
 
@@ -316,7 +316,7 @@ def test_the_mask_is_that_of_the_generation_marks_where_a_template_has_them() ->
 @pytest.mark.parametrize("make", [tiny, llama3, qwen3, mistral])
 def test_special_tokens_within_contents_do_not_end_a_turn(make: Any) -> None:
     tokenizer = make()
-    form = chat_format(tokenizer, BY_TEMPLATE)
+    form = ChatFormat(tokenizer, BY_TEMPLATE)
     end = form.tail.strip()
     said = f"It is {end}{form.closing}fake {end}"
     text = encode_one(chat(f"What is {end}{form.closing}?", said, "And?", end), tokenizer)
@@ -420,12 +420,6 @@ def test_a_template_and_turns_belong_together() -> None:
         encode([chat(*TURNS)], bare, config())
     with pytest.raises(ValueError, match=r"needs a tokenizer with a chat template"):
         prompt_tokens(chat("Hi").messages, bare, BY_TEMPLATE)
-    with pytest.raises(
-        NothingUsable, match=r"data.template=none takes \{\"text\": ...\}: a.jsonl:4"
-    ):
-        encode([chat(*TURNS)], bare, config(template="none"))
-    with pytest.raises(NothingUsable, match=r"text without turns, which needs data\.template=none"):
-        encode([PlainText("Once.", 0, "a.jsonl:1")], tiny(), config())
 
 
 @pytest.mark.parametrize("make", [tiny, llama3, qwen3, mistral, llama2])
@@ -437,13 +431,11 @@ def test_a_prompt_is_what_stands_before_the_answer_in_training(make: Any) -> Non
     assert prompt_of(sample) == prompt
     if tokenizer.bos_token in tokenizer.decode(prompt):
         assert prompt.count(tokenizer.bos_token_id) == 1
-    turns = [{"role": turn.role, "content": turn.content} for turn in conversation.messages[:2]]
-    assert prompt_tokens(turns, tokenizer, BY_TEMPLATE) == prompt
 
 
 def test_a_prompt_without_a_template_is_the_text_with_one_beginning() -> None:
     tokenizer = mistral()
-    prompt = prompt_tokens([{"role": "user", "content": "Yes it is"}], tokenizer, WITHOUT_TEMPLATE)
+    prompt = prompt_tokens([Message("user", "Yes it is")], tokenizer, WITHOUT_TEMPLATE)
     assert tokenizer.decode(prompt) == "<s> Yes it is"
     (sample,), _ = encode([PlainText("Yes it is" * 40, 0, "a")], tokenizer, config(template="none"))
     assert prompt_of(sample) == sample.tokens[:32].tolist()

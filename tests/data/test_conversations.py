@@ -18,8 +18,6 @@ from drafttrain.data.conversations import (
     PlainText,
     SelfgenConfig,
     read,
-    read_hub,
-    read_jsonl,
 )
 from drafttrain.data.files import file_records
 from drafttrain.data.records import Message, Recorded, Unusable
@@ -87,7 +85,7 @@ def test_every_spelling_gives_the_same_conversation(tmp_path: Path) -> None:
         {"messages": columns},
     ]
     path = write(tmp_path / "a.jsonl", *records)
-    conversations, report = read_jsonl(jsonl(path))
+    conversations, report = read(jsonl(path))
     expected = tuple(Message(role, content) for role, content in turns)
     assert conversations == [
         Conversation(expected, index, f"{path}:{index + 1}") for index in range(len(records))
@@ -143,7 +141,7 @@ def test_a_broken_line_is_counted_and_named(
     tmp_path: Path, record: Any, reason: str, detail: str
 ) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, record, b"", GOOD)
-    conversations, report = read_jsonl(jsonl(path))
+    conversations, report = read(jsonl(path))
     assert [(item.index, item.source) for item in conversations] == [
         (0, f"{path}:1"),
         (1, f"{path}:4"),
@@ -157,7 +155,7 @@ def test_a_broken_line_is_counted_and_named(
 
 def test_the_report_names_the_first_places_of_each_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", GOOD, *[b"x"] * 5, {"messages": []})
-    _, report = read_jsonl(jsonl(path))
+    _, report = read(jsonl(path))
     first, second, third = report.lines()
     assert first == "skipped 6 of 7 conversations:"
     assert second.startswith(f"  5 x not JSON: {path}:2 (expected value at column 1)")
@@ -175,10 +173,10 @@ def test_the_report_names_the_first_places_of_each_reason(tmp_path: Path) -> Non
 def test_an_unusable_file_is_an_error_that_prints_the_report(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b"x", {"messages": []})
     with pytest.raises(NothingUsable, match="must hold usable conversations") as error:
-        read_jsonl(jsonl(path))
+        read(jsonl(path))
     assert f"1 x empty conversation: {path}:2" in str(error.value)
     with pytest.raises(NothingUsable, match="got none; give it some records"):
-        read_jsonl(jsonl(write(tmp_path / "empty.jsonl")))
+        read(jsonl(write(tmp_path / "empty.jsonl")))
 
 
 def test_several_files_compressed_ones_and_lists_are_read_in_order(tmp_path: Path) -> None:
@@ -189,10 +187,10 @@ def test_several_files_compressed_ones_and_lists_are_read_in_order(tmp_path: Pat
     (tmp_path / "README.md").write_text("not data")
     expected = [f"{first}:1", f"{second}:1", f"{second}:2", f"{third}[0]"]
     for path in (str(tmp_path), [first, second, str(third)], str(tmp_path / "?.json*")):
-        conversations, report = read_jsonl(jsonl(path))
+        conversations, report = read(jsonl(path))
         assert [item.source for item in conversations] == expected
         assert report.examples == {"empty conversation": [f"{third}[1]"]}
-    conversations, report = read_jsonl(jsonl(str(tmp_path), limit=2))
+    conversations, report = read(jsonl(str(tmp_path), limit=2))
     assert (len(conversations), report.num_read) == (2, 2)
 
 
@@ -200,7 +198,7 @@ def test_content_may_come_in_parts(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     told = {"messages": [{"role": "user", "content": parts}, GOOD["messages"][1]]}
     seen = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
-    conversations, report = read_jsonl(jsonl(write(tmp_path / "a.jsonl", told, seen)))
+    conversations, report = read(jsonl(write(tmp_path / "a.jsonl", told, seen)))
     assert conversations[0].messages == tuple(Message(**turn) for turn in GOOD["messages"])
     assert report.counts == {"content with parts that are no text": 1}
 
@@ -214,7 +212,7 @@ def test_a_record_without_end_is_passed_over_not_held(tmp_path: Path) -> None:
         stream.write(b"\n" + json.dumps(GOOD).encode() + b"\n")
     (lone := tmp_path / "b.json").write_bytes(b'["' + b"a" * (17 << 20))
     tracemalloc.start()
-    conversations, report = read_jsonl(jsonl([str(file), str(lone)]))
+    conversations, report = read(jsonl([str(file), str(lone)]))
     assert tracemalloc.get_traced_memory()[1] < 200e6
     tracemalloc.stop()
     assert [item.source for item in conversations] == [f"{file}:1", f"{file}:3"]
@@ -253,7 +251,7 @@ def test_recorded_answers_are_read_with_the_conversation(tmp_path: Path) -> None
     many = {**row, "answers": row["answers"] * 2}
     torn = {**selfgen_row, "num_prompt_tokens": 3}
     path = write(tmp_path / "a.jsonl", row, cut, selfgen_row, other, *bad, many, torn)
-    conversations, report = read_jsonl(jsonl(path))
+    conversations, report = read(jsonl(path))
     assert [item.recorded for item in conversations] == [
         (Recorded((3, 4), True),),
         (Recorded(None, False),),
@@ -268,7 +266,7 @@ def test_a_damaged_archive_is_read_up_to_the_damage(tmp_path: Path) -> None:
     records = [{**GOOD, "id": index * 7919 % 1000} for index in range(1000)]
     write(file, *records)
     file.write_bytes(file.read_bytes()[:-200])
-    conversations, report = read_jsonl(jsonl(str(file)))
+    conversations, report = read(jsonl(str(file)))
     assert 0 < len(conversations) < 1000
     (places,) = report.examples.values()
     assert places[0].startswith(f"{file}:{len(conversations) + 1} ")
@@ -347,15 +345,15 @@ def test_a_data_set_is_read_from_a_directory_by_column(tmp_path: Path) -> None:
         replace(here, column="chat", streaming=True),
         replace(here, column=None, prompt_column="prompt", response_column="answer"),
     ):
-        conversations, report = read_hub(config)
+        conversations, report = read(config)
         assert conversations == [Conversation(expected, 0, f"{folder}:train[0]")]
         assert report.num_skipped == 1
     texts, _ = read(replace(here, column="text", template="none", limit=1))
     assert texts == [PlainText("Once.", 0, f"{folder}:train[0]")]
     with pytest.raises(ValueError, match=r"data.column: no column messages \(there are prompt, an"):
-        read_hub(here)
+        read(here)
     with pytest.raises(ValueError, match=r"data.repo .* \(split test\): Unknown split \"test\""):
-        read_hub(replace(here, split="test"))
+        read(replace(here, split="test"))
 
 
 @pytest.mark.usefixtures("datasets_cache")
@@ -366,7 +364,7 @@ def test_a_data_set_saved_to_disk_is_read(tmp_path: Path) -> None:
     table.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "dict"))
     for name in ("one", "dict"):
-        conversations, _ = read_hub(hub(repo=str(tmp_path / name)))
+        conversations, _ = read(hub(repo=str(tmp_path / name)))
         assert len(conversations) == 1
 
 
@@ -374,7 +372,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error() -> None:
     with pytest.raises(
         ValueError, match=r"data\.repo must name a data set that can be read"
     ) as error:
-        read_hub(hub())
+        read(hub())
     assert "someone/something" in str(error.value)
     assert "use data=jsonl data.path=FILE, or data.repo=DIRECTORY" in str(error.value)
 

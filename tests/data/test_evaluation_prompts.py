@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from drafttrain.data.evaluation_prompts import (
-    BUILTIN_PROMPTS,
     Prompt,
     count_overlap,
     overlap_line,
@@ -17,6 +16,7 @@ from drafttrain.data.evaluation_prompts import (
     read_prompts,
 )
 from drafttrain.data.skips import NothingUsable
+from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.runtime.disk import sha256_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_conversations import jsonl
 
-from drafttrain.data.conversations import read_jsonl
+from drafttrain.data.conversations import read
 from drafttrain.data.evaluation_prompts import prompts_sha256, read_prompts
 from drafttrain.data.prompts_to_answer import Question, read_asked
 from drafttrain.data.records import Message
@@ -84,7 +84,7 @@ def files(draw: st.DrawFn) -> tuple[str, bytes]:
 def test_conversations(fence: Fence, file: tuple[str, bytes], template: str) -> None:
     place = fence.fresh() / file[0]
     place.write_bytes(file[1])
-    fence.holds(lambda: read_jsonl(jsonl(str(place), template=template)))
+    fence.holds(lambda: read(jsonl(str(place), template=template)))
 
 
 @FUZZ

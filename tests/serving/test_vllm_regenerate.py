@@ -222,7 +222,8 @@ def gap_where_they_part(target: Target, row: dict[str, Any], turn: int, others: 
     """Return how much likelier our token is than theirs at the first place where they differ."""
     own = row["answers"][turn]["tokens"]
     place = next(i for i, (a, b) in enumerate(zip(own, others, strict=False)) if a != b)
-    prompt = prompt_tokens(row["messages"][: 2 * turn + 1], target.tokenizer, BY_TEMPLATE)
+    asked = [Message(**message) for message in row["messages"][: 2 * turn + 1]]
+    prompt = prompt_tokens(asked, target.tokenizer, BY_TEMPLATE)
     logits, _ = target.step(target.begin(), torch.tensor([[*prompt, *own[:place]]]), last_only=True)
     law = logits[0, -1].log_softmax(-1)
     return abs(float(law[own[place]] - law[others[place]]))

@@ -10,7 +10,7 @@ from builders import BY_TEMPLATE, TOLD, model_config
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.types import Sample
-from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, read_jsonl
+from drafttrain.data.conversations import JsonlConfig, SelfgenConfig, read
 from drafttrain.data.skips import NothingUsable
 from drafttrain.target.answers.selfgen import (
     ANSWER,
@@ -206,7 +206,7 @@ def test_the_cache_is_readable_text_that_data_jsonl_takes(
     selfgen(target, config, show=False)
     folder = cache_folder(config)
     common = {"max_length": 64, "holdout": 0, "template": "chat", "seed": 0, "limit": None, **TOLD}
-    conversations, _ = read_jsonl(JsonlConfig(name="jsonl", path=str(folder), **common))
+    conversations, _ = read(JsonlConfig(name="jsonl", path=str(folder), **common))
     written = load(folder, target.spec)
     frame = frame_of(target, BY_TEMPLATE)
     for conversation in conversations:

@@ -23,7 +23,7 @@ import drafttrain.training.loop
 import drafttrain.training.validation
 from drafttrain.__main__ import main
 from drafttrain.commands.setup import training as material
-from drafttrain.data.conversations import JsonlConfig, read_jsonl
+from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.files import file_records
 from drafttrain.report.write import write_texts
 from drafttrain.runtime.disk import DiskError, append_text, write_whole, written
@@ -423,13 +423,13 @@ def test_data_that_may_not_be_read_is_said_plainly(tmp_path: Path) -> None:
         os.seteuid(65534)
         for path in (folder / "mine.jsonl", folder):
             with pytest.raises(ValueError, match=said):
-                read_jsonl(jsonl(path))
+                read(jsonl(path))
         os.seteuid(0)
         folder.chmod(0o700)
         os.seteuid(65534)
         for path in (folder / "mine.jsonl", folder):
             with pytest.raises(ValueError, match=said):
-                read_jsonl(jsonl(path))
+                read(jsonl(path))
     finally:
         os.seteuid(0)
         for path, mode in modes.items():

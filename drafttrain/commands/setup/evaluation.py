@@ -22,13 +22,13 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig, TuneConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import (
-    BUILTIN_PROMPTS,
     Prompt,
     load_prompts,
     overlap_line,
     overlap_record,
     prompts_sha256,
 )
+from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.data.template import Template
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every

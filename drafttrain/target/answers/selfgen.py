@@ -21,7 +21,7 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Sample, TargetSpec
 from drafttrain.data.conversations import SelfgenConfig
 from drafttrain.data.skips import NothingUsable, SkipReport
-from drafttrain.data.template import Template, chat_format, template_fingerprint
+from drafttrain.data.template import ChatFormat, Template, template_fingerprint
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.journal import append_records, read_records
 from drafttrain.runtime.lock import hold
@@ -116,7 +116,7 @@ def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
 def frame_of(target: Target, template: Template) -> Frame:
     """Read the frame off the chat template, tokenised as a prompt is."""
     tokenizer = target.tokenizer
-    form = chat_format(tokenizer, template)
+    form = ChatFormat(tokenizer, template)
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
