@@ -33,7 +33,7 @@ WEIGHTS_FILE = "drafter.safetensors"
 STATE_FILE = "state.json"
 INDEX_FILE = "index.json"
 # step-000123, or step-000123-2 where a resumed run came by the same step again.
-NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?", re.ASCII)
+NAME = re.compile(r"step-([0-9]{1,18})(?:-([0-9]{1,9}))?")
 SKIP = "run.resume=true run.skip_damaged=true"
 LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
 
@@ -56,15 +56,6 @@ class TrainState:
     best_metric: float | None  # the highest yet; None before the first validation
     fingerprint: str  # of the target that the drafter belongs to
     extra: dict[str, Any]  # what else the training loop must not forget
-
-    def after_step(self, tokens: int, data: dict[str, Any]) -> "TrainState":
-        """Return the state after one more optimizer step over `tokens` tokens."""
-        return replace(self, step=self.step + 1, tokens=self.tokens + tokens, data=data)
-
-    def after_validation(self, metric: float) -> "TrainState":
-        """Return the state that remembers `metric` if none was higher."""
-        best = metric if self.best_metric is None else max(self.best_metric, metric)
-        return replace(self, best_metric=best)
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, skip_damaged: bool = False) -> None:
-        if keep < 1:
-            raise ValueError(f"trainer.keep_checkpoints must be at least 1, got {keep}")
-        self.folder = folder
-        self.keep = keep
-        self.skip_damaged = skip_damaged
+        self.folder, self.keep, self.skip_damaged = folder, keep, skip_damaged
         self.skipped: list[str] = []  # what was damaged and passed over, on rank 0
         self._whole: Path | None = None  # verified by this process, which need not do it again
 
@@ -148,10 +135,14 @@ class Checkpoints:
                 save_file(weights, unfinished / WEIGHTS_FILE)
                 _write_state(unfinished, state)
                 flush(unfinished)
-                name = self._new_name(state.step)
+                visits = [v for s, v in map(_step_and_visit, self._names()) if s == state.step]
+                name = f"step-{state.step:06d}" + (f"-{max(visits) + 1}" if visits else "")
                 unfinished.rename(self.folder / name)
                 flush(self.folder)
-                self._point_at(name, best)
+                old = self._index().get("best")
+                # Coming by the best step again, its new checkpoint takes the place of the old one.
+                again = old is not None and _step_and_visit(old)[0] == state.step
+                self._write_index(name, name if best or again else old)
                 self._prune(name)
 
     def to_resume(self, engine: Engine) -> Path | None:
@@ -164,38 +155,38 @@ class Checkpoints:
             if engine.is_main and self._whole is None:
                 self._whole = self._newest_whole()
         whole = engine.ranks.broadcast_object(self._whole and str(self._whole))
-        self._whole = whole and Path(whole)
+        self._whole = Path(whole) if whole else None
         return self._whole
 
     def _newest_whole(self) -> Path | None:
         names = self._names()
         if not names:
             return None
-        index_is_lost = False
-        try:
+        lost, here = True, _step_and_visit(names[-1])  # unless the index can be read
+        with self._passing_over():
             latest = self.latest()
             assert latest is not None
-        except CheckpointError as error:
-            if not self.skip_damaged:
-                raise
-            self.skipped.append(str(error))
-            index_is_lost, latest = True, self.folder / names[-1]
-        here = _step_and_visit(latest.name)
-        for name in reversed([n for n in names if _step_and_visit(n) <= here]):
-            try:
+            lost, here = False, _step_and_visit(latest.name)
+        for name in reversed([name for name in names if _step_and_visit(name) <= here]):
+            with self._passing_over():
                 verify(self.folder / name)
-            except CheckpointError as error:
-                if not self.skip_damaged:
-                    raise
-                self.skipped.append(str(error))
-                continue
-            if index_is_lost:
-                self._write_index(name, None)
-            return self.folder / name
+                if lost:
+                    self._write_index(name, None)
+                return self.folder / name
         raise CheckpointError(
             f"{self.folder} must hold a whole checkpoint, but every one is damaged: "
             f"{self.skipped[-1]}; or start another run by run.name=ANOTHER_NAME"
         )
+
+    @contextmanager
+    def _passing_over(self) -> Iterator[None]:
+        """Note what the block finds damaged, where that is to be skipped."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self.skip_damaged:
+                raise
+            self.skipped.append(str(error))
 
     def resume(self, engine: Engine) -> TrainState | None:
         """Load the latest checkpoint into the engine and return its state, None if there is none.
@@ -205,11 +196,12 @@ class Checkpoints:
         folder = self.to_resume(engine)
         if folder is None:
             return None
+        path = folder / WEIGHTS_FILE
         try:
-            engine.load_weights(_tensors(folder / WEIGHTS_FILE))
+            engine.load_weights(_tensors(path))
         except ValueError as error:
             raise CheckpointError(
-                f"{folder / WEIGHTS_FILE} must fit the drafter, got: {error}; "
+                f"{path} must fit the drafter, got: {error}; "
                 "resume with the drafter settings that the run was started with"
             ) from error
         engine.load(folder)
@@ -222,50 +214,35 @@ class Checkpoints:
     def _names(self) -> list[str]:
         """Return the names of the checkpoints, oldest first: whole ones, unless damaged since."""
         names = [path.name for path in self.folder.glob("step-*")]
-        return sorted((name for name in names if NAME.fullmatch(name)), key=_step_and_visit)
+        return sorted(filter(_is_name, names), key=_step_and_visit)
 
-    def _new_name(self, step: int) -> str:
-        visits = [visit for s, visit in map(_step_and_visit, self._names()) if s == step]
-        return f"step-{step:06d}" + (f"-{max(visits) + 1}" if visits else "")
-
-    def _index(self) -> dict[str, str | None]:
+    def _index(self) -> dict[str, Any]:
         path = self.folder / INDEX_FILE
         way_out = f"{SKIP} goes on from the newest checkpoint, with none called the best yet"
         if not path.exists():
             if len(self._names()) > 1:  # the first one is there before its index, for a moment
                 raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
             return {}
-        with suppress(UntrustedError):  # no JSON, no object
+        with suppress(UntrustedError):
             index = read_object(path)
-            recorded = index.pop("sha256", None)
-            known = [name for name in index.values() if isinstance(name, str)]
-            if (
-                set(index) == {"latest", "best"}
-                and len(known) + list(index.values()).count(None) == 2
-                and all(NAME.fullmatch(name) for name in known)
-                and recorded in (None, _digest(index))
-            ):
+            whole = index.pop("sha256", None) in (None, _digest(index))
+            named = [name for name in index.values() if name is not None]
+            if whole and set(index) == {"latest", "best"} and all(map(_is_name, named)):
                 return index
         raise CheckpointError(
             f"{path} must be as this program wrote it, but it is damaged or changed; {way_out}"
         )
 
-    def _point_at(self, name: str, best: bool) -> None:
-        old = self._index().get("best")
-        # Coming by the best step again, its new checkpoint takes the place of the old one.
-        again = old is not None and _step_and_visit(old)[0] == _step_and_visit(name)[0]
-        self._write_index(name, name if best or again else old)
-
     def _write_index(self, latest: str, best: str | None) -> None:
         index = {"latest": latest, "best": best}
-        text = json.dumps({**index, "sha256": _digest(index)}, indent=1) + "\n"
-        write_whole(self.folder / INDEX_FILE, text)
+        index["sha256"] = _digest(index)
+        write_whole(self.folder / INDEX_FILE, json.dumps(index, indent=1) + "\n")
 
     def _prune(self, newest: str) -> None:
         here = _step_and_visit(newest)
         past = [name for name in self._names() if _step_and_visit(name) <= here]
         visits = {_step_and_visit(name)[0]: name for name in past}  # of each step, the last
-        kept = {*list(visits.values())[-self.keep :], self._index()["best"]}
+        kept = {*list(visits.values())[-self.keep :], self._index().get("best")}
         for name in set(past) - kept:
             leftover = self.folder / f"{LEFTOVER}{name}"
             (self.folder / name).rename(leftover)  # at once; what follows takes its time
@@ -303,28 +280,26 @@ def verify(folder: Path, only: str | None = None) -> None:
 
     Raises CheckpointError that names the first file that is missing or not as it was written.
     """
-    way_out = way_round(folder)
     for name, recorded in _read_state(folder).files.items():
         path = folder / name
         if only not in (None, name):
             continue
         if not path.is_file():
-            raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
-        size = path.stat().st_size
-        if size != recorded.bytes:
-            raise CheckpointError(
-                f"{path} must have the {recorded.bytes} bytes that were written, got {size}: "
-                f"it was cut off or changed; {way_out}"
+            wrong = "exist, but is missing"
+        elif (size := path.stat().st_size) != recorded.bytes:
+            wrong = f"have the {recorded.bytes} bytes that were written, got {size}: it was cut off"
+            wrong += " or changed"
+        elif (found := sha256_of(path)) != recorded.sha256:
+            wrong = (
+                f"match its recorded checksum {recorded.sha256[:12]}..., got {found[:12]}...: it"
             )
-        if (found := sha256_of(path)) != recorded.sha256:
-            raise CheckpointError(
-                f"{path} must match its recorded checksum {recorded.sha256[:12]}..., got "
-                f"{found[:12]}...: it is damaged or changed; {way_out}"
-            )
+            wrong += " is damaged or changed"
+        else:
+            continue
+        raise CheckpointError(f"{path} must {wrong}; {_way_round(folder)}")
 
 
-def way_round(folder: Path) -> str:
-    """Return what a user can do about a damaged checkpoint."""
+def _way_round(folder: Path) -> str:
     return f"{SKIP} goes on from the newest whole checkpoint, as removing {folder} would"
 
 
@@ -342,6 +317,10 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 def _tensors(path: Path) -> dict[str, Tensor]:
     header_of(path)  # which sizes the file must have: a torn one is said so, and nothing is held
     return load_file(path)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
 def _step_and_visit(name: str) -> tuple[int, int]:
@@ -380,7 +359,7 @@ def _read_state(folder: Path) -> _Record:
         problem = f"it is cut off or changed ({error})"
     raise CheckpointError(
         f"{path} must be the record that a checkpoint was saved with, but {problem}; "
-        f"{way_round(folder)}"
+        f"{_way_round(folder)}"
     )
 
 

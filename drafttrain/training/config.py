@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-SCHEDULES = ("cosine", "constant")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -29,20 +27,25 @@ class TrainerConfig:
     keep_checkpoints: int
 
     def __post_init__(self) -> None:
-        for key in ("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"):
-            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
-        for key in ("validation_prompts", "validation_tokens", "keep_checkpoints"):
-            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
-        for key in ("lr", "max_grad_norm"):
-            _require(key, getattr(self, key) > 0, "above 0", getattr(self, key))
-        for key in ("warmup_steps", "weight_decay"):
-            _require(key, getattr(self, key) >= 0, "at least 0", getattr(self, key))
-        for key in ("beta1", "beta2"):
-            _require(key, 0 <= getattr(self, key) < 1, "in [0, 1)", getattr(self, key))
-        _require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]", self.final_lr_ratio)
-        _require(
-            "schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}", self.schedule
+        at_least_1 = (
+            *("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"),
+            *("validation_prompts", "validation_tokens", "keep_checkpoints"),
         )
+        for key in at_least_1:
+            self._require(key, getattr(self, key) >= 1, "at least 1")
+        for key in ("lr", "max_grad_norm"):
+            self._require(key, getattr(self, key) > 0, "above 0")
+        for key in ("warmup_steps", "weight_decay"):
+            self._require(key, getattr(self, key) >= 0, "at least 0")
+        for key in ("beta1", "beta2"):
+            self._require(key, 0 <= getattr(self, key) < 1, "in [0, 1)")
+        self._require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]")
+        known = ("cosine", "constant")
+        self._require("schedule", self.schedule in known, f"one of {', '.join(known)}")
+
+    def _require(self, key: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ValueError(f"trainer.{key} must be {what}, got {getattr(self, key)}")
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` finished ones.
@@ -61,8 +64,3 @@ class TrainerConfig:
             return final * self.lr
         progress = (step - self.warmup_steps) / (self.max_steps - self.warmup_steps)
         return self.lr * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def _require(key: str, holds: bool, what: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"trainer.{key} must be {what}, got {got}")

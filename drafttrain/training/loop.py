@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.chance import Chance, SeededChance
-from drafttrain.core.types import FeatureSource, weighted_sum
+from drafttrain.core.types import FeatureSource, LossTerm, weighted_sum
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -79,25 +79,23 @@ def train(
     the loss or the gradient is not finite; Stopped, with the step reached saved, where any rank
     was asked to stop.
     """
-    state = checkpoints.resume(engine)
-    if state is None:
-        about = {"metric": metric}
-        state = TrainState(0, 0, batches.state_dict(), None, target.spec.fingerprint, about)
-    else:
-        if (earlier := state.extra.get("metric", METRIC)) != metric:
-            raise ValueError(
-                f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
-                f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
-                "run.name=ANOTHER_NAME"
-            )
-        if state.fingerprint != target.spec.fingerprint:
-            raise ValueError(
-                f"a resumed run must have the target of its checkpoint, with fingerprint "
-                f"{state.fingerprint[:16]}, but {target.spec.name} has "
-                f"{target.spec.fingerprint[:16]}; point model.path at the old one, or start "
-                "another run by run.name=ANOTHER_NAME"
-            )
-        batches.load_state_dict(state.data)
+    fingerprint, position = target.spec.fingerprint, batches.state_dict()
+    fresh = TrainState(0, 0, position, None, fingerprint, {"metric": metric})
+    state = checkpoints.resume(engine) or fresh
+    if (earlier := state.extra.get("metric", METRIC)) != metric:
+        raise ValueError(
+            f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
+            f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
+            "run.name=ANOTHER_NAME"
+        )
+    if state.fingerprint != fingerprint:
+        raise ValueError(
+            f"a resumed run must have the target of its checkpoint, with fingerprint "
+            f"{state.fingerprint[:16]}, but {target.spec.name} has "
+            f"{fingerprint[:16]}; point model.path at the old one, or start "
+            "another run by run.name=ANOTHER_NAME"
+        )
+    batches.load_state_dict(state.data)
     meter = Meter(engine)
     meter.load_state_dict(state.extra.get("meter", {}))
     saved = state.step
@@ -118,7 +116,8 @@ def train(
                 if metrics is not None:
                     tracker.log(state.step, metrics)
                     improved = state.best_metric is None or metrics[metric] > state.best_metric
-                    state = state.after_validation(metrics[metric])
+                    if improved:
+                        state = replace(state, best_metric=metrics[metric])
                 meter.forget_time()
             due = last or stopping or state.step % config.save_every == 0
             if improved or (due and state.step != saved):
@@ -137,7 +136,7 @@ def train(
                 return state
             asked = time.monotonic()
             group = batches.next_group()
-            meter.waited(time.monotonic() - asked)
+            meter.wait_s += time.monotonic() - asked
             lr = config.lr_at(state.step)
             chance = StepChance(seed, state.step)
             seed_generators(seed, state.step, engine.rank)
@@ -149,14 +148,15 @@ def train(
                     f"{error}. Its conversations, counted from 0 among the usable ones of data: "
                     f"{', '.join(map(str, group.documents))}"
                 ) from error
-            state = state.after_step(group.tokens, batches.state_dict())
+            state = replace(
+                state,
+                step=state.step + 1,
+                tokens=state.tokens + group.tokens,
+                data=batches.state_dict(),
+            )
             if state.step % config.log_every == 0 or state.step >= config.max_steps:
-                metrics = meter.read()
-                metrics |= {
-                    "train/lr": lr,
-                    "train/grad_norm": grad_norm,
-                    "train/tokens": state.tokens,
-                }
+                told = {"train/lr": lr, "train/grad_norm": grad_norm, "train/tokens": state.tokens}
+                metrics = meter.read() | told
                 tracker.log(state.step, metrics)
                 meter.note = (
                     f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
@@ -182,7 +182,7 @@ def optimizer_step(
         with torch.no_grad(), engine.precision:
             batches = [source.rewrite(writer, batch, chance) for batch in batches]
         own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
-        loss_tokens = int(engine.sum_over_ranks(own))
+        loss_tokens = int(engine.ranks.sum_over_ranks(own))
     denominator = max(loss_tokens, 1)
     for index, batch in enumerate(batches):
         if group.features:  # read ahead
@@ -192,7 +192,7 @@ def optimizer_step(
         losses = engine.losses(batch, features, chance)
         engine.backward(weighted_sum(losses) / denominator, last=index == len(batches) - 1)
         for name, term in losses.items():
-            meter.add(name, term.weight, term.sum, term.count, term.correct, term.uncovered)
+            meter.add(name, term)
     meter.steps(loss_tokens, group.tokens)
     agreement.ask()
     return engine.step(lr)
@@ -201,8 +201,7 @@ def optimizer_step(
 def seed_generators(seed: int, step: int, rank: int) -> None:
     """Seed every global generator for one step, so that a resumed run draws what it would have.
 
-    Nothing of ours draws from them; dropout in a drafter, or a library, may. A state to save would
-    depend on all that was drawn before, validation and the number of ranks included.
+    Nothing of ours draws from them; dropout in a drafter, or a library, may.
     """
     words = np.random.SeedSequence([seed, step, rank]).generate_state(2)
     torch.manual_seed(int(words[0]) << 32 | int(words[1]))
@@ -213,8 +212,7 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 class StopVote:
     """Whether any rank was asked to stop, known to all after the same step.
 
-    The question travels beside the step, over the network of messages: no rank waits for it, and
-    a GPU has no part in it.
+    The question travels beside the step: no rank waits for it, and a GPU has no part in it.
     """
 
     def __init__(self, ranks: Ranks, stop: StopRequest) -> None:
@@ -256,19 +254,19 @@ class Meter:
         self.weights: dict[str, float] = {}
         self.judged: set[str] = set()  # terms that count correct choices
         self.loss_tokens = self.tokens = 0
-        self.forget_time()
         self.busy_s = self.wait_s = 0.0
+        self.forget_time()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of every rank, apart: adding them up now would round them otherwise."""
-        names = sorted(self.sums)
+        names, ranks = sorted(self.sums), self.engine.ranks
         table = torch.zeros(
-            self.engine.world_size, len(names), 4, dtype=torch.float64, device=self.engine.device
+            ranks.world_size, len(names), 4, dtype=torch.float64, device=ranks.device
         )
         for place, name in enumerate(names):
-            table[self.engine.rank, place] = self.sums[name]
+            table[ranks.rank, place] = self.sums[name]
         if names:
-            table = self.engine.sum_over_ranks(table)
+            table = ranks.sum_over_ranks(table)
         return {
             "names": names,
             "sums": table.tolist(),
@@ -288,40 +286,27 @@ class Meter:
         if not saved.sums or unknown or any(len(row) != len(saved.names) for row in saved.sums):
             raise ValueError("a checkpoint's sums of losses must be of each of its names, by rank")
         table = torch.tensor(saved.sums, dtype=torch.float64, device=self.engine.device)
-        if len(table) != self.engine.world_size:
-            own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
-        else:
+        if len(table) == self.engine.world_size:
             own = table[self.engine.rank]
+        else:
+            own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
         self.sums = dict(zip(saved.names, own, strict=True))
         self.weights, self.judged = dict(saved.weights), set(saved.judged)
-        self.loss_tokens, self.tokens = saved.loss_tokens, saved.tokens
-        self.busy_s = saved.busy_s
+        self.loss_tokens, self.tokens, self.busy_s = saved.loss_tokens, saved.tokens, saved.busy_s
 
     def forget_time(self) -> None:
         """Leave out of tokens/s what happened since the last step (validation, saving)."""
         self.since = time.monotonic()
 
-    def waited(self, seconds: float) -> None:
-        """Count time in which the step's data was not there yet."""
-        self.wait_s += seconds
-
-    def add(
-        self,
-        name: str,
-        weight: float,
-        total: Tensor,
-        count: Tensor,
-        correct: Tensor | None,
-        uncovered: Tensor | None,
-    ) -> None:
+    def add(self, name: str, term: LossTerm) -> None:
         """Add one term of one micro batch."""
-        if correct is not None:
+        if term.correct is not None:
             self.judged.add(name)
-        zero = torch.zeros((), device=total.device)
-        values = [total.detach(), count, correct, uncovered]
+        zero = torch.zeros((), device=term.sum.device)
+        values = [term.sum.detach(), term.count, term.correct, term.uncovered]
         row = torch.stack([(zero if v is None else v).double() for v in values])
         self.sums[name] = self.sums.get(name, torch.zeros_like(row)) + row
-        self.weights[name] = weight
+        self.weights[name] = term.weight
 
     def steps(self, loss_tokens: int, tokens: int) -> None:
         """Count one optimizer step (numbers over all ranks)."""
@@ -334,19 +319,23 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Return metrics since the last reading and start afresh."""
         names = sorted(self.sums)
-        table = self.engine.sum_over_ranks(torch.stack([self.sums[name] for name in names]))
+        rows = torch.stack([self.sums[name] for name in names])
+        positions = max(self.loss_tokens, 1)
         metrics: dict[str, float] = {}
         loss, uncovered, counted = 0.0, 0.0, 0.0
-        for name, (total, count, correct, left_out) in zip(names, table.tolist(), strict=True):
+        for name, (total, count, correct, left_out) in zip(
+            names, self.engine.ranks.sum_over_ranks(rows).tolist(), strict=True
+        ):
             loss += self.weights[name] * total
             uncovered, counted = uncovered + left_out, counted + count
-            metrics[f"train/loss_{name}"] = total / max(self.loss_tokens, 1)
+            metrics[f"train/loss_{name}"] = total / positions
             if name in self.judged:
                 metrics[f"train/accuracy_{name}"] = correct / max(count, 1)
-        metrics["train/loss"] = loss / max(self.loss_tokens, 1)
+        metrics["train/loss"] = loss / positions
         if uncovered:
             metrics["train/uncovered"] = uncovered / max(counted, 1)
-        metrics["perf/tokens_per_s"] = self.tokens / max(self.busy_s, 1e-9)
-        metrics["perf/data_wait_share"] = self.wait_s / max(self.busy_s, 1e-9)
+        busy_s = max(self.busy_s, 1e-9)
+        metrics["perf/tokens_per_s"] = self.tokens / busy_s
+        metrics["perf/data_wait_share"] = self.wait_s / busy_s
         self._reset()
         return metrics

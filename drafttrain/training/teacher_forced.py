@@ -47,9 +47,8 @@ class TeacherForced:
         self.source, self.engine, self.drafter = source, engine, engine.module
         self.held_out = list(held_out)[:num_conversations]
         self.micro_batch = micro_batch
-        self.terms = self.drafter.depth_terms
-        if not isinstance(self.drafter.config, TokenLossConfig):
-            self.terms = ()  # whose losses are its own
+        common = isinstance(self.drafter.config, TokenLossConfig)  # else its losses are its own
+        self.terms = self.drafter.depth_terms if common else ()
         self.depth = len(self.terms) or max(1, self.drafter.capabilities.unroll)
         self.rows: list[list[float]] = []
 
@@ -60,40 +59,34 @@ class TeacherForced:
         assert isinstance(drafter, Drafter)
         if self.terms:
             drafter.config = dataclasses.replace(drafter.config, losses=REJECTION)  # type: ignore[call-arg]
-        sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=self.engine.device)
-        mine = self.held_out[self.engine.rank :: self.engine.world_size]
+        ranks = self.engine.ranks
+        sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=ranks.device)
+        mine = self.held_out[ranks.rank :: ranks.world_size]
         for first in range(0, len(mine), self.micro_batch):
             batch = collate(mine[first : first + self.micro_batch])
             features = self.source.features(batch, drafter.captures)
-            batch = batch.to(self.engine.device)
+            batch = batch.to(ranks.device)
             with self.engine.precision:
-                sums += (
-                    self._by_losses(drafter, batch, features)
-                    if self.terms
-                    else sum(
+                if self.terms:  # by the training forward
+                    losses = drafter(batch, features, NoChance())
+                    terms = [losses[name] for name in self.terms]
+                    overlaps = torch.stack([(term.count - term.sum).double() for term in terms])
+                    counts = torch.stack([term.count.double() for term in terms])
+                    sums += torch.stack([overlaps, counts], dim=1)
+                else:
+                    sums += sum(
                         drafted_along(drafter, batch, features, row, self.depth)
                         for row in range(len(batch.tokens))
                     )
-                )
-        table = self.engine.sum_over_ranks(sums).tolist()
         metrics, expected, so_far = {}, 1.0, 1.0
         self.rows = []
-        for depth, (overlap, count) in enumerate(table, start=1):
+        for depth, (overlap, count) in enumerate(ranks.sum_over_ranks(sums).tolist(), start=1):
             alpha = overlap / max(count, 1)
             so_far *= alpha
             expected += so_far
             metrics[f"val/alpha_{depth}"] = alpha
             self.rows.append([float(depth), alpha, count])
         return {self.metric: expected, **metrics}
-
-    def _by_losses(
-        self, drafter: Drafter, batch: Batch, features: TargetFeatures
-    ) -> Float[Tensor, "depth 2"]:
-        """Return overlap and positions of each depth, by the training forward."""
-        losses = drafter(batch, features, NoChance())
-        terms = [losses[name] for name in self.terms]
-        pairs = [(term.count - term.sum, term.count) for term in terms]
-        return torch.stack([torch.stack([part.double() for part in pair]) for pair in pairs])
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of the last validation: one row a depth."""

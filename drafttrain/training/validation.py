@@ -1,6 +1,7 @@
 """Validation while training: acceptance in the real decode loop, on held-out conversations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ class Validation:
         drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
         assert isinstance(drafter, Drafter)
         ranks = self.engine.ranks
-        own: list[tuple[int, Counters]] = []
+        own: list[tuple[int, dict[str, Any]]] = []
         given_up = False
         with self.target.in_step():
             for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
@@ -73,19 +74,17 @@ class Validation:
                     max_new_tokens=self.max_new_tokens,
                     chance=SeededChance(0),
                 )
-                own.append((index, decoded.stats.trimmed))
-        plain = [(index, vars(counters)) for index, counters in own]
-        found = ranks.gather_objects((given_up, plain))
+                own.append((index, vars(decoded.stats.trimmed)))
+        found = ranks.gather_objects((given_up, own))
         if any(rank_given_up for rank_given_up, _ in found):
             return None
         rows = {index: Counters(**counted) for _, rank in found for index, counted in rank}
         self.rows = [(index, rows[index]) for index, _ in self.prompts]
         total = sum((counters for _, counters in self.rows), Counters())
-        positions = [0] * self.depth
-        for place, count in enumerate(total.num_accepted_tokens_per_position):
-            positions[place] = count
+        accepted = total.num_accepted_tokens_per_position
+        positions = [*accepted, *[0] * (self.depth - len(accepted))]
         drafts = max(total.num_drafts, 1)
-        metrics = {"val/acceptance_length": 1 + sum(positions) / drafts}
+        metrics = {self.metric: 1 + sum(positions) / drafts}
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics

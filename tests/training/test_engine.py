@@ -104,7 +104,7 @@ def train(
             engine.backward(loss, last=number == len(parts) - 1)
             total += loss.detach()
         norm = engine.step(lr=0.02)
-        curve.append([engine.sum_over_ranks(total).item(), norm])
+        curve.append([engine.ranks.sum_over_ranks(total).item(), norm])
     return curve
 
 
@@ -346,7 +346,7 @@ def main() -> None:
         weights = engine.weights()
         if engine.is_main:
             save_file(weights, folder / "weights.safetensors")
-        engine.barrier()
+        engine.ranks.barrier()
         resumed = make_engine(name)
         resumed.load_weights(load_file(folder / "weights.safetensors"))
         resumed.load(folder)

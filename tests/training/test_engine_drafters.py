@@ -83,7 +83,7 @@ def train(
             engine.backward(loss, last=number == len(parts) - 1)
             total += loss.detach()
         norm = engine.step(lr)
-        curve.append([engine.sum_over_ranks(total).item(), norm])
+        curve.append([engine.ranks.sum_over_ranks(total).item(), norm])
     return curve
 
 

@@ -10,7 +10,7 @@ from paths import ROOT
 from torch import nn
 
 from drafttrain.training.config import TrainerConfig
-from drafttrain.training.optim import parameter_groups
+from drafttrain.training.engine.build import parameter_groups
 
 VALUES = yaml.safe_load((ROOT / "conf" / "trainer" / "default.yaml").read_text())
 COSINE = VALUES | dict(

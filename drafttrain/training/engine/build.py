@@ -1,15 +1,16 @@
 """From a module to the engine that steps it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
 from drafttrain.runtime.ranks import join_ranks
 from drafttrain.training.engine.config import DeepSpeedConfig
-from drafttrain.training.engine.deepspeed import open_deepspeed
+from drafttrain.training.engine.deepspeed import DeepSpeedEngine, Zero3Engine, ZeroEngine
 from drafttrain.training.engine.engine import Engine, Forward
 from drafttrain.training.engine.plain import PlainEngine
-from drafttrain.training.optim import parameter_groups
 
 
 def build_engine(
@@ -47,10 +48,9 @@ def build_engine(
         )
     if low:
         deepspeed.check_low_weights()
-    trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    trainable = [p for p in module.parameters() if p.requires_grad]
     assert trainable, "the module has nothing to train"
-    for name, parameter in trainable.items():
-        assert parameter.dtype == torch.float32, f"{name} is trained and must be float32"
+    assert all(p.dtype == torch.float32 for p in trainable), "what is trained must be float32"
     ranks = join_ranks(device, with_group=deepspeed.enabled)
     module.to(ranks.device)
     ranks.broadcast_in_place([p.data for p in module.parameters()] + list(module.buffers()))
@@ -64,4 +64,19 @@ def build_engine(
     forward = Forward(module, None if dtype == torch.float32 else dtype, layer_calls)
     if not deepspeed.enabled:
         return PlainEngine(forward, optimizer, ranks, max_grad_norm, low)
-    return open_deepspeed(forward, optimizer, ranks, max_grad_norm, low, deepspeed)
+    stage = deepspeed.stage
+    kind = Zero3Engine if stage == 3 else ZeroEngine if stage else DeepSpeedEngine
+    return kind(forward, optimizer, ranks, max_grad_norm, low, config=deepspeed)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not.
+
+    Frozen parameters are left out; so is a group with nothing in it.
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

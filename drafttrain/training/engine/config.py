@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+DTYPE = "hardware.train_dtype"
+SUMMED = "nothing: gradients are summed, never averaged"
 # DeepSpeed's keys that follow from settings of ours: set twice, they could disagree.
 DERIVED_KEYS = {
     "train_batch_size": "trainer.tokens_per_step",
@@ -11,20 +13,13 @@ DERIVED_KEYS = {
     "gradient_clipping": "trainer.max_grad_norm",
     "optimizer": "trainer.lr, trainer.beta1, trainer.beta2 and trainer.weight_decay",
     "scheduler": "trainer.schedule and trainer.warmup_steps",
-    "fp16": "hardware.train_dtype",
-    "bf16": "hardware.train_dtype and hardware.weights_dtype",
-    "bfloat16": "hardware.train_dtype and hardware.weights_dtype",
-    "torch_autocast": "hardware.train_dtype",
-    "amp": "hardware.train_dtype",
-    "data_types": "hardware.train_dtype",
+    **dict.fromkeys(("fp16", "torch_autocast", "amp", "data_types"), DTYPE),
+    **dict.fromkeys(("bf16", "bfloat16"), f"{DTYPE} and hardware.weights_dtype"),
     "zero_force_ds_cpu_optimizer": "nothing: the optimizer is torch's AdamW, on the CPU as well",
-    "prescale_gradients": "nothing: gradients are summed, never averaged",
-    "gradient_predivide_factor": "nothing: gradients are summed, never averaged",
-    "gradient_allreduce_op": "nothing: gradients are summed, never averaged",
-    "wandb": "tracker",
-    "tensorboard": "tracker",
-    "comet": "tracker",
-    "csv_monitor": "tracker",
+    "prescale_gradients": SUMMED,
+    "gradient_predivide_factor": SUMMED,
+    "gradient_allreduce_op": SUMMED,
+    **dict.fromkeys(("wandb", "tensorboard", "comet", "csv_monitor"), "tracker"),
 }
 
 
@@ -49,10 +44,11 @@ class DeepSpeedConfig:
                 f"{', '.join(self.config)}; use deepspeed=zero1 or empty deepspeed.config"
             )
         place = "deepspeed.config.zero_optimization"
-        for key in ("", ".offload_optimizer", ".offload_param"):
-            part = self._zero.get(key[1:]) if key else self.config.get("zero_optimization")
+        for key in ("", "offload_optimizer", "offload_param"):
+            part = self._zero.get(key) if key else self.config.get("zero_optimization")
             if part is not None and not isinstance(part, dict):
-                raise ValueError(f"{place}{key} must be keys with values, got {part}")
+                where = f"{place}.{key}".rstrip(".")
+                raise ValueError(f"{where} must be keys with values, got {part}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"{place}.stage must be 0, 1, 2 or 3, got {self.stage}; use deepspeed=zero2, which "
@@ -98,16 +94,16 @@ class DeepSpeedConfig:
 
     def check_low_weights(self) -> None:
         """Raise ValueError where the module's weights cannot be in bfloat16, masters in float32."""
-        why = None
         if self.enabled and self.stage < 2:
             why = "below ZeRO 2 DeepSpeed shards no masters"
         elif self.stage == 2 and self.offloads_optimizer:
             why = "DeepSpeed would add up gradients in bfloat16 in the host's memory"
-        if why is not None:
-            raise ValueError(
-                f"hardware.weights_dtype must be float32 with deepspeed={self.name}, got bfloat16: "
-                f"{why}; use deepspeed=zero2, zero3 or zero3_offload"
-            )
+        else:
+            return
+        raise ValueError(
+            f"hardware.weights_dtype must be float32 with deepspeed={self.name}, got bfloat16: "
+            f"{why}; use deepspeed=zero2, zero3 or zero3_offload"
+        )
 
     def check_compiled(self) -> None:
         """Raise ValueError where compiled layers would not see their weights."""

@@ -12,32 +12,8 @@ from torch import Tensor, nn
 
 from drafttrain.core.types import Losses
 from drafttrain.runtime.deepspeed import import_deepspeed, quiet
-from drafttrain.runtime.ranks import Ranks
 from drafttrain.training.engine.config import DeepSpeedConfig
 from drafttrain.training.engine.engine import Engine, Forward
-
-
-def gathered(parameters: list[nn.Parameter], written: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which every rank has ZeRO 3's `parameters` whole.
-
-    written: what rank 0 makes of them there is taken over by all.
-    """
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if written else None)
-
-
-def open_deepspeed(
-    forward: Forward,
-    optimizer: torch.optim.AdamW,
-    ranks: Ranks,
-    max_grad_norm: float,
-    low: bool,
-    config: DeepSpeedConfig,
-) -> Engine:
-    """Return the engine of the ZeRO stage that `config` asks for; see `build_engine`."""
-    kind = Zero3Engine if config.stage == 3 else ZeroEngine if config.stage else DeepSpeedEngine
-    return kind(forward, optimizer, ranks, max_grad_norm, low, config)
 
 
 class DeepSpeedEngine(Engine):
@@ -47,22 +23,14 @@ class DeepSpeedEngine(Engine):
     gradients in bfloat16. It averages over ranks, so losses are multiplied by their number.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        optimizer: torch.optim.AdamW,
-        ranks: Ranks,
-        max_grad_norm: float,
-        low: bool,
-        config: DeepSpeedConfig,
-    ) -> None:
-        super().__init__(forward, optimizer, ranks, max_grad_norm, low)
+    def __init__(self, forward: Forward, *arguments: Any, config: DeepSpeedConfig) -> None:
+        super().__init__(forward, *arguments)
         self._offloads = config.offloads_optimizer
         ours: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             # Steps have varying numbers of micro batches: `last` marks the boundary instead.
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": max_grad_norm,
+            "gradient_clipping": self._max_grad_norm,
             "zero_force_ds_cpu_optimizer": False,
         }
         usual: dict[str, Any] = {}
@@ -70,28 +38,31 @@ class DeepSpeedEngine(Engine):
             # It would replace torch's linear for everybody, the target too, and round otherwise.
             zero = {"memory_efficient_linear": False, **config.config["zero_optimization"]}
             ours["zero_optimization"] = zero
-        exact = {}
-        if low:
+        exact: list[tuple[nn.Parameter, Tensor]] = []
+        if self.low:
             ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
             # Sums over ranks in float32, as everywhere, unless the user wants half the traffic.
             usual["communication_data_type"] = "fp32"
-            exact = {name: p.detach().clone() for name, p in self._trainable.items()}
-        deepspeed = import_deepspeed(ranks)
+            exact = [(p, p.detach().clone()) for p in self._trainable.values()]
+        self._library = import_deepspeed(self.ranks)
         with warnings.catch_warnings(action="ignore"):
-            self._deepspeed, self._zero, _, _ = deepspeed.initialize(
+            self._deepspeed, self._zero, _, _ = self._library.initialize(
                 model=forward,
-                optimizer=optimizer,
+                optimizer=self._optimizer,
                 config={**usual, **config.config, **ours},
                 dist_init_required=False,
             )
-        self._start_moments(self._updated())
-        for name, value in exact.items():  # DeepSpeed made its masters of what was rounded
-            self._set_master(self._trainable[name], value)
+        self._start_moments()
+        for parameter, value in exact:  # DeepSpeed made its masters of what was rounded
+            self._set_master(parameter, value)
+        if config.stage in (1, 2):
+            # Links each parameter to its shard of the moments. DeepSpeed would do it within the
+            # first step, after the first parameter group only.
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @quiet()
     def losses(self, *inputs: Any) -> Losses:
-        """Run the module's forward on one micro batch."""
         return self._deepspeed(*inputs)[1]
 
     @quiet()
@@ -112,22 +83,11 @@ class DeepSpeedEngine(Engine):
 
     @quiet()
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
-        safe_set_full_fp32_param(parameter, value)
+        self._library.utils.safe_set_full_fp32_param(parameter, value)
 
 
 class ZeroEngine(DeepSpeedEngine):
     """ZeRO 1 shards the optimizer's state, 2 gradients too; either may be in the host's memory."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._link_moments()
-
-    def _link_moments(self) -> None:
-        # Links each parameter to its shard of the moments. DeepSpeed would do it within the
-        # first step, after the first parameter group only.
-        self._zero._lazy_init_hp_params_optimizer_state()
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
@@ -148,23 +108,17 @@ class ZeroEngine(DeepSpeedEngine):
 
     @quiet()
     def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        return safe_get_full_optimizer_state(parameter, moment)
+        return self._library.utils.safe_get_full_optimizer_state(parameter, moment)
 
     @quiet()
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        safe_set_full_optimizer_state(parameter, value, moment)
+        self._library.utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     @quiet()
     def _whole(self, value: Tensor) -> Tensor:
         if not (self.low and value.requires_grad):
             return super()._whole(value)
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(value)
+        return self._library.utils.safe_get_full_fp32_param(value)
 
     @quiet()
     def _set_whole(self, value: Tensor, whole: Tensor) -> None:
@@ -180,27 +134,30 @@ class Zero3Engine(ZeroEngine):
     first micro batch overwrite it, and so keeps what that one does not reach.
     """
 
-    def __init__(self, forward: Forward, *arguments: Any) -> None:
+    def __init__(self, forward: Forward, *arguments: Any, **named: Any) -> None:
         # What the module is apart from its weights, for copies: no hook of DeepSpeed's is on it.
         bare = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in forward.module.parameters()
         }
         self._bare = copy.deepcopy(forward.module, dict(bare))
-        super().__init__(forward, *arguments)
+        super().__init__(forward, *arguments, **named)
+
+    def _gathered(
+        self, parameters: list[nn.Parameter], writer: int | None = None
+    ) -> AbstractContextManager[None]:
+        # Within it every rank has them whole; what the writer makes of them is taken over by all.
+        return self._library.zero.GatheredParameters(parameters, modifier_rank=writer)
 
     def _updated(self) -> list[Tensor]:
         return list(self._zero.fp32_partitioned_groups_flat)
-
-    def _link_moments(self) -> None:
-        pass  # a parameter knows its place in the shards
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
         # Every time as if it were the last: what is in the host's memory is then complete, too.
         if loss.requires_grad:
             return DeepSpeedEngine._backward(self, loss, True)
-        with gathered(list(self._trainable.values())):
+        with self._gathered(list(self._trainable.values())):
             return DeepSpeedEngine._backward(self, loss, True)
 
     @quiet()
@@ -229,10 +186,8 @@ class Zero3Engine(ZeroEngine):
         if not isinstance(value, nn.Parameter) or value in self._frozen:
             return super()._whole(value)
         if value.requires_grad:
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            return safe_get_full_fp32_param(value)
-        with gathered([value]):
+            return self._library.utils.safe_get_full_fp32_param(value)
+        with self._gathered([value]):
             return value.detach().clone()
 
     @quiet()
@@ -240,7 +195,7 @@ class Zero3Engine(ZeroEngine):
         if not isinstance(value, nn.Parameter):
             value.copy_(whole)
             return
-        with gathered([value], written=True):
+        with self._gathered([value], writer=0):
             Engine._set_whole(self, value, whole)
         if value.requires_grad:
             self._set_master(value, whole)
@@ -253,14 +208,12 @@ class Zero3Engine(ZeroEngine):
 
     # By shards: with whole values DeepSpeed 0.19 fails where the ranks do not divide their number.
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_local_optimizer_state
-
-        safe_set_local_optimizer_state(parameter, self._shard(parameter, value), moment)
+        self._library.utils.safe_set_local_optimizer_state(
+            parameter, self._shard(parameter, value), moment
+        )
 
     def _set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_local_fp32_param
-
-        safe_set_local_fp32_param(parameter, self._shard(parameter, value))
+        self._library.utils.safe_set_local_fp32_param(parameter, self._shard(parameter, value))
 
     def whole_module(self) -> nn.Module:
         """Return a copy: gathered in place, the first layer that computes would shard it again."""

@@ -1,27 +1,29 @@
 """Backward, step and clip behind one face.
 
-The caller's losses are sums over positions divided by the positions of the *whole* optimizer step,
-on all ranks and in all micro batches. So gradients are added up over both, and nothing is averaged.
+Losses are divided by the positions of the *whole* optimizer step, on all ranks and in all micro
+batches: gradients are added up over both, and nothing is averaged.
 """
 
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.types import Losses
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.training.optim import MOMENTS, load_moments, save_moments
+from drafttrain.runtime.untrusted_input import header_of, shown
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter, besides the step
 
 
 class NonFiniteError(ValueError):
@@ -39,15 +41,10 @@ class Engine(ABC):
         max_grad_norm: float,
         low: bool,
     ) -> None:
-        self.module = forward.module
-        self.ranks = ranks
-        self.steps_taken = 0
+        self.module, self.ranks, self.steps_taken = forward.module, ranks, 0
         self.low = low  # whether the module holds its trained weights in bfloat16
-        self._optimizer = optimizer
-        self._forward = forward
-        self._max_grad_norm = max_grad_norm
+        self._forward, self._optimizer, self._max_grad_norm = forward, optimizer, max_grad_norm
         self._trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self._shapes = {name: p.shape for name, p in self._trainable.items()}
         # Weights that are not trained have no master: as they were, for checkpoints and copies.
         self._frozen: dict[Tensor, Tensor] = {}
         if low:
@@ -61,9 +58,9 @@ class Engine(ABC):
     device = property(lambda self: self.ranks.device)
     precision = property(lambda self: self._forward.precision())  # a context: the forward's
 
-    @abstractmethod
     def losses(self, *inputs: Any) -> Losses:
         """Run the module's forward on one micro batch."""
+        return self._forward(*inputs)[1]
 
     def backward(self, loss: Float[Tensor, ""], last: bool) -> None:
         """Add the gradient of `loss`, already divided by the step's global denominator.
@@ -103,12 +100,9 @@ class Engine(ABC):
 
         The other ranks take part in gathering it, and get an empty one.
         """
-        tensors = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            whole = self._whole(value)
-            if self.is_main:
-                tensors[name] = whole.detach().to("cpu", copy=True)
-        return tensors
+        values = self.module.state_dict(keep_vars=True).items()
+        wholes = ((name, self._whole(value)) for name, value in values)
+        return {n: whole.detach().to("cpu", copy=True) for n, whole in wholes if self.is_main}
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -117,16 +111,8 @@ class Engine(ABC):
         Raises ValueError naming what is missing, unknown or misshapen; then nothing has changed.
         """
         own = self.module.state_dict(keep_vars=True)
-        shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in own.items()}
-        wrong = [f"{name} is missing" for name in own if name not in tensors]
-        wrong += [f"{name} is unknown" for name in tensors if name not in own]
-        wrong += [
-            f"{name} is {list(tensors[name].shape)}, not {list(shape)}"
-            for name, shape in shapes.items()
-            if name in tensors and tensors[name].shape != shape
-        ]
-        if wrong:
-            raise ValueError(", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else ""))
+        if wrong := differences(tensors, own):
+            raise ValueError(wrong)
         for name, value in own.items():
             self._set_whole(value, tensors[name].to(self.device))
 
@@ -136,7 +122,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def copy_of_module(self) -> nn.Module:
-        """Return a copy of the module with whole weights, the masters' values, to do with."""
+        """Return a copy of the module with whole weights, the masters' values."""
         twin = copy.deepcopy(self.module)
         if self.low:
             own = dict(self.module.named_parameters())
@@ -147,38 +133,44 @@ class Engine(ABC):
     def save(self, folder: Path) -> None:
         """Write the optimizer's state to `folder`, the same whatever engine and however many ranks.
 
-        One file, written by rank 0: the moments of each parameter, whole, and the step count.
+        One file of rank 0's: the finished steps ("step"), and whole the moments.
         """
-        moments = {}
+        tensors = {"step": torch.tensor(self.steps_taken)}
         for name, parameter in self._trainable.items():
             for moment in MOMENTS:
                 value = self._moment(parameter, moment)
                 if self.is_main:  # the others take part in gathering it, and keep nothing
-                    moments[f"{moment}.{name}"] = value.detach().cpu()
+                    tensors[f"{moment}.{name}"] = value.detach().cpu().contiguous()
         if self.is_main:
-            save_moments(folder / OPTIMIZER_FILE, self.steps_taken, moments)
+            save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
         """Take the optimizer's state from what `save` wrote; weights come by `load_weights`.
 
         Raises ValueError if the file is of another set of parameters.
         """
-        shapes = {f"{m}.{name}": self._shapes[name] for name in self._trainable for m in MOMENTS}
-        self.steps_taken, moments = load_moments(folder / OPTIMIZER_FILE, shapes)
+        path = folder / OPTIMIZER_FILE
+        steps = header_of(path).get("step")
+        if steps is None or (steps.dtype, steps.shape) != ("I64", []):
+            raise ValueError(
+                f"{path} must hold the finished steps (step, one integer), and does not"
+            )
+        moments = load_file(path)
+        step = int(moments.pop("step"))
+        expected = {f"{m}.{name}": p for name, p in self._trainable.items() for m in MOMENTS}
+        wrong = differences(moments, expected) or (f"step is {step}" if step < 0 else "")
+        if wrong:
+            raise ValueError(
+                f"{path} must hold the optimizer state of this drafter, got another's: {wrong}; "
+                "resume with the drafter settings that the run was started with"
+            )
+        self.steps_taken = step
         for name, parameter in self._trainable.items():
             for moment in MOMENTS:
                 value = moments.pop(f"{moment}.{name}").to(self.device)
                 self._set_moment(parameter, moment, value)
         for state in self._optimizer.state.values():
             state["step"].fill_(self.steps_taken)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.ranks.barrier()
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of every rank's `value`."""
-        return self.ranks.sum_over_ranks(value)
 
     def _grads(self) -> list[Tensor]:
         return [p.grad for p in self._trainable.values() if p.grad is not None]
@@ -187,9 +179,9 @@ class Engine(ABC):
         """Return the loss with a gradient of zero for every trained parameter."""
         return loss + sum(0.0 * p.sum() for p in self._trainable.values())
 
-    def _start_moments(self, updated: Iterable[Tensor]) -> None:
+    def _start_moments(self) -> None:
         # As AdamW's first step would, but at once: they can then be saved and loaded at any time.
-        for tensor in updated:
+        for tensor in self._updated():
             self._optimizer.state[tensor] = {
                 "step": torch.tensor(0.0),
                 **{moment: torch.zeros_like(tensor) for moment in MOMENTS},
@@ -225,6 +217,20 @@ class Engine(ABC):
 
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         self._optimizer.state[parameter][moment].copy_(value)
+
+
+def differences(found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """Return which tensors are missing, unknown, or not of the shape expected; "" if none is."""
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is unknown" for name in found if name not in expected]
+    for name, own in expected.items():
+        if name not in found:
+            continue
+        other, shape = found[name], getattr(own, "ds_shape", own.shape)  # ZeRO 3: the whole's
+        if other.shape != shape or other.is_floating_point() != own.is_floating_point():
+            wrong.append(f"{name} is {list(other.shape)} of {other.dtype}, not {list(shape)}")
+    first = shown(", ".join(wrong[:3]), 400)
+    return f"{first}, ..." if len(wrong) > 3 else first
 
 
 class Forward(nn.Module):

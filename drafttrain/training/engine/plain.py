@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.core.types import Losses
 from drafttrain.training.engine.engine import Engine
 
 
@@ -16,11 +15,7 @@ class PlainEngine(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._masters = self._lower() if self.low else {}
-        self._start_moments(self._updated())
-
-    def losses(self, *inputs: Any) -> Losses:
-        """Run the module's forward on one micro batch."""
-        return self._forward(*inputs)[1]
+        self._start_moments()
 
     def _lower(self) -> dict[Tensor, nn.Parameter]:
         """Round the module's weights; the optimizer gets masters, by parameter, instead.
