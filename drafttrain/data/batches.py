@@ -30,12 +30,9 @@ class Batches:
 
     What a step consists of depends on the samples, `tokens_per_step` and the seed alone, never on
     the micro batch or the number of ranks. Every epoch is a new permutation, cut into steps of
-    nearly equal size, as near to `tokens_per_step` as whole steps allow; so each conversation comes
-    once an epoch, none twice in a step, and a data set smaller than a step is one step.
-
-    Within a step, conversations are packed into rows as long as the longest of them, so that next
-    to nothing is padding; a micro batch has at most `micro_batch` rows. All ranks get the same
-    number of micro batches; where a step has fewer rows than ranks, some get padding only.
+    nearly equal size. Within a step, conversations are packed into rows as long as the longest of
+    them; a micro batch has at most `micro_batch` rows. All ranks get the same number of micro
+    batches; where a step has fewer rows than ranks, some get padding only.
     """
 
     def __init__(

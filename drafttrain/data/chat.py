@@ -37,12 +37,11 @@ def encode(
 ) -> tuple[list[Sample], SkipReport]:
     """Return tokens and loss mask of each conversation, and what was skipped.
 
-    The mask covers what the assistant writes, the token that ends its turn included, in every
-    turn; with data.template=none, every token. A token that begins before its answer is the
-    header's: text that runs into it cannot be told apart from it when generating. Answers that are
-    recorded with their tokens are trained with those. The first token has nothing before it to be
-    predicted from and is never trained. Nothing is truncated: what is longer than data.max_length
-    is skipped. ValueError if the tokenizer has no chat template, or if nothing can be used.
+    The mask covers what the assistant writes, the token that ends its turn included; with
+    data.template=none, every token. A token that begins before its answer is the header's, and the
+    first token is never trained. Recorded answers are trained with their tokens. Nothing is
+    truncated: what is longer than data.max_length is skipped. ValueError if the tokenizer has no
+    chat template, or if nothing can be used.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -162,17 +161,13 @@ def too_long(config: DataConfig, detail: str) -> Unusable:
 
 
 def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Sample], SkipReport]:
-    """Return the samples that the target reads as it decodes, and what was skipped.
-
-    NothingUsable where none is short enough.
-    """
-    report, kept = SkipReport(len(samples)), []
+    """Return the samples within the target's positions, and what was skipped."""
+    report = SkipReport(len(samples))
+    kept = [sample for sample in samples if len(sample.tokens) <= spec.max_positions]
     for sample in samples:
-        if len(sample.tokens) <= spec.max_positions:
-            kept.append(sample)
-            continue
-        reason = f"longer than the {spec.context}"
-        report.skip(reason, f"conversation {sample.index}", f"{len(sample.tokens)} tokens")
+        if len(sample.tokens) > spec.max_positions:
+            reason = f"longer than the {spec.context}"
+            report.skip(reason, f"conversation {sample.index}", f"{len(sample.tokens)} tokens")
     if not kept:
         raise NothingUsable(
             "data must hold conversations that fit the target, got none", report, "shorten them"
@@ -183,8 +178,7 @@ def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Samp
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Template) -> list[int]:
     """Return the prompt that asks for the next answer: for validation, evaluation and chat.
 
-    The template writes its own special tokens, so none is doubled; with template "none" the
-    contents follow one another.
+    With template "none" the contents follow one another.
     """
     if template.kind == NONE:
         text = "\n\n".join(turn.content for turn in messages)

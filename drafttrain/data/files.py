@@ -173,9 +173,8 @@ def usable_of(
 ) -> tuple[list[Any], SkipReport]:
     """Return what `take` makes of each record, its place and its source, and what was skipped.
 
-    take: raises Unusable for a record that is left out; its second argument counts those that are
-    not. what: records are. ValueError that begins with `must` and carries the report if nothing is
-    left.
+    take: raises Unusable for a record that is left out. what: records are. ValueError that begins
+    with `must` and carries the report if nothing is left.
     """
     report = SkipReport(what=what)
     usable: list[Any] = []

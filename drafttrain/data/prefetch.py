@@ -13,9 +13,8 @@ from drafttrain.data.batches import Batches, StepGroup
 class Prefetcher:
     """Batches that come `ahead` steps early from a thread, with their features where `read` is.
 
-    Its position is that of the steps handed out, whatever the thread has made besides: a resumed
-    run repeats none and skips none. What goes wrong in the thread is raised where the step that it
-    belongs to is asked for. ahead=0: everything happens when it is asked for, without a thread.
+    Its position is that of the steps handed out: a resumed run repeats none and skips none. What
+    goes wrong in the thread is raised where its step is asked for. ahead=0: without a thread.
     """
 
     def __init__(

@@ -28,10 +28,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Template:
-    """How turns become text: by the tokenizer's chat template, or without one.
-
-    The same in training, validation, evaluation and wherever answers are asked for.
-    """
+    """How turns become text, wherever they do: by the tokenizer's chat template, or without one."""
 
     kind: str  # "chat" or NONE
     kwargs: dict[str, Any]  # what the chat template is told, such as enable_thinking
@@ -229,13 +226,11 @@ class ChatFormat:
     ) -> Located:
         """Return a conversation up to its last answer as text, and where its answers stand there.
 
-        Before the last answer stands the very prompt that evaluation would ask with, so what a
-        template shows to generation alone (an opened or an empty <think> block) belongs to the
-        prompt. The last answer is what its target gave, token by token, where that is `recorded`
-        (one for each answer, None for those without). Else its text must stand in the template's
-        rendering as it is, but for space around it: Unusable where it is shortened or rewritten,
-        since what is left is not what a target says. Earlier answers stand as later turns see
-        them; one that is rewritten for those is context only.
+        Before the last answer stands the very prompt that evaluation would ask with, an empty
+        <think> block with it. The last answer is what its target gave, token by token, where that
+        is `recorded` (one for each answer, None for those without); else its text must stand in
+        the rendering as it is, but for space around it, or it is Unusable. Earlier answers stand
+        as later turns see them; one that is rewritten for those is context only.
         """
         places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
         history, last = messages[: places[-1]], messages[places[-1]]
@@ -279,9 +274,7 @@ class ChatFormat:
         """Return where the answers of a prompt stand in its text, without those it rewrites.
 
         They are found by rendering the prompt a second time with words in place of the answers:
-        between those words stands what surrounds the answers, also where the template trims them,
-        rewrites them, or moves the system prompt to the last turn. Unusable if the two renderings
-        do not agree.
+        between those words stands what surrounds the answers. Unusable if the two do not agree.
         """
         answers = [message.content for message in history if message.role == "assistant"]
         if not answers:

@@ -52,8 +52,7 @@ class TrainerConfig:
 
         Linear warm-up reaches `lr` with the last of `warmup_steps` updates; then "constant" stays
         there and "cosine" falls to `final_lr_ratio * lr` at `max_steps` (Loshchilov & Hutter 2017).
-        The first update already has a rate above zero, and the last one has one above the final
-        rate, so that no update is wasted.
+        The first update's rate is above zero, and the last one's above the final rate.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps

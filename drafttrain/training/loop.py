@@ -72,12 +72,11 @@ def train(
 ) -> TrainState:
     """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
 
-    Losses are sums over the trained positions of the whole optimizer step, all ranks and micro
-    batches, divided once by their number: the loss curve depends on neither. `validate` returns
-    metrics, `metric` among them (the best checkpoint has the highest), None where `stop` was
-    asked meanwhile; it runs on every rank. Raises NonFiniteError, with the step not taken, where
-    the loss or the gradient is not finite; Stopped, with the step reached saved, where any rank
-    was asked to stop.
+    Losses are sums over the trained positions of the whole optimizer step, divided once by their
+    number: the loss curve depends on neither ranks nor micro batches. `validate` runs on every rank
+    and returns metrics, `metric` among them (the best checkpoint has the highest), None where
+    `stop` was asked meanwhile. Raises NonFiniteError, with the step not taken; Stopped, with the
+    step reached saved, where any rank was asked to stop.
     """
     fingerprint, position = target.spec.fingerprint, batches.state_dict()
     fresh = TrainState(0, 0, position, None, fingerprint, {"metric": metric})

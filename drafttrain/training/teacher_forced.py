@@ -22,9 +22,8 @@ class TeacherForced:
 
     alpha of a depth is E sum min(target_probs, draft_probs), given that all before was accepted:
     the rate at which sampling at temperature 1 accepts there. Tokens that a reduced vocabulary
-    lacks count as rejected. The expected acceptance length adds up the products of alphas over the
-    depths that training unrolls; it is of the conversations' own text, not of what the real decode
-    loop would write, so the two are not to be compared.
+    lacks count as rejected. The expected acceptance length adds up the products of alphas; it is of
+    the conversations' own text, and not to be compared with that of the real decode loop.
     """
 
     metric = "val/expected_acceptance_length"

@@ -28,11 +28,9 @@ def build_engine(
 ) -> Engine:
     """Move `module` to its device, give every rank rank 0's weights, and build its optimizer.
 
-    AdamW's moments (Loshchilov & Hutter 2019) are float32, and so are the weights that it updates;
-    with dtype bfloat16 the forward runs under autocast. With weights_dtype bfloat16 the module
-    holds the weights rounded, and the optimizer their float32 masters. max_grad_norm: largest
-    global norm of the summed gradient; 0 is off. Parameters that do not require a gradient are not
-    updated. layer_calls: how layers are called in the forward.
+    AdamW's moments (Loshchilov & Hutter 2019) and the weights that it updates are float32; with
+    dtype bfloat16 the forward runs under autocast, and with weights_dtype bfloat16 the module holds
+    the weights rounded. max_grad_norm: of the summed gradient, over all parameters; 0 is off.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = str(dtype).removeprefix("torch.")
@@ -70,10 +68,7 @@ def build_engine(
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not.
-
-    Frozen parameters are left out; so is a group with nothing in it.
-    """
+    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not."""
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},

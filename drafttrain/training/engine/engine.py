@@ -234,10 +234,7 @@ def differences(found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> str
 
 
 class Forward(nn.Module):
-    """The module under autocast, its layers called as asked for.
-
-    It hands the loss tensors out in the open, where DeepSpeed looks.
-    """
+    """The module under autocast, its layers called as asked for."""
 
     def __init__(self, module: nn.Module, autocast: torch.dtype | None, calls: LayerCalls) -> None:
         super().__init__()
@@ -250,7 +247,7 @@ class Forward(nn.Module):
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
     def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
-        """Return the terms' sums, and the terms."""
+        """Return the terms' sums, in the open, where DeepSpeed looks; and the terms."""
         with self.precision(), self.calls.active():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses
