@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+PerRow = Float[Tensor, " batch"]
+Laws = Float[Tensor, "batch vocab"]
+
 
 class Purpose(IntEnum):
     """What a choice is for; `draw = depth * len(Purpose) + purpose` keeps choices apart."""
@@ -33,24 +36,14 @@ class Chance(Protocol):
     """Answers choices; every argument is per row."""
 
     def accept(
-        self,
-        probability: Float[Tensor, " batch"],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        draw: int,
+        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Bool[Tensor, " batch"]:
         """Say yes with the given probability: never at 0, always at 1."""
-        ...
 
     def choose(
-        self,
-        probs: Float[Tensor, "batch vocab"],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        draw: int,
+        self, probs: Laws, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
         """Choose an id by the given law; an id of probability 0 is never chosen."""
-        ...
 
 
 class SeededChance:
@@ -73,22 +66,14 @@ class SeededChance:
         )
 
     def accept(
-        self,
-        probability: Float[Tensor, " batch"],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        draw: int,
+        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Bool[Tensor, " batch"]:
         """Say yes with the given probability (strictly: u < p, so p = 0 is never accepted)."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw))
         return (uniforms < probability.double().cpu()).to(probability.device)
 
     def choose(
-        self,
-        probs: Float[Tensor, "batch vocab"],
-        rows: Sequence[int],
-        starts: Sequence[int],
-        draw: int,
+        self, probs: Laws, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
         """Choose by the inverse of the distribution function, in float64."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)

@@ -1,4 +1,4 @@
-"""The loss zoo: terms per position; callers sum and divide by the step's denominator, once.
+"""The losses on tokens: terms per position; callers sum and divide by the step's denominator, once.
 
 Logits of a position are compared in float32 (float64 where they are), whatever the compute dtype.
 Every term sees one position at a time, so positions may be computed in chunks. `target_probs` is
@@ -9,6 +9,7 @@ one, so that training sees it.
 
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,16 +17,131 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from drafttrain.runtime.settings import require
+
 NOT_A_LABEL = -1  # a hard label that the drafter cannot say: its position contributes zero
 
-DISTRIBUTION_LOSSES = (
-    "soft_cross_entropy",
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "total_variation",
-    "lk_hybrid",
-)
+Rows = Float[Tensor, "position vocab"]
+PerPosition = Float[Tensor, " position"]
+Labels = Int[Tensor, " position"]
+
+
+def soft_cross_entropy(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return -sum target_probs * log softmax(logits): forward KL plus the target's entropy."""
+    return -_unless_zero(target_probs, target_probs * _log_probs(logits)).sum(-1)
+
+
+def hard_cross_entropy(logits: Rows, tokens: Labels) -> PerPosition:
+    """Return the negative log-likelihood of the given tokens, zero for NOT_A_LABEL."""
+    return functional.cross_entropy(
+        _wide(logits), tokens, reduction="none", ignore_index=NOT_A_LABEL
+    )
+
+
+def forward_kl(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return KL(target || draft) = sum target_probs * log(target_probs / draft_probs), in nats.
+
+    The distillation loss of Hinton et al., 2015 (arXiv:1503.02531); DistillSpec's FKL (Zhou et al.,
+    2023, arXiv:2310.08461). Infinite where the target says what the drafter cannot.
+    """
+    gap = target_probs.log() - _log_probs(logits)
+    return _unless_zero(target_probs, target_probs * gap).sum(-1)
+
+
+def reverse_kl(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return KL(draft || target) = sum draft_probs * log(draft_probs / target_probs), in nats.
+
+    DistillSpec's RKL (Zhou et al., 2023, arXiv:2310.08461). A target probability below the smallest
+    normal number counts as that number: a softmax underflows to zero where the law is merely small,
+    and the divergence would be infinite at most positions of a sharp target.
+    """
+    log_probs = _log_probs(logits)
+    return (log_probs.exp() * (_finite(log_probs) - _log_floored(target_probs))).sum(-1)
+
+
+def jsd(logits: Rows, target_probs: Rows, beta: float) -> PerPosition:
+    """Return beta KL(target || mix) + (1 - beta) KL(draft || mix), in nats.
+
+    mix = beta target + (1 - beta) draft: the generalised Jensen-Shannon divergence of GKD (Agarwal
+    et al., 2023, arXiv:2306.13649, section 2). Symmetric for beta 1/2, there at most log 2;
+    divided by beta it tends to forward KL for beta to 0, by 1 - beta to reverse KL for beta to 1.
+    """
+    log_probs = _log_probs(logits)
+    probs = log_probs.exp()
+    log_mix = _log_floored(beta * target_probs + (1 - beta) * probs)
+    of_target = torch.xlogy(target_probs, target_probs) - target_probs * log_mix
+    of_draft = probs * (_finite(log_probs) - log_mix)
+    return (beta * of_target + (1 - beta) * of_draft).sum(-1)
+
+
+def total_variation(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return sum |target_probs - draft_probs| / 2 = 1 - sum min(target_probs, draft_probs).
+
+    One minus the probability that a drafted token is accepted (Leviathan et al., 2022,
+    arXiv:2211.17192, section 3.3); DistillSpec's TVD.
+    """
+    return (target_probs - _wide(logits).softmax(-1)).abs().sum(-1) / 2
+
+
+def rejection(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return 1 - sum min(target_probs, draft_probs): how likely a drafted token is rejected.
+
+    Total variation, but of a law that may sum to less than 1: the rest is of tokens that the
+    drafter cannot draft.
+    """
+    return 1 - torch.minimum(target_probs, _wide(logits).softmax(-1)).sum(-1)
+
+
+def lk_hybrid(logits: Rows, target_probs: Rows, eta: float) -> PerPosition:
+    """Return w KL(target || draft) + (1 - w) TV with w = exp(-eta * alpha), alpha = 1 - TV.
+
+    The adaptive hybrid of LK losses (arXiv:2602.23881): KL where the laws hardly overlap and TV's
+    gradient vanishes, TV where they do. As vLLM's speculators has it (`lk_hybrid`), each position
+    has its own w, of its own alpha, and no gradient flows through w. eta = 0 is forward KL.
+    """
+    distance = total_variation(logits, target_probs)
+    weight = torch.exp(-eta * (1 - distance.detach()))
+    divergence = _unless_zero(weight, weight * forward_kl(logits, target_probs))
+    return divergence + (1 - weight) * distance
+
+
+def feature_regression(
+    predicted: Float[Tensor, "position hidden"], features: Float[Tensor, "position hidden"]
+) -> PerPosition:
+    """Return the smooth-L1 distance, averaged over the hidden width (EAGLE, section 3.2)."""
+    return functional.smooth_l1_loss(_wide(predicted), _wide(features), reduction="none").mean(-1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return _wide(logits).log_softmax(-1)
+
+
+def _unless_zero(weights: Tensor, product: Tensor) -> Tensor:
+    """Return the product with what `weights` weigh, zero where they are zero: 0 * inf is NaN."""
+    return torch.where(weights == 0, 0, product)  # not weights > 0: a NaN must pass
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """Return log-probabilities to weigh by the probabilities, which are zero below this floor."""
+    return log_probs.clamp(min=2 * math.log(torch.finfo(log_probs.dtype).tiny))
+
+
+def _log_floored(probs: Tensor) -> Tensor:
+    return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+
+
+COMPARISONS: dict[str, Callable[..., PerPosition]] = {
+    loss.__name__: loss
+    for loss in (
+        *(soft_cross_entropy, forward_kl, reverse_kl, jsd, total_variation, lk_hybrid),
+        rejection,
+    )
+}
+DISTRIBUTION_LOSSES = tuple(name for name in COMPARISONS if name != "rejection")
 TOKEN_LOSSES = (*DISTRIBUTION_LOSSES, "hard_cross_entropy")
 # What validation measures, alone: it meets the target's law over the target's whole vocabulary.
 REJECTION = {"rejection": 1.0}
@@ -45,28 +161,19 @@ class TokenLossConfig:
 
     def __post_init__(self) -> None:
         for name, weight in self.losses.items():
-            if name not in TOKEN_LOSSES and not self.of_rejection:
-                near = difflib.get_close_matches(name, TOKEN_LOSSES, n=1, cutoff=0.5)
-                raise ValueError(
-                    f"drafter.losses must be one of {', '.join(TOKEN_LOSSES)}, got {name}"
-                    + (f"; did you mean {near[0]}?" if near else "")
-                )
-            if not 0 <= weight < math.inf:
-                raise ValueError(
-                    f"drafter.losses must be weights of at least 0, got {name}: {weight}"
-                )
-        if not any(self.losses.values()):
-            raise ValueError(
-                f"drafter.losses must have a weight above 0, got {self.losses or 'none'}; "
-                "as in drafter.losses='{soft_cross_entropy: 1.0}'"
-            )
-        if not 0 < self.jsd_beta < 1:
-            raise ValueError(
-                f"drafter.jsd_beta must be between 0 and 1, got {self.jsd_beta}; "
-                "its limits are forward_kl (0) and reverse_kl (1)"
-            )
-        if not 0 <= self.lk_eta < math.inf:
-            raise ValueError(f"drafter.lk_eta must be at least 0, got {self.lk_eta}")
+            near = difflib.get_close_matches(name, TOKEN_LOSSES, n=1, cutoff=0.5)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            known, every = name in TOKEN_LOSSES or self.of_rejection, ", ".join(TOKEN_LOSSES)
+            require(known, "drafter.losses", f"be one of {every}", name, meant)
+            inside = 0 <= weight < math.inf
+            require(inside, "drafter.losses", "be weights of at least 0", f"{name}: {weight}")
+        example = "; as in drafter.losses='{soft_cross_entropy: 1.0}'"
+        above = any(self.losses.values())
+        require(above, "drafter.losses", "have a weight above 0", self.losses or "none", example)
+        limits = "; its limits are forward_kl (0) and reverse_kl (1)"
+        beta, eta = self.jsd_beta, self.lk_eta
+        require(0 < beta < 1, "drafter.jsd_beta", "be between 0 and 1", beta, limits)
+        require(0 <= eta < math.inf, "drafter.lk_eta", "be at least 0", eta)
 
     @property
     def needs_target_probs(self) -> bool:
@@ -81,12 +188,7 @@ class TokenLossConfig:
         """
         return self.losses == REJECTION
 
-    def token_loss(
-        self,
-        logits: Float[Tensor, "position vocab"],
-        target_probs: Float[Tensor, "position vocab"] | None,
-        labels: Int[Tensor, " position"],
-    ) -> Float[Tensor, " position"]:
+    def token_loss(self, logits: Rows, target_probs: Rows | None, labels: Labels) -> PerPosition:
         """Return the weighted sum of the losses at each position.
 
         target_probs: may be None unless `needs_target_probs`. labels: the text's tokens, in the
@@ -97,17 +199,11 @@ class TokenLossConfig:
             for name, weight in self.losses.items()
             if weight
         ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return sum(parts[1:], start=parts[0])
 
     def token_loss_and_gradient(
-        self,
-        logits: Float[Tensor, "position vocab"],
-        target_probs: Float[Tensor, "position vocab"] | None,
-        labels: Int[Tensor, " position"],
-    ) -> tuple[Float[Tensor, " position"], Float[Tensor, "position 1"] | float]:
+        self, logits: Rows, target_probs: Rows | None, labels: Labels
+    ) -> tuple[PerPosition, Float[Tensor, "position 1"] | float]:
         """Return `token_loss`, and put its gradient where the logits are; both detached.
 
         The gradient is what stands there times the second result, of each position or of all. The
@@ -141,147 +237,9 @@ class TokenLossConfig:
 
     def _term(
         self, name: str, logits: Tensor, target_probs: Tensor | None, labels: Tensor
-    ) -> Float[Tensor, " position"]:
+    ) -> PerPosition:
         if name == "hard_cross_entropy":
             return hard_cross_entropy(logits, labels)
         assert target_probs is not None, f"{name} compares with the target's law"
-        if name == "jsd":
-            return jsd(logits, target_probs, self.jsd_beta)
-        if name == "lk_hybrid":
-            return lk_hybrid(logits, target_probs, self.lk_eta)
-        plain = {
-            "soft_cross_entropy": soft_cross_entropy,
-            "forward_kl": forward_kl,
-            "reverse_kl": reverse_kl,
-            "total_variation": total_variation,
-            "rejection": rejection,
-        }
-        return plain[name](logits, target_probs)
-
-
-def soft_cross_entropy(
-    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
-) -> Float[Tensor, " position"]:
-    """Return -sum target_probs * log softmax(logits): forward KL plus the target's entropy."""
-    return -_unless_zero(target_probs, target_probs * _log_probs(logits)).sum(-1)
-
-
-def hard_cross_entropy(
-    logits: Float[Tensor, "position vocab"], tokens: Int[Tensor, " position"]
-) -> Float[Tensor, " position"]:
-    """Return the negative log-likelihood of the given tokens, zero for NOT_A_LABEL."""
-    return functional.cross_entropy(
-        _wide(logits), tokens, reduction="none", ignore_index=NOT_A_LABEL
-    )
-
-
-def forward_kl(
-    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
-) -> Float[Tensor, " position"]:
-    """Return KL(target || draft) = sum target_probs * log(target_probs / draft_probs), in nats.
-
-    The distillation loss of Hinton et al., 2015 (arXiv:1503.02531); DistillSpec's FKL (Zhou et al.,
-    2023, arXiv:2310.08461). Infinite where the target says what the drafter cannot.
-    """
-    gap = target_probs.log() - _log_probs(logits)
-    return _unless_zero(target_probs, target_probs * gap).sum(-1)
-
-
-def reverse_kl(
-    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
-) -> Float[Tensor, " position"]:
-    """Return KL(draft || target) = sum draft_probs * log(draft_probs / target_probs), in nats.
-
-    DistillSpec's RKL (Zhou et al., 2023, arXiv:2310.08461). A target probability below the smallest
-    normal number counts as that number: a softmax underflows to zero where the law is merely small,
-    and the divergence would be infinite at most positions of a sharp target.
-    """
-    log_probs = _log_probs(logits)
-    return (log_probs.exp() * (_finite(log_probs) - _log_floored(target_probs))).sum(-1)
-
-
-def jsd(
-    logits: Float[Tensor, "position vocab"],
-    target_probs: Float[Tensor, "position vocab"],
-    beta: float,
-) -> Float[Tensor, " position"]:
-    """Return beta KL(target || mix) + (1 - beta) KL(draft || mix), in nats.
-
-    mix = beta target + (1 - beta) draft: the generalised Jensen-Shannon divergence of GKD (Agarwal
-    et al., 2023, arXiv:2306.13649, section 2). Symmetric for beta 1/2, there at most log 2;
-    divided by beta it tends to forward KL for beta to 0, by 1 - beta to reverse KL for beta to 1.
-    """
-    log_probs = _log_probs(logits)
-    probs = log_probs.exp()
-    log_mix = _log_floored(beta * target_probs + (1 - beta) * probs)
-    of_target = torch.xlogy(target_probs, target_probs) - target_probs * log_mix
-    of_draft = probs * (_finite(log_probs) - log_mix)
-    return (beta * of_target + (1 - beta) * of_draft).sum(-1)
-
-
-def total_variation(
-    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
-) -> Float[Tensor, " position"]:
-    """Return sum |target_probs - draft_probs| / 2 = 1 - sum min(target_probs, draft_probs).
-
-    One minus the probability that a drafted token is accepted (Leviathan et al., 2022,
-    arXiv:2211.17192, section 3.3); DistillSpec's TVD.
-    """
-    return (target_probs - _wide(logits).softmax(-1)).abs().sum(-1) / 2
-
-
-def rejection(
-    logits: Float[Tensor, "position vocab"], target_probs: Float[Tensor, "position vocab"]
-) -> Float[Tensor, " position"]:
-    """Return 1 - sum min(target_probs, draft_probs): how likely a drafted token is rejected.
-
-    Total variation, but of a law that may sum to less than 1: the rest is of tokens that the
-    drafter cannot draft.
-    """
-    return 1 - torch.minimum(target_probs, _wide(logits).softmax(-1)).sum(-1)
-
-
-def lk_hybrid(
-    logits: Float[Tensor, "position vocab"],
-    target_probs: Float[Tensor, "position vocab"],
-    eta: float,
-) -> Float[Tensor, " position"]:
-    """Return w KL(target || draft) + (1 - w) TV with w = exp(-eta * alpha), alpha = 1 - TV.
-
-    The adaptive hybrid of LK losses (arXiv:2602.23881): KL where the laws hardly overlap and TV's
-    gradient vanishes, TV where they do. As vLLM's speculators has it (`lk_hybrid`), each position
-    has its own w, of its own alpha, and no gradient flows through w. eta = 0 is forward KL.
-    """
-    distance = total_variation(logits, target_probs)
-    weight = torch.exp(-eta * (1 - distance.detach()))
-    divergence = _unless_zero(weight, weight * forward_kl(logits, target_probs))
-    return divergence + (1 - weight) * distance
-
-
-def feature_regression(
-    predicted: Float[Tensor, "position hidden"], features: Float[Tensor, "position hidden"]
-) -> Float[Tensor, " position"]:
-    """Return the smooth-L1 distance, averaged over the hidden width (EAGLE, section 3.2)."""
-    return functional.smooth_l1_loss(_wide(predicted), _wide(features), reduction="none").mean(-1)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _log_probs(logits: Tensor) -> Tensor:
-    return _wide(logits).log_softmax(-1)
-
-
-def _unless_zero(weights: Tensor, product: Tensor) -> Tensor:
-    """Return the product with what `weights` weigh, zero where they are zero: 0 * inf is NaN."""
-    return torch.where(weights == 0, 0, product)  # not weights > 0: a NaN must pass
-
-
-def _finite(log_probs: Tensor) -> Tensor:
-    """Return log-probabilities to weigh by the probabilities, which are zero below this floor."""
-    return log_probs.clamp(min=2 * math.log(torch.finfo(log_probs.dtype).tiny))
-
-
-def _log_floored(probs: Tensor) -> Tensor:
-    return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
+        settings = {"jsd": [self.jsd_beta], "lk_hybrid": [self.lk_eta]}
+        return COMPARISONS[name](logits, target_probs, *settings.get(name, []))

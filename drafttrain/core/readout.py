@@ -3,7 +3,7 @@
 It travels with the features, because stored, sharded and served targets hand over no model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -44,34 +44,15 @@ class Readout:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
 
-    def to(self, dtype: torch.dtype) -> "Readout":
-        """Return the readout with its tensors in `dtype`; tied tensors stay tied."""
-        if self.embedding.dtype == dtype:
+    def to(self, place: torch.dtype | torch.device) -> "Readout":
+        """Return the readout with its tensors in a dtype or on a device; tied ones stay tied."""
+        if place in (self.embedding.dtype, self.embedding.device):
             return self
-        embedding = self.embedding.to(dtype)
-        tied = self.head is self.embedding
-        return Readout(
-            embedding,
-            embedding if tied else self.head.to(dtype),
-            None if self.norm is None else self.norm.to(dtype),
-            None if self.head_bias is None else self.head_bias.to(dtype),
-            self.embedding_scale,
-            self.logit_scale,
-            self.soft_cap,
-        )
-
-    def on(self, device: torch.device) -> "Readout":
-        """Return the readout with its tensors on `device`; tied tensors stay tied."""
-        if self.embedding.device == device:
-            return self
-        embedding = self.embedding.to(device)
-        tied = self.head is self.embedding
-        return Readout(
-            embedding,
-            embedding if tied else self.head.to(device),
-            None if self.norm is None else self.norm.to(device),
-            None if self.head_bias is None else self.head_bias.to(device),
-            self.embedding_scale,
-            self.logit_scale,
-            self.soft_cap,
+        embedding = self.embedding.to(place)
+        return replace(
+            self,
+            embedding=embedding,
+            head=embedding if self.head is self.embedding else self.head.to(place),
+            norm=None if self.norm is None else self.norm.to(place),
+            head_bias=None if self.head_bias is None else self.head_bias.to(place),
         )

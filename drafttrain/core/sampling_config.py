@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from drafttrain.runtime.settings import require
+
 SMALLEST_TEMPERATURE = 1e-4  # logits divided by less overflow float32, and laws become NaN
 
 
@@ -14,17 +16,12 @@ class Sampling:
     top_p: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 10:
-            raise ValueError(f"temperature must be in [0, 10], got {self.temperature}")
-        if 0 < self.temperature < SMALLEST_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, got "
-                f"{self.temperature}"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 is off), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        heat, least = self.temperature, SMALLEST_TEMPERATURE
+        require(0 <= heat <= 10, "temperature", "be in [0, 10]", heat)
+        exact = heat == 0 or heat >= least
+        require(exact, "temperature", f"be 0 (greedy) or at least {least}", heat)
+        require(self.top_k >= 0, "top_k", "be at least 0 (0 is off)", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "be in (0, 1]", self.top_p)
 
     @property
     def greedy(self) -> bool:

@@ -5,8 +5,9 @@ vocabulary, draft_vocab the drafter's, node one drafted token of a proposal, dep
 along one path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,12 +44,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with every tensor on `device`."""
-        return Batch(
-            self.tokens.to(device),
-            self.loss_mask.to(device),
-            self.positions.to(device),
-            self.document.to(device),
-        )
+        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -96,25 +92,22 @@ class TargetFeatures:
 
     def slice(self, start: int, stop: int) -> "TargetFeatures":
         """Return the features of positions start..stop-1, without a copy."""
-        return TargetFeatures(
-            {i: hidden[:, start:stop] for i, hidden in self.captured.items()},
-            self.final_hidden[:, start:stop],
-            self.readout,
-        )
+        return self._each(lambda hidden: hidden[:, start:stop])
 
     def rows(self, kept: Sequence[int]) -> "TargetFeatures":
         """Return the features of these rows."""
         index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
-        captured = {i: hidden[index] for i, hidden in self.captured.items()}
-        return TargetFeatures(captured, self.final_hidden[index], self.readout)
+        return self._each(lambda hidden: hidden[index])
 
     def to(self, device: torch.device) -> "TargetFeatures":
         """Return the features on `device`; what is in pinned memory is not waited for."""
         if self.final_hidden.device == device:
             return self
-        captured = {i: h.to(device, non_blocking=True) for i, h in self.captured.items()}
-        final = self.final_hidden.to(device, non_blocking=True)
-        return TargetFeatures(captured, final, self.readout)
+        return self._each(lambda hidden: hidden.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "TargetFeatures":
+        captured = {i: change(hidden) for i, hidden in self.captured.items()}
+        return TargetFeatures(captured, change(self.final_hidden), self.readout)
 
 
 @runtime_checkable
@@ -126,7 +119,6 @@ class FeatureSource(Protocol):
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
         """Return what the target says of a batch."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -153,26 +145,15 @@ def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """One level of a proposal: drafted tokens and the node each hangs from (-1: the root)."""
-
-    tokens: Int[Tensor, "batch node"]
-    parents: Int[Tensor, "batch node"]
-
-
-@dataclass(frozen=True)
 class Proposal:
-    """What the drafter offers for verification: a tree of nodes, in the order they were drawn.
+    """What the drafter offers for verification: a chain of tokens after the last committed one.
 
-    Node j hangs from node parents[j] < j, or from the root (-1), the last committed token. A chain
-    is the tree with parents[j] = j - 1. Rows are padded to the longest; num_nodes counts the real
-    ones. `draft_probs[:, j]` is the law that token j was *really* drawn from (after temperature,
-    top-k and top-p, over target ids, in the precision of the draw); None says that every node was
-    chosen deterministically, which is a point mass.
+    Rows are padded to the longest; num_nodes counts the real ones. `draft_probs[:, j]` is the law
+    that token j was *really* drawn from (after temperature, top-k and top-p, over target ids, in
+    the precision of the draw); None: all were chosen deterministically, which is a point mass.
     """
 
     tokens: Int[Tensor, "batch node"]
-    parents: Int[Tensor, "batch node"]
     num_nodes: Int[Tensor, " batch"]
     draft_probs: Float[Tensor, "batch node vocab"] | None
 
@@ -210,13 +191,11 @@ class Counters:
 
     def __add__(self, other: "Counters") -> "Counters":
         mine, theirs = self.num_accepted_tokens_per_position, other.num_accepted_tokens_per_position
-        length = max(len(mine), len(theirs))
-        pad = lambda counts: counts + [0] * (length - len(counts))  # noqa: E731
         return Counters(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
-            [a + b for a, b in zip(pad(mine), pad(theirs), strict=True)],
+            [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)],
         )
 
 

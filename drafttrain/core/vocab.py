@@ -27,7 +27,7 @@ class DraftVocab:
             )
         if not bool((target_ids[1:] > target_ids[:-1]).all()):
             raise ValueError("d2t must name target ids in ascending order, each once")
-        if len(target_ids) and not (0 <= int(target_ids[0]) and int(target_ids[-1]) < vocab_size):
+        if not (0 <= int(target_ids[0]) and int(target_ids[-1]) < vocab_size):
             raise ValueError(f"d2t must name ids below the target's vocabulary of {vocab_size}")
         draft_ids = torch.full((vocab_size,), -1, dtype=torch.long, device=target_ids.device)
         draft_ids[target_ids] = torch.arange(len(target_ids), device=target_ids.device)

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Nodes, Proposal
+from drafttrain.core.types import Proposal
 from drafttrain.drafters.base import Drafter, DraftState
 
 
@@ -28,10 +29,10 @@ def draft_chain(
     whole = drafter.propose(state, depth)
     if whole is not None:
         return whole
-    nodes: Nodes | None = None
+    token: Tensor | None = None
     tokens, laws = [], []
     for level in range(depth):
-        logits = drafter.expand(state, nodes).logits[:, 0]
+        logits = drafter.expand(state, token)
         if sampling.greedy:
             token = logits.argmax(-1)
             if drafter.vocab is not None:
@@ -43,9 +44,6 @@ def draft_chain(
             token = chance.choose(law, rows, starts, draw_of(level, Purpose.DRAFT))
             laws.append(law)
         tokens.append(token)
-        if level + 1 < depth:
-            nodes = Nodes(token[:, None], torch.full_like(token[:, None], level - 1))
     drafted = torch.stack(tokens, dim=1)
-    parents = torch.arange(-1, depth - 1, device=drafted.device).expand_as(drafted)
     num_nodes = torch.full((len(drafted),), depth)
-    return Proposal(drafted, parents, num_nodes, torch.stack(laws, dim=1) if laws else None)
+    return Proposal(drafted, num_nodes, torch.stack(laws, dim=1) if laws else None)

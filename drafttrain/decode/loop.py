@@ -158,7 +158,7 @@ def speculative_decode_batch(
 
 def check_depth(drafter: Drafter, depth: int) -> None:
     """Refuse a depth that the drafter cannot draft."""
-    deepest = drafter.capabilities.max_depth
+    deepest = drafter.max_depth
     if depth < 1 or (deepest is not None and depth > deepest):
         limit = "at least 1" if deepest is None else f"in 1..{deepest}"
         raise ValueError(f"depth must be {limit} for drafter={drafter.config.name}, got {depth}")

@@ -15,6 +15,10 @@ from torch import Tensor
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.types import Proposal, Verdict
 
+Laws = Float[Tensor, "batch vocab"]
+Tokens = Int[Tensor, "batch tokens"]
+PerToken = Float[Tensor, "batch tokens"]
+
 
 class Rule(ABC):
     """How a drafted token is accepted, and which law follows a rejection; a chain of such steps.
@@ -26,20 +30,11 @@ class Rule(ABC):
     lossless: bool
 
     @abstractmethod
-    def acceptance(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-        token: Int[Tensor, "batch tokens"],
-    ) -> Float[Tensor, "batch tokens"]:
+    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
         """Return the probability of accepting each token, were it the one drafted."""
 
     @abstractmethod
-    def correction(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-    ) -> Float[Tensor, "batch vocab"]:
+    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
         """Return the law of the token that follows a rejection."""
 
 
@@ -55,21 +50,11 @@ class Rejection(Rule):
     name = "rejection sampling"
     lossless = True
 
-    def acceptance(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-        token: Int[Tensor, "batch tokens"],
-    ) -> Float[Tensor, "batch tokens"]:
+    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
         """Return min(1, target/draft); 0 where the target never says the token."""
         return _ratio(target_probs.gather(1, token), draft_probs.gather(1, token))
 
-    def correction(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-    ) -> Float[Tensor, "batch vocab"]:
-        """Return the residual law."""
+    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
         return residual(target_probs, draft_probs)
 
 
@@ -86,23 +71,12 @@ class Typical(Rule):
     name = "typical acceptance"
     lossless = False
 
-    def acceptance(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-        token: Int[Tensor, "batch tokens"],
-    ) -> Float[Tensor, "batch tokens"]:
-        """Return 1 above the threshold, else 0."""
+    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
         entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
         threshold = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         return (target_probs.gather(1, token) > threshold).to(target_probs.dtype)
 
-    def correction(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-    ) -> Float[Tensor, "batch vocab"]:
-        """Return the target's law."""
+    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
         return target_probs
 
 
@@ -118,21 +92,10 @@ class Lenience(Rule):
     name = "lenience"
     lossless = False
 
-    def acceptance(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-        token: Int[Tensor, "batch tokens"],
-    ) -> Float[Tensor, "batch tokens"]:
-        """Return min(1, target / (lenience * draft))."""
+    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
         return _ratio(target_probs.gather(1, token), self.lenience * draft_probs.gather(1, token))
 
-    def correction(
-        self,
-        target_probs: Float[Tensor, "batch vocab"],
-        draft_probs: Float[Tensor, "batch vocab"],
-    ) -> Float[Tensor, "batch vocab"]:
-        """Return the residual of target less lenience * draft."""
+    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
         return residual(target_probs, self.lenience * draft_probs)
 
 
@@ -192,7 +155,7 @@ def verify_chain(
 
 def drawn_law(
     proposal: Proposal, node: int, target_probs: Float[Tensor, "batch laws vocab"]
-) -> Float[Tensor, "batch vocab"]:
+) -> Laws:
     """Return the law that a node was drawn from, in the dtype of the target's laws."""
     if proposal.draft_probs is not None:
         return proposal.draft_probs[:, node].to(target_probs.dtype)
@@ -200,11 +163,7 @@ def drawn_law(
     return law.scatter_(1, proposal.tokens[:, node : node + 1], 1.0)
 
 
-def one_step_law(
-    rule: Rule,
-    target_probs: Float[Tensor, "batch vocab"],
-    draft_probs: Float[Tensor, "batch vocab"],
-) -> Float[Tensor, "batch vocab"]:
+def one_step_law(rule: Rule, target_probs: Laws, draft_probs: Laws) -> Laws:
     """Return the law of the first token that a cycle emits, over the drafter's chance too.
 
     In closed form: draft * acceptance + (1 - sum of that) * correction. For a lossless rule it is
@@ -218,9 +177,7 @@ def one_step_law(
     return accepted + rejected * rule.correction(target_probs, draft_probs)
 
 
-def residual(
-    target_probs: Float[Tensor, "batch vocab"], draft_probs: Float[Tensor, "batch vocab"]
-) -> Float[Tensor, "batch vocab"]:
+def residual(target_probs: Laws, draft_probs: Laws) -> Laws:
     """Return the law after a rejection: max(0, target - draft), normalised.
 
     Where nothing is left (both laws equal up to rounding) a rejection had probability zero up to
@@ -231,8 +188,6 @@ def residual(
     return torch.where(mass > 0, left / mass, target_probs)
 
 
-def _ratio(
-    target: Float[Tensor, "batch tokens"], draft: Float[Tensor, "batch tokens"]
-) -> Float[Tensor, "batch tokens"]:
+def _ratio(target: PerToken, draft: PerToken) -> PerToken:
     # A drafted token has draft > 0; where rounding made it 0, it counts as drawn at will.
     return torch.where(target >= draft, (target > 0).to(target.dtype), target / draft)

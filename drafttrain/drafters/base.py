@@ -26,10 +26,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.runtime.settings import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ class DrafterConfig:
         """What an engine loads as it is; None: what an export writes."""
         return None
 
+    def require(self, key: str, holds: bool, need: str, remedy: str = "") -> None:
+        """Raise ValueError unless a setting holds what it needs."""
+        require(holds, f"drafter.{key}", need, getattr(self, key), remedy)
+
     def build(self, spec: TargetSpec) -> "Drafter":
         """Make the drafter for a target, weights at their initial values."""
         raise AssertionError(f"{type(self).__name__} does not say which drafter it builds")
@@ -59,29 +65,11 @@ class About:
     paper: str  # its number on arXiv
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What a drafter can do; asked before anything runs."""
-
-    trainable: bool
-    branches: bool  # can expand more than one child per node
-    max_depth: int | None  # drafted tokens along one path; None: no limit
-    unroll: int  # depths whose logits the training forward produces, for train/decode agreement
-
-
 @dataclass
 class DraftState:
     """What a drafter remembers of the rows it is decoding; each family has its own subclass."""
 
     readout: Readout
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Logits over the drafter's vocabulary for the children of each node of a level."""
-
-    logits: Float[Tensor, "batch node draft_vocab"]
-    confidence: Float[Tensor, "batch node"] | None = None
 
 
 class TrainingChance(ABC):
@@ -116,7 +104,7 @@ State = TypeVar("State", bound=DraftState)
 class Drafter(nn.Module, ABC, Generic[State]):
     """A drafter: a model, and its conversation with the decode loop.
 
-    What it must have: `captures`, `capabilities`; for training `forward`; for decoding `begin`,
+    What it must have: `captures`; for training `forward`; for decoding `begin`,
     `observe`, `expand`, `select`. All else has a default. Weights that it shares with the target
     (embedding, head) are read from the readout.
     """
@@ -133,14 +121,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
     # configuration is a TokenLossConfig: validation without the target then computes them with the
     # loss `rejection`. That of others drafts along the stored text.
     depth_terms: tuple[str, ...] = ()
+    max_depth: int | None = None  # of a proposal; None: no limit
+    unroll = 1  # depths whose logits the training forward produces, for train/decode agreement
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
     text_source: TextSource | None = None  # None: it trains on the data's text
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if so
-
-    @property
-    @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What this drafter can do."""
 
     @property
     def max_positions(self) -> int | None:
@@ -196,10 +181,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
 
     @abstractmethod
-    def expand(self, state: State, nodes: Nodes | None) -> Expansion:
-        """Return logits for the children of `nodes`.
+    def expand(
+        self, state: State, newest: Int[Tensor, " batch"] | None
+    ) -> Float[Tensor, "batch draft_vocab"]:
+        """Return logits for what follows the newest drafted token.
 
-        None: of the last token, right after `observe`.
+        None: for what follows the last token, right after `observe`.
         """
 
     @abstractmethod
@@ -229,7 +216,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load a state dict of this drafter, taking sizes that training chose from it."""
+        ids = tensors.get("target_ids")
+        if ids is not None:
+            self.reduce(DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size))
         load_exactly(self, tensors)
+
+    def reduce(self, vocab: DraftVocab) -> None:
+        """Draft the tokens of a reduced vocabulary alone; its map, `target_ids`, is of the weights.
+
+        ValueError where the drafter has no heads that could shrink.
+        """
+        raise ValueError(
+            f"drafter={self.config.name} drafts over the target's whole vocabulary, got weights "
+            "with target_ids; they must come from the same drafter configuration"
+        )
 
     def propose(self, state: State, depth: int) -> Proposal | None:
         """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one."""

@@ -1,6 +1,6 @@
 """EAGLE-3: fused features and training-time test (Li et al., 2025, arXiv:2503.01840)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +18,22 @@ from drafttrain.core.ops.chunked_losses import (
     loss_terms,
 )
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
-from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask, within_calls
+from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
     About,
-    Capabilities,
-    Drafter,
-    Expansion,
     TrainingChance,
     last_of,
-    load_exactly,
     positions_to_predict,
 )
-from drafttrain.drafters.eagle import EagleState
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
-from drafttrain.drafters.shared.layer import LayerConfig, embed, own_embedding, serving_keys
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+
+Hidden = Float[Tensor, "batch seq hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,33 +56,20 @@ class Eagle3Config(TokenLossConfig, LayerConfig):
     def __post_init__(self) -> None:
         TokenLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
-        if self.layers is not None and len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"drafter.layers must be distinct, got {self.layers}")
-        if self.hidden_size is not None and self.hidden_size < 1:
-            raise ValueError(
-                "drafter.hidden_size must be at least 1, or null for the target's, "
-                f"got {self.hidden_size}"
-            )
+        layers = self.layers or []
+        self.require("layers", len(set(layers)) == len(layers), "be distinct")
+        self.require_or_target("hidden_size", (self.hidden_size or 0) >= 1, "be at least 1")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "drafter.norm_before_fc and drafter.fc_norm must not both be true: one norm over "
                 "all captured layers, or one for each"
             )
-        if self.draft_vocab_size < 1:
-            raise ValueError(
-                f"drafter.draft_vocab_size must be at least 1, got {self.draft_vocab_size}"
-            )
-        if not 0 < self.draft_vocab_coverage <= 1:
-            raise ValueError(
-                f"drafter.draft_vocab_coverage must be in (0, 1], got {self.draft_vocab_coverage}"
-            )
-        if self.unroll < 1:
-            raise ValueError(f"drafter.unroll must be at least 1, got {self.unroll}")
-        if not 0 < self.depth_decay <= 1:
-            raise ValueError(f"drafter.depth_decay must be in (0, 1], got {self.depth_decay}")
+        for key in ("draft_vocab_size", "unroll"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        for key in ("draft_vocab_coverage", "depth_decay"):
+            self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "Eagle3":
-        """Make the drafter with random weights and the whole vocabulary, until `prepare`."""
         return Eagle3(self, spec)
 
 
@@ -101,23 +85,22 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in shallow if 0 <= layer <= num_layers}))
 
 
-class Eagle3(Drafter[EagleState]):
+class Eagle3(LayerDrafter):
     """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
 
     about = About("An EAGLE-3", "2503.01840")
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
-        super().__init__()
-        self.config: Eagle3Config = config
-        self.spec = spec
+        super().__init__(config, spec, config.hidden_size or spec.hidden_size)
         self.captures = tuple(sorted(config.layers or default_layers(spec.num_layers)))
         if not all(0 <= layer <= spec.num_layers for layer in self.captures):
             raise ValueError(
                 f"drafter.layers must lie in 0..{spec.num_layers} for {spec.name}, "
                 f"got {list(self.captures)}"
             )
+        self.unroll = config.unroll
         self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
-        self.shape = config.shape(spec, config.hidden_size)
         width, eps = self.shape.hidden_size, self.shape.rms_norm_eps
         read = len(self.captures) * spec.hidden_size
         self.fc = nn.Linear(read, width, bias=False)
@@ -127,38 +110,29 @@ class Eagle3(Drafter[EagleState]):
             self.fc_norm = nn.ModuleList(RMSNorm(spec.hidden_size, eps) for _ in self.captures)
         self.midlayer = Eagle3Layer(self.shape, config.norm_before_residual)
         self.norm = RMSNorm(width, eps)
-        self.lm_head = nn.Linear(width, spec.vocab_size, bias=False)
-        self.embed_tokens = own_embedding(config.own_embedding, spec, width)
+        self.lm_head = LentLinear(width, spec.vocab_size, bias=False)
+        self.embed_tokens = self.own_embedding()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Any depth; past the training unroll it extrapolates."""
-        return Capabilities(
-            trainable=True, branches=False, max_depth=None, unroll=self.config.unroll
-        )
-
-    def _reduce(self, vocab: DraftVocab | None) -> None:
-        """Take on a reduced vocabulary: the head shrinks, the map is part of the weights."""
+    def reduce(self, vocab: DraftVocab) -> None:
         self.vocab = vocab
-        if vocab is None:
-            return
         place = {"device": device_of(self), "dtype": self.lm_head.weight.dtype}
-        self.lm_head = nn.Linear(self.shape.hidden_size, vocab.size, bias=False, **place)
+        self.lm_head = LentLinear(self.shape.hidden_size, vocab.size, bias=False, **place)
         self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Choose the draft vocabulary; start norm and head as the target's, rows kept."""
         config = self.config
         counts = token_counts.to(device_of(self))
-        self._reduce(
-            DraftVocab.most_frequent(counts, config.draft_vocab_size, config.draft_vocab_coverage)
-        )
+        size, coverage = config.draft_vocab_size, config.draft_vocab_coverage
+        vocab = DraftVocab.most_frequent(counts, size, coverage)
+        if vocab is not None:
+            self.reduce(vocab)
         if self.shape.hidden_size != self.spec.hidden_size:
             return  # nothing of the target's has this width
         with torch.no_grad():
             if self.embed_tokens is not None:
                 self.embed_tokens.weight.copy_(readout.embedding)
-            head = readout.head if self.vocab is None else readout.head[self.vocab.target_ids]
+            head = readout.head if vocab is None else readout.head[vocab.target_ids]
             self.lm_head.weight.copy_(head)
             if readout.norm is not None:
                 self.norm.weight.copy_(readout.norm)
@@ -167,14 +141,7 @@ class Eagle3(Drafter[EagleState]):
         """Take on the largest draft vocabulary; fewer tokens may cover the data."""
         kept, size = self.config.draft_vocab_size, self.spec.vocab_size
         if kept < size:
-            self._reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
-
-    def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load a state dict; its `target_ids`, if any, set the draft vocabulary first."""
-        ids = tensors.get("target_ids")
-        if ids is not None:
-            self._reduce(DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size))
-        load_exactly(self, tensors)
+            self.reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
@@ -183,9 +150,9 @@ class Eagle3(Drafter[EagleState]):
         token lies outside contribute zero and are counted. A hard label outside contributes zero.
         """
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
-        hidden = self._fuse(features, length)
+        hidden = self.read(features, length)
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
-        embedded = embed(self.embed_tokens, features.readout, tokens, dtype_of(self))
+        embedded = self.embed(features.readout, tokens)
         mask = document_mask(batch.document[:, :-1])
         projected, weight = self.midlayer.unroll(embedded)
         past: list[tuple[Tensor, Tensor]] = []
@@ -202,15 +169,11 @@ class Eagle3(Drafter[EagleState]):
         self,
         projected: Float[Tensor, "batch seq heads"],
         weight: Float[Tensor, "heads hidden"],
-        hidden: Float[Tensor, "batch seq hidden"],
+        hidden: Hidden,
         turn: Rotation,
         mask: Tensor | None,
         past: list[tuple[Tensor, Tensor]],
-    ) -> tuple[
-        Float[Tensor, "batch seq hidden"],
-        Float[Tensor, "batch seq hidden"],
-        tuple[Tensor, Tensor],
-    ]:
+    ) -> tuple[Hidden, Hidden, tuple[Tensor, Tensor]]:
         """Return what the next depth reads, what the head reads, and the keys and values.
 
         A query at index t sees all of depth 0 up to t, and of each later depth only its own index
@@ -218,8 +181,9 @@ class Eagle3(Drafter[EagleState]):
         """
         # Attention is a call of its own between two compiled parts that know of no depth: one
         # program serves all.
-        entered = compiled(self.midlayer.enter, projected, weight, hidden, turn)
-        residual, queries, keys, values = entered
+        residual, queries, keys, values = compiled(
+            self.midlayer.enter, projected, weight, hidden, turn
+        )
         mixed = unrolled_attention(queries, [*past, (keys, values)], mask)
         hidden, state = compiled(self._finish, residual, mixed)
         return hidden, state, (keys, values)
@@ -240,12 +204,9 @@ class Eagle3(Drafter[EagleState]):
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
             labels = self.vocab.draft_ids[labels]
-        law = TargetLaw(
-            features.readout,
-            features.final_hidden.flatten(0, 1),
-            rows * batch.tokens.shape[1] + ahead - 1,
-            self.vocab,
-        )
+        predicting = rows * batch.tokens.shape[1] + ahead - 1
+        final = features.final_hidden.flatten(0, 1)
+        law = TargetLaw(features.readout, final, predicting, self.vocab)
         weights = [self.config.depth_decay**depth for depth in range(len(states))]
 
         def compare(states: list[Tensor]) -> Sums:
@@ -255,13 +216,10 @@ class Eagle3(Drafter[EagleState]):
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
         return dict(zip(self.depth_terms, terms, strict=True))
 
-    def _fuse(
-        self, features: TargetFeatures, length: int | None = None
-    ) -> Float[Tensor, "batch seq hidden"]:
+    def read(self, features: TargetFeatures, length: int | None = None) -> Hidden:
         """Return the fused features of the first `length` positions; None: of all."""
-        captured = [
-            features.captured[layer][:, :length].to(dtype_of(self)) for layer in self.captures
-        ]
+        dtype = dtype_of(self)
+        captured = [features.captured[layer][:, :length].to(dtype) for layer in self.captures]
         if self.fc_norm is not None:
             captured = [norm(hidden) for norm, hidden in zip(self.fc_norm, captured, strict=True)]
         read = torch.cat(captured, dim=-1)
@@ -271,60 +229,29 @@ class Eagle3(Drafter[EagleState]):
         """Return the state that the next depth reads: before the norm, unless `norm_output`."""
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self._before_head(hidden))
-
     def _before_head(self, hidden: Tensor) -> Tensor:
         return hidden if self.config.norm_output else self.norm(hidden)
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> EagleState:
-        """Allocate the cache; the first token is never paired, it has no feature before it."""
-        return EagleState.empty(self, self.shape, readout, len(first_tokens), capacity)
-
-    def _advance(
-        self, state: EagleState, tokens: Tensor, hidden: Tensor, counts: Sequence[int]
-    ) -> None:
-        turn = state.turn(tokens.shape[1])
-        embedded = embed(self.embed_tokens, state.readout, tokens, dtype_of(self))
+    def advance(
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
+    ) -> Tensor:
+        turn, embedded = state.turn(tokens.shape[1]), self.embed(state.readout, tokens)
         inputs, residual = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
         # What is not drafted from needs keys and values only.
         last = self.midlayer.finish(last_of(residual, counts), last_of(mixed, counts))
-        state.hidden = self._leave(last)
+        return self._leave(last)
 
-    def observe(
-        self,
-        state: EagleState,
-        tokens: Int[Tensor, "batch new"],
-        counts: Sequence[int],
-        features: TargetFeatures,
-    ) -> None:
-        """Replace own nodes by pairs of true features, the last token's among them."""
-        state.cache.rollback(state.committed)
-        self._advance(state, tokens, self._fuse(features), counts)
-        state.commit(counts)
-
-    def expand(self, state: EagleState, nodes: Nodes | None) -> Expansion:
-        """Continue from the own hidden state before the norm, as training did."""
-        assert state.hidden is not None, "observe comes before expand"
-        if nodes is not None:
-            self._advance(state, nodes.tokens, state.hidden, [1] * len(nodes.tokens))
-        return Expansion(self._logits(state.hidden))
-
-    def select(self, state: EagleState, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-        state.select(rows)
+    def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
+        return self.lm_head(self._before_head(hidden))
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the native `LlamaForCausalLMEagle3` layout that vLLM and SGLang read."""
         spec = self.spec
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "draft_vocab_size": self.vocab.size if self.vocab else spec.vocab_size,
-            **serving_keys(self.shape, spec),
+            **self.serving_keys(),
         }
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             if getattr(self.config, key):

@@ -18,20 +18,17 @@ from drafttrain.core.ops.chunked_losses import (
     loss_terms,
 )
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import within_calls
+from drafttrain.core.ops.layers import LentLinear, within_calls
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
     About,
-    Capabilities,
     Drafter,
     DrafterConfig,
     DraftState,
-    Expansion,
     TrainingChance,
     last_of,
-    load_exactly,
     positions_to_predict,
 )
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
@@ -52,17 +49,12 @@ class MedusaConfig(TokenLossConfig, DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_heads < 1:
-            raise ValueError(f"drafter.num_heads must be at least 1, got {self.num_heads}")
-        if self.num_layers < 1:
-            raise ValueError(f"drafter.num_layers must be at least 1, got {self.num_layers}")
-        if not self.logit_scale > 0:
-            raise ValueError(f"drafter.logit_scale must be above 0, got {self.logit_scale}")
-        if not 0 < self.head_decay <= 1:
-            raise ValueError(f"drafter.head_decay must be in (0, 1], got {self.head_decay}")
+        for key in ("num_heads", "num_layers"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require("logit_scale", self.logit_scale > 0, "be above 0")
+        self.require("head_decay", 0 < self.head_decay <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "Medusa":
-        """Make the heads; each residual block starts as the identity."""
         return Medusa(self, spec)
 
 
@@ -79,7 +71,6 @@ class ResidualBlocks(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape hidden"]:
-        """Return the transformed hidden states."""
         for layer in self.layers:
             hidden = hidden + functional.silu(layer(hidden))
         return hidden
@@ -105,6 +96,7 @@ class Medusa(Drafter[MedusaState]):
         self.config: MedusaConfig = config
         self.spec = spec
         heads = range(config.num_heads)
+        self.max_depth = self.unroll = config.num_heads
         # Head k reads k + 2 positions before its token; no position reads another.
         self.reach = config.num_heads + 1
         self.depth_terms = tuple(f"head_{k + 1}" for k in heads)
@@ -116,7 +108,7 @@ class Medusa(Drafter[MedusaState]):
     def _heads(self, vocab_size: int, **place: Any) -> nn.ModuleList:
         count = 1 if self.config.shared_head else self.config.num_heads
         return nn.ModuleList(
-            nn.Linear(self.spec.hidden_size, vocab_size, bias=False, **place) for _ in range(count)
+            LentLinear(self.spec.hidden_size, vocab_size, bias=False, **place) for _ in range(count)
         )
 
     def _say(self, k: int, hidden: Tensor) -> Tensor:
@@ -125,20 +117,10 @@ class Medusa(Drafter[MedusaState]):
         logits = head(self.blocks[k](hidden))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
-    def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load a state dict; its `target_ids`, if any, set the truncated vocabulary first."""
-        ids = tensors.get("target_ids")
-        if ids is not None:
-            self.vocab = DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size)
-            self.lm_heads = self._heads(len(ids), device=device_of(self), dtype=dtype_of(self))
-            self.register_buffer("target_ids", self.vocab.target_ids)
-        load_exactly(self, tensors)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As deep as there are heads."""
-        heads = self.config.num_heads
-        return Capabilities(trainable=True, branches=False, max_depth=heads, unroll=heads)
+    def reduce(self, vocab: DraftVocab) -> None:
+        self.vocab = vocab
+        self.lm_heads = self._heads(vocab.size, device=device_of(self), dtype=dtype_of(self))
+        self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Start every head as the target's own: with zero blocks, head k predicts token t + 1."""
@@ -184,25 +166,17 @@ class Medusa(Drafter[MedusaState]):
             for name, term in zip(self.depth_terms, terms, strict=True)
         }
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> MedusaState:
-        """Start decoding; heads keep no cache."""
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> MedusaState:
         return MedusaState(readout)
 
     def observe(
-        self,
-        state: MedusaState,
-        tokens: Int[Tensor, "batch new"],
-        counts: Sequence[int],
-        features: TargetFeatures,
+        self, state: MedusaState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
-        """Keep the newest hidden state."""
         state.hidden = last_of(features.final_hidden, counts)[:, 0]
         state.logits = None
         state.depth = 0
 
-    def expand(self, state: MedusaState, nodes: Nodes | None) -> Expansion:
+    def expand(self, state: MedusaState, newest: Tensor | None) -> Tensor:
         """Answer depth by depth from what the heads said at once, whatever was drafted."""
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
@@ -210,16 +184,14 @@ class Medusa(Drafter[MedusaState]):
             state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
         logits = state.logits[state.depth]
         state.depth += 1
-        return Expansion(logits[:, None])
+        return logits
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
-        """Keep only these rows; the heads have not spoken since the last `observe`."""
         if state.hidden is not None:
             state.hidden = state.hidden[list(rows)]
         state.logits = None
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return vLLM's `MedusaModel` layout."""
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

@@ -5,17 +5,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, Nodes, Proposal, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
-    Capabilities,
     Drafter,
     DrafterConfig,
     DraftState,
-    Expansion,
     TrainingChance,
 )
 
@@ -30,14 +27,10 @@ class NgramConfig(DrafterConfig):
     trainable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(
-                "drafter.min_ngram must be at least 1 and at most drafter.max_ngram "
-                f"({self.max_ngram}), got {self.min_ngram}"
-            )
+        least = f"be at least 1 and at most drafter.max_ngram ({self.max_ngram})"
+        self.require("min_ngram", 1 <= self.min_ngram <= self.max_ngram, least)
 
     def build(self, spec: TargetSpec) -> "Ngram":
-        """Make the lookup drafter."""
         return Ngram(self, spec)
 
 
@@ -67,27 +60,14 @@ class Ngram(Drafter[NgramState]):
         self.spec = spec
         self.lookup = config.min_ngram, config.max_ngram
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Nothing to train; proposals are chains as long as the text allows."""
-        return Capabilities(trainable=False, branches=False, max_depth=None, unroll=0)
-
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Refuse: there is nothing to train."""
         raise ValueError("drafter=ngram has no weights and cannot be trained; evaluate it as it is")
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> NgramState:
-        """Start from the first token of each row."""
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> NgramState:
         return NgramState(readout, [Text([token]) for token in first_tokens.tolist()])
 
     def observe(
-        self,
-        state: NgramState,
-        tokens: Int[Tensor, "batch new"],
-        counts: Sequence[int],
-        features: TargetFeatures,
+        self, state: NgramState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
         """Index the n-grams that got a continuation; the suffix itself has none yet."""
         for text, row, count in zip(state.texts, tokens.tolist(), counts, strict=True):
@@ -97,12 +77,10 @@ class Ngram(Drafter[NgramState]):
                     text.ends[tuple(text.tokens[end - size :])] = end
                 text.tokens.append(token)
 
-    def expand(self, state: NgramState, nodes: Nodes | None) -> Expansion:
-        """Never asked: the whole proposal is looked up at once."""
+    def expand(self, state: NgramState, newest: Tensor | None) -> Tensor:
         raise AssertionError("prompt lookup proposes whole chains")
 
     def select(self, state: NgramState, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         state.texts = [state.texts[row] for row in rows]
 
     def propose(self, state: NgramState, depth: int) -> Proposal:
@@ -113,8 +91,7 @@ class Ngram(Drafter[NgramState]):
         longest = max(num_nodes)
         padded = [chain + [0] * (longest - len(chain)) for chain in found]
         tokens = torch.tensor(padded, dtype=torch.long, device=device)
-        parents = torch.arange(-1, longest - 1, device=device).expand(len(found), longest)
-        return Proposal(tokens, parents, torch.tensor(num_nodes), None)
+        return Proposal(tokens, torch.tensor(num_nodes), None)
 
     def _look_up(self, text: Text, depth: int) -> list[int]:
         longest = min(self.config.max_ngram, len(text.tokens) - 1)

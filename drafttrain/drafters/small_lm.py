@@ -16,7 +16,7 @@ from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import layer_calls
 from drafttrain.core.ops.chunked_losses import Sums, TargetLaw, chunked_losses, loss_terms
 from drafttrain.core.ops.layer_calls import dtype_of
-from drafttrain.core.ops.layers import document_mask, within_calls
+from drafttrain.core.ops.layers import LentLinear, document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import additive
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
@@ -40,7 +40,6 @@ from drafttrain.target.pretrained.models import attention_of
 
 MOST_SETTINGS = 1 << 20
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
-# What two writings of one configuration may differ in.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
 
 
@@ -72,59 +71,32 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
                 "drafter.path and drafter.layers are two origins of the weights, got both; set one "
                 "to null"
             )
-        if self.layers is not None and (
-            not self.layers or min(self.layers) < 0 or sorted(set(self.layers)) != self.layers
-        ):
-            raise ValueError(
-                f"drafter.layers must be distinct layers of the target, ascending, as in [0,3,7], "
-                f"got {self.layers}"
-            )
-        for key in (
-            *("hidden_size", "intermediate_size", "num_layers"),
-            *("num_attention_heads", "num_key_value_heads"),
-        ):
-            if getattr(self, key) < 1:
-                raise ValueError(f"drafter.{key} must be at least 1, got {getattr(self, key)}")
-        heads = self.num_attention_heads
-        if self.hidden_size % (2 * heads):
-            raise ValueError(
-                "drafter.hidden_size must be an even multiple of drafter.num_attention_heads "
-                f"({heads}), got {self.hidden_size}"
-            )
-        if heads % self.num_key_value_heads:
-            raise ValueError(
-                f"drafter.num_key_value_heads must divide drafter.num_attention_heads ({heads}), "
-                f"got {self.num_key_value_heads}"
-            )
-        if not 0 <= self.on_policy <= 1:
-            raise ValueError(
-                "drafter.on_policy must be a fraction of the conversations in [0, 1], "
-                f"got {self.on_policy}"
-            )
-        if not 0 <= self.on_policy_temperature <= 10:
-            raise ValueError(
-                "drafter.on_policy_temperature must be in [0, 10], "
-                f"got {self.on_policy_temperature}"
-            )
+        layers, fresh = self.layers, self.path is None and self.layers is None
+        ascending = layers is None or (layers and layers[0] >= 0 and layers == sorted({*layers}))
+        distinct = "be distinct layers of the target, ascending, as in [0,3,7]"
+        self.require("layers", bool(ascending), distinct)
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        sizes = ("hidden_size", "intermediate_size", "num_layers")
+        for key in (*sizes, "num_attention_heads", "num_key_value_heads", "lora_alpha"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        even = f"be an even multiple of drafter.num_attention_heads ({heads})"
+        self.require("hidden_size", self.hidden_size % (2 * heads) == 0, even)
+        divide = f"divide drafter.num_attention_heads ({heads})"
+        self.require("num_key_value_heads", heads % groups == 0, divide)
+        share = "be a fraction of the conversations in [0, 1]"
+        self.require("on_policy", 0 <= self.on_policy <= 1, share)
+        heat = self.on_policy_temperature
+        self.require("on_policy_temperature", 0 <= heat <= 10, "be in [0, 10]")
         if self.on_policy and self.losses.get("hard_cross_entropy"):
             raise ValueError(
                 "drafter.losses must compare with the target where drafter.on_policy is above 0, "
                 "got hard_cross_entropy, which would learn from the drafter's own samples"
             )
-        if self.lora_rank < 0:
-            raise ValueError(
-                f"drafter.lora_rank must be at least 0 (0: all weights), got {self.lora_rank}"
-            )
-        if self.lora_rank and self.path is None and self.layers is None:
-            raise ValueError(
-                f"drafter.lora_rank must be 0 for a fresh model, got {self.lora_rank}: there is "
-                "nothing to adapt; set drafter.path or drafter.layers"
-            )
-        if self.lora_alpha < 1:
-            raise ValueError(f"drafter.lora_alpha must be at least 1, got {self.lora_alpha}")
+        self.require("lora_rank", self.lora_rank >= 0, "be at least 0 (0: all weights)")
+        origin = ": there is nothing to adapt; set drafter.path or drafter.layers"
+        self.require("lora_rank", not (self.lora_rank and fresh), "be 0 for a fresh model", origin)
 
     def build(self, spec: TargetSpec) -> "SmallLM":
-        """Make the drafter; one that is not fresh has no weights until `initialise` or a load."""
         return SmallLM(self, spec)
 
 
@@ -168,8 +140,13 @@ class SmallLM(CausalDrafter):
 
     def _adopt(self, model: Any) -> None:
         """Take on a model, in float32 and to be trained; its configuration joins the weights."""
+        head = model.get_output_embeddings()
+        if isinstance(head, nn.Linear):
+            lent = LentLinear(head.in_features, head.out_features, head.bias is not None, "meta")
+            lent.weight, lent.bias = head.weight, head.bias
+            model.set_output_embeddings(lent)
         self.take(model.float().requires_grad_(True))
-        settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in VOLATILE}
+        settings = lasting(model.config.to_diff_dict())
         text = json.dumps(settings, sort_keys=True).encode()
         setattr(self, SETTINGS, torch.tensor(list(text), dtype=torch.uint8))
         # What Transformers calls a layer, whatever the architecture.
@@ -182,9 +159,8 @@ class SmallLM(CausalDrafter):
         """Take the first weights: a model's of its own, or some of the target's layers."""
         config = self.config
         if config.path is not None:
-            source = draft_source(
-                config.name, config.path, config.revision, allow_pickle=config.allow_pickle
-            )
+            pickled = config.allow_pickle
+            source = draft_source(config.name, config.path, config.revision, allow_pickle=pickled)
             own, own_tokenizer = load_draft_model(source, torch.float32)
             check_same(tokenizer, own_tokenizer, f"drafter.path={config.path}")
             if own.get_input_embeddings().weight.shape[0] != self.spec.vocab_size:
@@ -193,8 +169,7 @@ class SmallLM(CausalDrafter):
             self._adopt(own)
         elif config.layers is not None:
             self._adopt(with_layers(model, config.layers, self.spec))
-        if config.lora_rank:
-            add_lora(self.model, config.lora_rank, config.lora_alpha)
+        self._adapt()
 
     def outline(self, target: Callable[[], Any]) -> None:
         """Take on the model that the first weights would be of, from its configuration alone."""
@@ -206,9 +181,12 @@ class SmallLM(CausalDrafter):
             settings = with_layers_of(target(), config.layers, self.spec)
         else:
             return
-        self._adopt(_from_settings({k: v for k, v in settings.items() if k not in VOLATILE}))
-        if config.lora_rank:
-            add_lora(self.model, config.lora_rank, config.lora_alpha)
+        self._adopt(_from_settings(settings))
+        self._adapt()
+
+    def _adapt(self) -> None:
+        if self.config.lora_rank:
+            add_lora(self.model, self.config.lora_rank, self.config.lora_alpha)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Start a fresh model's embedding and head as narrow images of the target's own."""
@@ -265,8 +243,7 @@ class SmallLM(CausalDrafter):
         plain = parse_json(bytes(settings.tolist()), SETTINGS)
         self._adopt(_from_settings(_checked(plain, tensors)))
         setattr(self, SETTINGS, settings)
-        if self.config.lora_rank:
-            add_lora(self.model, self.config.lora_rank, self.config.lora_alpha)
+        self._adapt()
         load_exactly(self, tensors)
         if self.config.lora_rank:
             merge_lora(self.model)
@@ -277,16 +254,14 @@ class SmallLM(CausalDrafter):
         if self.config.lora_rank:
             model = copy.deepcopy(model)
             merge_lora(model)
-        settings = {k: v for k, v in model.config.to_diff_dict().items() if k not in VOLATILE}
+        settings = lasting(model.config.to_diff_dict())
         tensors = dict(model.state_dict())
         if model.config.get_text_config(decoder=True).tie_word_embeddings:
             del tensors["lm_head.weight"]
         return {"architectures": [type(model).__name__], **settings}, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load what `to_serving` gives."""
-        settings = {k: v for k, v in config.items() if k not in VOLATILE}
-        model = _from_settings(settings)
+        model = _from_settings(config)
         if model.config.get_text_config(decoder=True).tie_word_embeddings:
             tensors = {"lm_head.weight": model.get_input_embeddings().weight, **tensors}
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
@@ -316,8 +291,13 @@ def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return settings
 
 
+def lasting(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without what two writings of one configuration may differ in."""
+    return {key: value for key, value in settings.items() if key not in VOLATILE}
+
+
 def _from_settings(settings: dict[str, Any]) -> Any:
-    config = transformers.AutoConfig.for_model(**settings)
+    config = transformers.AutoConfig.for_model(**lasting(settings))
     return transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=attention_of(config)
     )
@@ -326,7 +306,7 @@ def _from_settings(settings: dict[str, Any]) -> Any:
 def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
     """Return a copy of the target that has only these of its layers, in float32."""
     settings = with_layers_of(target.config, layers, spec)
-    model = _from_settings({k: v for k, v in settings.items() if k not in VOLATILE})
+    model = _from_settings(settings)
     weights = target.state_dict()
     places = {f"layers.{new}.": f"layers.{old}." for new, old in enumerate(layers)}
     chosen = {}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
@@ -18,6 +17,7 @@ from drafttrain.drafters.base import DrafterConfig, TrainingChance
 from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
+from drafttrain.runtime.settings import require
 from drafttrain.target.pretrained.quantize import SCHEMES
 
 VOCABULARIES = ("same", "intersection")
@@ -44,20 +44,14 @@ class TwoModelConfig(DrafterConfig):
         return Path(str(self.path)).expanduser()
 
     def __post_init__(self) -> None:
-        if self.vocabulary not in VOCABULARIES:
-            raise ValueError(
-                f"drafter.vocabulary must be one of {', '.join(VOCABULARIES)}, "
-                f"got {self.vocabulary!r}"
-            )
-        if self.quantization is not None and self.quantization not in SCHEMES:
-            raise ValueError(
-                f"drafter.quantization must be null or one of {', '.join(SCHEMES)}, "
-                f"got {self.quantization!r}"
-            )
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(
-                f"drafter.dtype must be one of auto, {', '.join(DTYPES)}, got {self.dtype!r}"
-            )
+        one_of = {
+            "vocabulary": ("be one of", VOCABULARIES),
+            "quantization": ("be null or one of", (None, *SCHEMES)),
+            "dtype": ("be one of", ("auto", *DTYPES)),
+        }
+        for key, (need, known) in one_of.items():
+            value, names = getattr(self, key), ", ".join(name for name in known if name)
+            require(value in known, f"drafter.{key}", f"{need} {names}", repr(value))
 
     def build(self, spec: TargetSpec) -> "TwoModel":
         """Load the model; ValueError names what is missing or does not fit."""
@@ -117,15 +111,11 @@ class TwoModel(CausalDrafter):
         return self if device is None else super().to(device, non_blocking=non_blocking)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Refuse: the model is used as it is."""
         raise ValueError(
             f"drafter={self.config.name} is used as it is; to train a model on the target's words "
             f"choose drafter=small_lm drafter.path={self.config.path}"
         )
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> CausalState:
-        """Keep the first token of each row for the first reading."""
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> CausalState:
         assert self.attached, "attach comes before decoding"
         return super().begin(readout, first_tokens, capacity)

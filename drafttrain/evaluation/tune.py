@@ -41,7 +41,7 @@ def tune_drafter(
     with settings.measure at every depth and batch size. A stopped measurement goes on.
     """
     timed, target = parts.timed_drafter, parts.target
-    depths = settings.fitting(timed.capabilities.max_depth)
+    depths = settings.fitting(timed.max_depth)
     needed = max(settings.contexts) + (BURST + 1) * (depths[-1] + 1)
     if needed > target.spec.max_positions:
         raise ValueError(

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS, chunk_limits
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Nodes, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.core.types import Batch, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
 from drafttrain.runtime.untrusted_input import shown
 
@@ -286,7 +286,7 @@ def trace(
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,
-        max_depth=drafter.capabilities.max_depth,
+        max_depth=drafter.max_depth,
         draft=draft,
         step=step,
     )
@@ -372,7 +372,7 @@ def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
         drafter.observe(state, token, [1], newest)
         drafter.expand(state, None)
     with Count(weights) as further:
-        drafter.expand(state, Nodes(token, token))
+        drafter.expand(state, token[:, 0])
     passes = [
         Pass(c.flops, c.flops_per_key, sum(c.used.values()), c.layers) for c in (first, further)
     ]

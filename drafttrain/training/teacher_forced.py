@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.losses import REJECTION, TokenLossConfig
-from drafttrain.core.types import Batch, Nodes, Sample, TargetFeatures
+from drafttrain.core.types import Batch, Sample, TargetFeatures
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.target.store.features import StoredTarget
@@ -48,7 +48,7 @@ class TeacherForced:
         self.micro_batch = micro_batch
         common = isinstance(self.drafter.config, TokenLossConfig)  # else its losses are its own
         self.terms = self.drafter.depth_terms if common else ()
-        self.depth = len(self.terms) or max(1, self.drafter.capabilities.unroll)
+        self.depth = len(self.terms) or self.drafter.unroll
         self.rows: list[list[float]] = []
 
     @torch.no_grad()
@@ -117,9 +117,9 @@ def drafted_along(
     own = features.rows([row] * rows).slice(0, longest)
     state = drafter.begin(features.readout, tokens[:1].expand(rows), longest + depth + 1)
     drafter.observe(state, tokens[1 : longest + 1].expand(rows, longest), counts, own)
-    nodes: Nodes | None = None
+    drafted: Tensor | None = None
     for level in range(depth):
-        draft = drafter.expand(state, nodes).logits[:, 0].float().softmax(-1)
+        draft = drafter.expand(state, drafted).float().softmax(-1)
         if drafter.vocab is not None:
             draft = drafter.vocab.scatter(draft)
         at = places + level + 1  # the token that is drafted; the target predicts it one before
@@ -129,8 +129,7 @@ def drafted_along(
         counted = (at < length) & trained[inside]
         sums[level, 0] += (torch.minimum(target, draft).sum(-1) * counted).sum()
         sums[level, 1] += counted.sum()
-        drafted = tokens[inside][:, None]
-        nodes = Nodes(drafted, torch.full_like(drafted, level - 1))
+        drafted = tokens[inside]
     return sums
 
 

@@ -35,7 +35,7 @@ class Validation:
     ) -> None:
         assert isinstance(engine.module, Drafter)
         self.target, self.engine, self.drafter = target, engine, engine.module
-        deepest = self.drafter.capabilities.max_depth
+        deepest = self.drafter.max_depth
         self.depth = depth if deepest is None else min(depth, deepest)
         self.max_new_tokens = max_new_tokens
         self.draft_dtype = draft_dtype

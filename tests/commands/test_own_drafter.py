@@ -19,13 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Batch, Losses, LossTerm, Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
-    Capabilities,
     Drafter,
     DrafterConfig,
     DraftState,
-    Expansion,
     TrainingChance,
     last_of,
     positions_to_predict,
@@ -56,10 +54,6 @@ class Recurrent(Drafter[RecurrentState]):
         self.enter = nn.Linear(2 * spec.hidden_size, config.width)
         self.leave = nn.Linear(config.width, spec.hidden_size)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(trainable=True, branches=False, max_depth=None, unroll=1)
-
     def cell(self, readout: Readout, tokens: Tensor, hidden: Tensor) -> Tensor:
         dtype = self.enter.weight.dtype
         read = torch.cat([readout.embed(tokens).to(dtype), hidden.to(dtype)], dim=-1)
@@ -88,10 +82,10 @@ class Recurrent(Drafter[RecurrentState]):
     ) -> None:
         state.hidden = last_of(self.cell(state.readout, tokens, features.final_hidden), counts)
 
-    def expand(self, state: RecurrentState, nodes: Nodes | None) -> Expansion:
-        if nodes is not None:
-            state.hidden = self.cell(state.readout, nodes.tokens, state.hidden)
-        return Expansion(self.logits(state.readout, state.hidden))
+    def expand(self, state: RecurrentState, newest: Tensor | None) -> Tensor:
+        if newest is not None:
+            state.hidden = self.cell(state.readout, newest[:, None], state.hidden)
+        return self.logits(state.readout, state.hidden)[:, 0]
 
     def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
         state.hidden = None if state.hidden is None else state.hidden[list(rows)]

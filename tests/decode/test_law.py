@@ -283,11 +283,7 @@ class Misled(Drafter):
         super().__init__()
         self.inner, self.mistake = inner, mistake
         self.config, self.spec, self.vocab = inner.config, inner.spec, inner.vocab
-        self.captures = inner.captures
-
-    @property
-    def capabilities(self) -> Any:
-        return self.inner.capabilities
+        self.captures, self.max_depth = inner.captures, inner.max_depth
 
     def forward(self, *inputs: Any) -> Any:
         raise AssertionError("not trained")
@@ -306,8 +302,8 @@ class Misled(Drafter):
             features = TargetFeatures(captured, hidden, features.readout)
         self.inner.observe(state, tokens, counts, features)
 
-    def expand(self, state: Any, nodes: Any) -> Any:
-        return self.inner.expand(state, nodes)
+    def expand(self, state: Any, newest: Any) -> Any:
+        return self.inner.expand(state, newest)
 
     def select(self, state: Any, rows: Any) -> None:
         self.inner.select(state, rows)

@@ -16,7 +16,7 @@ from drafttrain.core.types import Proposal
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.verify import LOSSLESS, residual, verify_chain, verify_greedy
-from drafttrain.drafters.base import Capabilities, Drafter, DraftState
+from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.target.model import Target, load_target
 
@@ -40,10 +40,6 @@ class Oracle(Drafter):
         self.text = list(text)
         self.seen = 0
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(trainable=False, branches=False, max_depth=None, unroll=0)
-
     def forward(self, *inputs: Any) -> Any:
         raise AssertionError("not trained")
 
@@ -63,8 +59,7 @@ class Oracle(Drafter):
 
     def propose(self, state: Any, depth: int) -> Proposal:
         tokens = torch.tensor([self.text[self.seen : self.seen + depth]], dtype=torch.long)
-        size = tokens.shape[1]
-        return Proposal(tokens, torch.arange(-1, size - 1)[None], torch.tensor([size]), None)
+        return Proposal(tokens, torch.tensor([tokens.shape[1]]), None)
 
 
 def plain_text(target: Target, length: int) -> list[int]:
@@ -188,7 +183,7 @@ def test_greedy_rule_equals_rejection_with_point_masses() -> None:
         tokens = torch.randint(5, (3, 3), generator=generator)
         agreeing = logits.argmax(-1)[:, :3]
         tokens = torch.where(torch.rand(3, 3, generator=generator) < 0.7, agreeing, tokens)
-        proposal = Proposal(tokens, torch.arange(-1, 2).expand(3, 3), torch.tensor([3, 2, 3]), None)
+        proposal = Proposal(tokens, torch.tensor([3, 2, 3]), None)
         greedy = verify_greedy(proposal, logits.argmax(-1))
         sampled = verify_chain(
             LOSSLESS, proposal, probabilities(logits, GREEDY), SeededChance(0), [0, 1, 2], [7, 7, 7]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.core.types import Nodes, TargetFeatures
+from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
@@ -98,11 +98,11 @@ class Watched:
             self.drafted: list[list[int]] = [[] for _ in self.texts]
             observe(state, tokens, counts, features)
 
-        def watched_expand(state: Any, nodes: Nodes | None) -> Any:
-            if nodes is not None:
-                for drafted, token in zip(self.drafted, nodes.tokens[:, 0].tolist(), strict=True):
+        def watched_expand(state: Any, newest: torch.Tensor | None) -> Any:
+            if newest is not None:
+                for drafted, token in zip(self.drafted, newest.tolist(), strict=True):
                     drafted.append(token)
-            expansion = expand(state, nodes)
+            found = expand(state, newest)
             for row, (text, drafted) in enumerate(zip(self.texts, self.drafted, strict=True)):
                 own = [
                     part
@@ -111,9 +111,9 @@ class Watched:
                 ]
                 logits = drafter.model(torch.tensor([own])).logits[0, -1]
                 # What the target calls a, b and c.
-                torch.testing.assert_close(expansion.logits[row, 0], logits[[4, 2, 1]])
+                torch.testing.assert_close(found[row], logits[[4, 2, 1]])
                 self.asked += 1
-            return expansion
+            return found
 
         monkeypatch.setattr(drafter, "begin", watched_begin)
         monkeypatch.setattr(drafter, "observe", watched_observe)
@@ -161,7 +161,7 @@ def test_observing_costs_no_forward(small_target: Target, monkeypatch: pytest.Mo
     assert calls == []
     drafter.expand(state, None)
     for token in (2, 0):
-        drafter.expand(state, Nodes(torch.tensor([[token]]), torch.tensor([[0]])))
+        drafter.expand(state, torch.tensor([token]))
     assert calls == [5, 1, 1]
     # Of three drafted tokens two were read; all accepted, the third is read with the bonus.
     drafter.observe(state, torch.tensor([[2, 0, 1, 3]]), [4], features.slice(0, 4))
@@ -330,10 +330,10 @@ def test_architectures_of_other_kinds_draft_as_they_say(
     state = drafter.begin(small_target.readout, torch.tensor([0, 3]), 32)
     drafter.observe(state, torch.tensor([[1, 2, 3], [2, 0, 0]]), [3, 1], features)
     drafter.expand(state, None)
-    logits = drafter.expand(state, Nodes(torch.tensor([[4], [1]]), torch.tensor([[0], [0]]))).logits
+    logits = drafter.expand(state, torch.tensor([4, 1]))
     for row, text in enumerate(([0, 1, 2, 3, 4], [3, 2, 1])):
         with torch.no_grad():
-            expected = drafter.model(torch.tensor([text])).logits[0, -1:]
+            expected = drafter.model(torch.tensor([text])).logits[0, -1]
         torch.testing.assert_close(logits[row], expected)
 
 

@@ -14,7 +14,7 @@ from drafttrain.core import losses
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.core.types import Batch, Losses, Nodes, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -49,7 +49,7 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     drafter = build(name, target.spec, **overrides)
     if target.tokenizer is not None:
         drafter.attach(target.tokenizer)
-    if drafter.capabilities.trainable:
+    if drafter.config.trainable:
         drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -152,7 +152,7 @@ def test_a_batch_says_what_its_rows_say_alone(
 
 
 def test_every_depth_of_training_is_tested_by_some_drafter(target: Target) -> None:
-    unrolls = {name: build(name, target.spec).capabilities.unroll for name in TRAINABLE}
+    unrolls = {name: build(name, target.spec).unroll for name in TRAINABLE}
     assert max(unrolls.values()) >= 3, unrolls
 
 
@@ -164,11 +164,10 @@ def stepped_logits(
     _, features = target.step(target.begin(), prefix[:, :-1], drafter.captures)
     state = drafter.begin(target.readout, prefix[:, 0], 128)
     drafter.observe(state, prefix[:, 1:], [root], features)
-    expansion = drafter.expand(state, None)
+    logits = drafter.expand(state, None)
     for level in range(1, depth):
-        token = torch.tensor([[tokens[root + level]]])
-        expansion = drafter.expand(state, Nodes(token, torch.full_like(token, level - 2)))
-    return expansion.logits[:, 0]
+        logits = drafter.expand(state, torch.tensor([tokens[root + level]]))
+    return logits
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -181,7 +180,7 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
     batch = as_batch(tokens)
     features = target.features(batch, drafter.captures)
     wanted = torch.zeros(len(tokens), dtype=torch.bool)
-    for depth in range(1, drafter.capabilities.unroll + 1):
+    for depth in range(1, drafter.unroll + 1):
         for ahead in range(depth + 1, len(tokens)):
             wanted[:] = False
             wanted[ahead] = True

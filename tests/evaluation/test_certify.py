@@ -104,7 +104,7 @@ def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
         if proposal.draft_probs is None:
             return proposal
         flat = torch.full_like(proposal.draft_probs, 1 / proposal.draft_probs.shape[-1])
-        return type(proposal)(proposal.tokens, proposal.parents, proposal.num_nodes, flat)
+        return replace(proposal, draft_probs=flat)
 
     monkeypatch.setattr(loop, "draft_chain", misrecorded)
     checks = checks_of(target, prompts, max_new_tokens=120, draft_temperature=0.3)

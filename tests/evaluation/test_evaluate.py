@@ -411,7 +411,7 @@ def test_the_table_of_validation_adds_up_to_its_metrics(target: Target) -> None:
 
 def test_validation_drafts_no_deeper_than_the_drafter_can(target: Target) -> None:
     validation = validation_of("medusa", target, held_out_samples(), depth=50)
-    assert validation.depth == validation.drafter.capabilities.max_depth
+    assert validation.depth == validation.drafter.max_depth
     assert f"val/acceptance_position_{validation.depth}" in validation()
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter, DrafterConfig
@@ -67,10 +67,10 @@ def drafted_logits(
     state = drafter.begin(readout, ids[:, 0], len(tokens) + 1)
     features = TargetFeatures(layers if drafter.captures else {}, final[None], readout)
     drafter.observe(state, ids[:, 1 : count + 1], [count], features)
-    logits, nodes = [], None
+    logits, drafted = [], None
     for depth in range(DEPTH):
-        logits.append(drafter.expand(state, nodes).logits[0, 0])
-        nodes = Nodes(ids[:, count + 1 + depth, None], torch.tensor([[depth - 1]]))
+        logits.append(drafter.expand(state, drafted)[0])
+        drafted = ids[:, count + 1 + depth]
     return torch.stack(logits)
 
 

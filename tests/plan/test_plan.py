@@ -35,10 +35,8 @@ from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, LossTerm, TargetFeatures, TargetSpec, weighted_sum
 from drafttrain.drafters.base import (
-    Capabilities,
     Drafter,
     DrafterConfig,
-    Expansion,
     TrainingChance,
 )
 from drafttrain.plan.accelerator import host_memory, matching
@@ -633,8 +631,6 @@ class TwoLayers(Drafter):
         )
         self.head = torch.nn.Linear(width, spec.vocab_size, bias=False)
 
-    capabilities = Capabilities(trainable=True, branches=False, max_depth=None, unroll=1)
-
     def _states(self, features: TargetFeatures) -> Tensor:
         hidden = features.captured[2]
         for layer in self.layers:
@@ -655,8 +651,8 @@ class TwoLayers(Drafter):
     def observe(self, state: Any, tokens: Tensor, counts: Any, features: TargetFeatures) -> None:
         state["last"] = self._states(features)[:, -1:]
 
-    def expand(self, state: Any, nodes: Any) -> Expansion:
-        return Expansion(self.head(state["last"]))
+    def expand(self, state: Any, newest: Any) -> Tensor:
+        return self.head(state["last"])[:, 0]
 
     def select(self, state: Any, rows: Any) -> None:
         state["last"] = state["last"][list(rows)]

@@ -27,7 +27,6 @@ from transformers import (
 
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Nodes
 from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.describe import describe
@@ -143,7 +142,7 @@ def drafter_for(name: str, small: Small) -> Drafter:
         if hasattr(drafter, "attach"):
             drafter.attach(small.target.tokenizer)
         drafter = drafter.double()
-        if drafter.capabilities.trainable:
+        if drafter.config.trainable:
             counts = torch.arange(len(small.words))  # a reduced vocabulary lacks the first word
             drafter.prepare(counts, small.target.readout)
             for parameter in drafter.parameters():
@@ -245,11 +244,10 @@ def draft_law(
         return torch.nn.functional.one_hot(
             whole.tokens[:, len(drafted)], len(small.words)
         ).double()  # fmt: skip
-    expansion = drafter.expand(state, None)
-    for level, token in enumerate(drafted):
-        node = torch.tensor([[token]])
-        expansion = drafter.expand(state, Nodes(node, torch.full_like(node, level - 1)))
-    law = probabilities(expansion.logits[:, 0], case.draft_sampling or case.sampling)
+    logits = drafter.expand(state, None)
+    for token in drafted:
+        logits = drafter.expand(state, torch.tensor([token]))
+    law = probabilities(logits, case.draft_sampling or case.sampling)
     return law if drafter.vocab is None else drafter.vocab.scatter(law)
 
 

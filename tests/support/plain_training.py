@@ -14,7 +14,6 @@ from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import document_mask
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures
 from drafttrain.drafters.base import Drafter, positions_to_predict
-from drafttrain.drafters.shared.layer import embed
 
 
 def count_correct(logits: Tensor, choices: Tensor) -> Tensor:
@@ -61,9 +60,9 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     """EAGLE-3: depth after depth, each with its own logits; the law made once."""
     config, vocab = drafter.config, drafter.vocab
     steps, length = config.unroll, batch.tokens.shape[1] - 1
-    hidden = drafter._fuse(features)[:, :-1]
+    hidden = drafter.read(features)[:, :-1]
     tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
-    embedded = embed(drafter.embed_tokens, features.readout, tokens, dtype_of(drafter))
+    embedded = drafter.embed(features.readout, tokens)
     mask = document_mask(batch.document[:, :-1])
     rows, ahead = positions_to_predict(batch, 2)
     allowed = batch.positions[rows, ahead] - 2
@@ -87,7 +86,7 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
         hidden = drafter._leave(drafter.midlayer.finish(residual, mixed))
         known = allowed >= depth
         used = known & covered
-        logits = drafter._logits(hidden[rows[used], ahead[used] - 2 - depth])
+        logits = drafter.logits(features.readout, hidden[rows[used], ahead[used] - 2 - depth])
         loss = config.token_loss(logits, law[used], labels[used])
         terms[f"depth_{depth + 1}"] = LossTerm(
             config.depth_decay**depth,
@@ -110,7 +109,7 @@ def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     predicted, truth = predicted[rows, ahead - 2], features.final_hidden[rows, ahead - 1]
     with torch.no_grad():
         law = wide(features.readout.logits(truth)).softmax(-1)
-    logits = drafter._logits(features.readout, predicted)
+    logits = drafter.logits(features.readout, predicted)
     token = config.token_loss(logits, law, batch.tokens[rows, ahead]).sum()
     count, regression = torch.tensor(len(rows)), losses.feature_regression(predicted, truth).sum()
     return {

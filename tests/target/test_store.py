@@ -69,7 +69,7 @@ def test_a_tied_readout_stays_tied(target: Target, folder: Path) -> None:
     assert half.head is not half.embedding
     tied = type(half)(half.embedding, half.embedding)
     assert tied.to(torch.float32).head.dtype == torch.float32
-    assert tied.on(torch.device("meta")).head is not half.head
+    assert tied.to(torch.device("meta")).head is not half.head
 
 
 @pytest.mark.parametrize("packed", [False, True])

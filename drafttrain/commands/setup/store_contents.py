@@ -40,7 +40,7 @@ def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
 
 def refuse_without_store(drafter: Drafter) -> None:
     """Raise ValueError for a drafter that no stored features can train."""
-    if not drafter.capabilities.trainable:
+    if not drafter.config.trainable:
         raise ValueError(
             f"drafter={drafter.config.name} has nothing to train, so no features to store; choose "
             "another drafter"

@@ -233,7 +233,7 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
     trained on another target.
     """
     drafter = config.build(spec)
-    if not drafter.capabilities.trainable:
+    if not drafter.config.trainable:
         return drafter, None
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     chosen = checkpoints.load_chosen()

@@ -95,12 +95,9 @@ def chunked_losses(
     does), once; otherwise the chunks are computed a second time. Not twice differentiable.
     """
     device = places.device.type
-    dtype = None
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     task = _Task(config, tuple(heads), dtype, places, labels, law, against_text)
-    parameters = [head.weight for head in heads] + [head.bias for head in heads]
-    tensors = (*states, *parameters)
+    tensors = (*states, *(head.weight for head in heads), *(head.bias for head in heads))
     if torch.is_grad_enabled():
         sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
     else:  # inside a Function gradients are off always: it could not tell
@@ -169,9 +166,8 @@ class _Pass:
         self.target = None
         if task.law is not None:
             theirs = OutputHead.of(task.law.readout)
-            self.target = replace(
-                theirs, weight=task.cast(theirs.weight), bias=task.cast(theirs.bias)
-            )
+            weight, bias = task.cast(theirs.weight), task.cast(theirs.bias)
+            self.target = replace(theirs, weight=weight, bias=bias)
         usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
         self.budget, self.fewest = _limits.get() or usual
         with torch.autocast(device.type, enabled=False):
@@ -245,21 +241,11 @@ class _Pass:
             else:
                 losses = config.token_loss(part, probs, labels)
             self.loss[depth] += torch.where(here, losses, 0).sum()
-        if self.backward:
-            factor = torch.cat(factors) * head.scale
-            slopes = logits if curve is None else logits.mul_(curve)
-            self._back(index, depths, rows, hidden, slopes, factor)
-
-    def _back(
-        self,
-        index: int,
-        depths: range,
-        rows: Tensor,
-        hidden: Tensor,
-        slopes: Tensor,
-        factor: Tensor,
-    ) -> None:
-        """Add the gradients that follow from those of the logits, each row times its factor."""
+        if not self.backward:
+            return
+        # What follows from the gradients of the logits, each row times its factor.
+        factor = torch.cat(factors) * head.scale
+        slopes = logits if curve is None else logits.mul_(curve)
         bias = self.of_biases[index]
         if bias is not None:
             bias.add_((slopes * factor).sum(0))
@@ -324,6 +310,5 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:
     """Return the number that makes `grads` of `factors`; None if there is none."""
     ratios = [grad / factor for grad, factor in zip(grads, factors, strict=True)]
-    if all(abs(ratio - ratios[0]) <= 1e-6 * abs(ratios[0]) for ratio in ratios):
-        return ratios[0]
-    return None
+    same = all(abs(ratio - ratios[0]) <= 1e-6 * abs(ratios[0]) for ratio in ratios)
+    return ratios[0] if same else None

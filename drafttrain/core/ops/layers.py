@@ -137,6 +137,34 @@ def document_mask(
     return same & causal
 
 
+ByHead = tuple[
+    Float[Tensor, "batch head seq head_dim"],
+    Float[Tensor, "batch kv_head seq head_dim"],
+    Float[Tensor, "batch kv_head seq head_dim"],
+]
+
+
+class LentLinear(nn.Linear):
+    """A linear layer whose weights others may use within its own call (`within_calls`)."""
+
+    def forward(self, values: Any, use: Callable[[Any], Any] | None = None) -> Any:
+        """Return the product; or what `use` makes of the values, tensors or collections of them."""
+        return super().forward(values) if use is None else use(values)
+
+
+def within_calls(modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], Any]) -> Any:
+    """Return what `use` makes of `inputs`, while every one of `modules` is being called.
+
+    For weights that are used otherwise than in a product: where parameters are sharded over ranks,
+    a module's are whole only within its call, whose hooks see to it. Inputs and results are tensors
+    or collections of them, which the hooks follow to the backward pass.
+    """
+    if not modules:
+        return use(inputs)
+    first, *others = modules
+    return first(inputs, use=lambda inner: within_calls(others, inner, use))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; q, k and v may read a wider input."""
 
@@ -153,25 +181,18 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.q_proj = LentLinear(input_width, num_heads * head_dim, bias=bias)
+        self.k_proj = LentLinear(input_width, num_kv_heads * head_dim, bias=bias)
+        self.v_proj = LentLinear(input_width, num_kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * head_dim, width, bias=output_bias)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
 
-    def project(
-        self, values: Float[Tensor, "batch seq input"], turn: Rotation
-    ) -> tuple[
-        Float[Tensor, "batch head seq head_dim"],
-        Float[Tensor, "batch kv_head seq head_dim"],
-        Float[Tensor, "batch kv_head seq head_dim"],
-    ]:
+    def project(self, values: Float[Tensor, "batch seq input"], turn: Rotation) -> ByHead:
         """Return rotated queries and keys, and values, by head."""
-        flat = (self.q_proj(values), self.k_proj(values), self.v_proj(values))
-        return self._by_head(flat, turn)
+        return self._by_head((self.q_proj(values), self.k_proj(values), self.v_proj(values)), turn)
 
-    def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> ByHead:
         queries, keys, own = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in flat
         )
@@ -224,51 +245,18 @@ class Attention(nn.Module):
         queries, keys, own = self.project(values, turn)
         all_keys, all_values = cache.update(keys, own, 0)
         cache.end_pass([new] * rows)
+        causal = mask is None and new > 1
         mixed = functional.scaled_dot_product_attention(
-            queries,
-            all_keys,
-            all_values,
-            attn_mask=mask,
-            is_causal=mask is None and new > 1,
-            enable_gqa=True,
+            queries, all_keys, all_values, attn_mask=mask, is_causal=causal, enable_gqa=True
         )
         return self.merge(mixed)
 
-    def by_head(
-        self, projected: Float[Tensor, "batch seq heads"], turn: Rotation
-    ) -> tuple[
-        Float[Tensor, "batch head seq head_dim"],
-        Float[Tensor, "batch kv_head seq head_dim"],
-        Float[Tensor, "batch kv_head seq head_dim"],
-    ]:
+    def by_head(self, projected: Float[Tensor, "batch seq heads"], turn: Rotation) -> ByHead:
         """Return rotated queries and keys, and values, from a projection as `joined` gives it."""
         widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
         queries, keys, own = self._by_head(flat, turn)
         return queries, keys, own.clone()  # a view would keep what the others were turned from
-
-
-def within_calls(
-    modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], tuple[Tensor, ...]]
-) -> Any:
-    """Return what `use` makes of `inputs`, while every one of `modules` is being called.
-
-    For weights that are used otherwise than their module would: where parameters are sharded over
-    ranks, a module's are whole only within its call, whose hooks see to it. Inputs and results are
-    tensors or collections of them, which the hooks follow to the backward pass.
-    """
-    if not modules:
-        return use(inputs)
-    first, *others = modules
-    before = first.__dict__.get("forward")
-    first.forward = lambda inner: within_calls(others, inner, use)
-    try:
-        return first(inputs)
-    finally:
-        if before is None:
-            del first.forward
-        else:
-            first.forward = before
 
 
 class MLP(nn.Module):

@@ -7,6 +7,7 @@ import transformers
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.layout import (
+    GENERAL,
     Config,
     Expected,
     Files,
@@ -31,10 +32,9 @@ class CausalLMLayout(ServedLayout):
     trained_as = "small_lm"
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen, which drafters of other families have as well."""
         architectures = architectures_of(files.config)
         if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
-            return Sign.general(f"architectures={architectures}")
+            return Sign(GENERAL, f"architectures={architectures}")
         return None
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
@@ -42,12 +42,10 @@ class CausalLMLayout(ServedLayout):
         raise AssertionError("a whole model is no drafter of this target's before it is loaded")
 
     def is_written_in(self, config: Config) -> bool:
-        """Whether Transformers knows such a model."""
         known = config.get("model_type") in transformers.CONFIG_MAPPING
         return known and bool(config.get("architectures"))
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
-        """Return the tensors of the model that config.json describes."""
         shape = {key: value for key, value in config.items() if key not in NO_SHAPE}
         settings = transformers.AutoConfig.for_model(**shape)
         with torch.device("meta"):
@@ -58,11 +56,9 @@ class CausalLMLayout(ServedLayout):
         return table
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        """Return what it must share with the target: tokens, and nothing of its features."""
         return {"vocab_size": spec.vocab_size}
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        """Say who else drafts with it."""
         return (
             "A plain model directory: Transformers drafts with it too, as `assistant_model` of "
             "`generate`.",

@@ -1,6 +1,5 @@
 """EAGLE-3's files: the native layout, which engines load, and speculators' format."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +17,22 @@ from drafttrain.drafters.serving.engines import (
     VLLM_TRANSFORMERS,
 )
 from drafttrain.drafters.serving.layout import (
+    DECLARED,
     Config,
     Expected,
     Files,
     Layout,
     Reading,
     Sign,
+    Tensors,
     Unfit,
     UnknownKind,
     architectures_of,
     misfits,
+    tensor_sign,
 )
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Settings of the drafter that the native layout can name and engines do not follow alike.
@@ -46,14 +48,12 @@ class SpeculatorsLayout(Layout):
     names_layers = True
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen; UnknownKind where speculators calls it otherwise."""
         kind = files.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
             raise UnknownKind(f"speculators_model_type={shown(kind)}, of which only eagle3 is")
-        return None if kind is None else Sign.declared("speculators_model_type=eagle3")
+        return None if kind is None else Sign(DECLARED, "speculators_model_type=eagle3")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean."""
         return read_eagle3(files, base, spec, layers, speculators=True)
 
 
@@ -68,19 +68,16 @@ class Eagle3Layout(OneLayer):
     names_layers = True
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen."""
         architectures = architectures_of(files.config)
         if any("Eagle3" in name for name in architectures):
-            return Sign.declared(f"architectures={architectures}")
+            return Sign(DECLARED, f"architectures={architectures}")
         norms = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight")
-        return Sign.tensor(files.names, *norms, "d2t")
+        return tensor_sign(files, *norms, "d2t")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean."""
         return read_eagle3(files, base, spec, layers, speculators=False)
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
-        """Return fc, the layer, the head, and the maps of a reduced vocabulary."""
         hidden, vocab = config["hidden_size"], config["vocab_size"]
         drafted = config["draft_vocab_size"]
         target_hidden = config.get("target_hidden_size") or hidden
@@ -100,31 +97,23 @@ class Eagle3Layout(OneLayer):
         return table
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        """Return the keys of a LlamaConfig, and the one variant that every engine knows."""
         return super().required_keys(config, spec) | dict.fromkeys(VARIANTS, False)
 
     def misread(
-        self,
-        config: Config,
-        tensors: Mapping[str, Tensor],
-        spec: TargetSpec,
-        captures: tuple[int, ...],
+        self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
-        """Return what engines would read of the wrong layers, or draft as the wrong tokens."""
-        return [
-            *_wrong_captures(config, spec, captures),
-            *_wrong_vocabulary(tensors, config["vocab_size"]),
-        ]
+        complaints = _wrong_captures(config, spec, captures)
+        if "d2t" in tensors:
+            complaints += _wrong_maps(tensors["d2t"], tensors["t2d"], config["vocab_size"])
+        return complaints
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
-        """Return why vLLM cannot serve it with a target that it knows."""
         kind, reason = spec.architecture, super().vllm_refuses(spec)
         if reason or kind in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
             return reason
         return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        """Return why SGLang cannot serve it with a target."""
         kind, known = spec.architecture, SGLANG_EAGLE3
         if reason := super().sglang_refuses(config, own_embedding, spec):
             return reason
@@ -135,7 +124,6 @@ class Eagle3Layout(OneLayer):
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        """Say how engines are told which layers it reads, where those are not their default."""
         if LAYER_IDS not in config:
             return ()
         return (
@@ -159,27 +147,24 @@ def read_eagle3(
     settings = decoder_layer(layer, files.names, prefix, qwen3_norms=speculators)
     if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
-    vocab, hidden = layer.vocabulary("vocab_size"), layer.integer("hidden_size", MAX_WIDTH)
+    vocab, hidden = (
+        layer.integer("vocab_size", MAX_VOCABULARY),
+        layer.integer("hidden_size", MAX_WIDTH),
+    )
     read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
-    draft_vocab = top.vocabulary("draft_vocab_size", vocab, vocab)
+    draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
     ids, notes = _layer_ids(top.raw, nested.raw, spec, layers)
-    # Absent, vLLM takes it for true in speculators' format and for false in the native one.
-    before_residual = top.flag("norm_before_residual", speculators)
-    before_fc = (nested if "norm_before_fc" in nested.raw else top).flag("norm_before_fc", False)
-    fc_norm, norm_output = top.flag("fc_norm", False), top.flag("norm_output", False)
+    before_fc = nested if "norm_before_fc" in nested.raw else top
+    settings |= {"layers": ids, "hidden_size": hidden}
+    settings |= {
+        # Absent, vLLM takes it for true in speculators' format and for false in the native one.
+        "norm_before_residual": top.flag("norm_before_residual", speculators),
+        "norm_before_fc": before_fc.flag("norm_before_fc", False),
+        **{key: top.flag(key, False) for key in ("fc_norm", "norm_output")},
+        "own_embedding": "embed_tokens.weight" in files.names or read_width != hidden,
+    }
     if top.complaints:
         raise Unfit(top.complaints)
-    config = replace(
-        base,
-        **settings,
-        layers=ids,
-        hidden_size=hidden,
-        own_embedding="embed_tokens.weight" in files.names or read_width != hidden,
-        norm_before_residual=before_residual,
-        norm_before_fc=before_fc,
-        fc_norm=fc_norm,
-        norm_output=norm_output,
-    )
     if speculators and "norm_before_residual" not in top.raw:
         notes.append(
             "norm_before_residual is absent and taken as true, as vLLM does; speculators itself "
@@ -190,14 +175,10 @@ def read_eagle3(
         for name, tensor in files.tensors().items()
         if not name.startswith("verifier_")  # copies of the target's
     }
-    declared = replace(
-        spec,
-        vocab_size=vocab,
-        hidden_size=read_width,
-        num_layers=max(spec.num_layers, *ids),
-    )
+    deepest = max(spec.num_layers, *ids)
+    declared = replace(spec, vocab_size=vocab, hidden_size=read_width, num_layers=deepest)
     spelled = {"midlayer.": prefix, "target_ids": "d2t"}
-    reading = Reading(config, declared, tensors, spelled, notes=notes)
+    reading = Reading(replace(base, **settings), declared, tensors, spelled, notes=notes)
     reading.complaints = misfits(spec, vocab, read_width)
     reading.complaints += [
         f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
@@ -249,41 +230,44 @@ def _layer_ids(
 
 def _reduced_vocabulary(reading: Reading, size: int, vocab_size: int) -> None:
     """Turn d2t, an offset, into the ids that the drafter can say; complain where it cannot be."""
-    tensors = reading.tensors
+    tensors, first = reading.tensors, torch.arange(size)  # so that the head's shape is checked too
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if size != vocab_size:
+        tensors["target_ids"] = first
     if d2t is None:
         if size != vocab_size:
             reading.complaints.append(
                 f"d2t is missing, which maps its {size:,} tokens to the target's {vocab_size:,}; "
                 "engines would draft the first ids"
             )
-            tensors["target_ids"] = torch.arange(size)  # so that the head's shape is checked too
-        return
-    if d2t.shape != (size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        reading.complaints.append(
-            f"d2t must be {size:,} integers (draft_vocab_size), got {list(d2t.shape)} "
-            f"of {d2t.dtype}"
-        )
-        tensors["target_ids"] = torch.arange(size)
-        return
-    ids = d2t.long() + torch.arange(size)
-    inside = bool(((ids >= 0) & (ids < vocab_size)).all())
+    elif d2t.shape != (size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        got = f"got {list(d2t.shape)} of {d2t.dtype}"
+        reading.complaints.append(f"d2t must be {size:,} integers (draft_vocab_size), {got}")
+        tensors["target_ids"] = first
+    else:
+        wrong = _wrong_maps(d2t.long(), t2d, vocab_size)
+        reading.complaints += wrong
+        if size != vocab_size and not any(line.startswith("d2t") for line in wrong):
+            tensors["target_ids"] = d2t.long() + first
+
+
+def _wrong_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
+    """Return what is wrong with an offset, and with the mask of what it maps to."""
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
     ascending = bool((ids[1:] > ids[:-1]).all())
-    if not (inside and ascending):
+    if not (ascending and bool(((ids >= 0) & (ids < vocab_size)).all())):
         own = bool((d2t[1:] > d2t[:-1]).all()) and 0 <= int(d2t[0]) and int(d2t[-1]) < vocab_size
-        reading.complaints.append(
+        return [
             f"d2t must be an offset (target id = i + d2t[i]) that gives ascending ids below "
             f"{vocab_size:,}, got {int(ids.min()):,}..{int(ids.max()):,}"
             + ("" if ascending else ", not ascending")
             + ("; it looks like the ids themselves" if own else "")
-        )
-        ids = torch.arange(size)
-    elif t2d is not None:
+        ]
+    if t2d is not None:
         marked = t2d.bool().nonzero().squeeze(-1) if t2d.dim() == 1 else ids[:0]
         if len(t2d) != vocab_size or not torch.equal(marked, ids):
-            reading.complaints.append("t2d must mark exactly the ids that d2t gives")
-    if size != vocab_size:
-        tensors["target_ids"] = ids
+            return ["t2d must mark exactly the ids that d2t gives"]
+    return []
 
 
 def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...]) -> list[str]:
@@ -308,19 +292,3 @@ def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...])
             f"got {config.get('num_aux_hidden_states')}"
         )
     return complaints
-
-
-def _wrong_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int) -> list[str]:
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None or t2d is None:
-        return []
-    ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
-    if not in_range or not bool((ids[1:] > ids[:-1]).all()):
-        return [
-            "d2t must be an offset (target id = i + d2t[i]) that gives ascending ids below "
-            f"{vocab_size}"
-        ]
-    if not torch.equal(t2d.nonzero().squeeze(-1), ids):
-        return ["t2d must mark exactly the ids that d2t gives"]
-    return []

@@ -4,7 +4,6 @@ Missing keys take Transformers' defaults, not the target's values: engines read 
 a LlamaConfig, so an absent rope_theta is 10,000 even where the target's is 500,000.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,15 +19,18 @@ from drafttrain.drafters.serving.engines import (
     VLLM_ROTATES,
 )
 from drafttrain.drafters.serving.layout import (
+    DECLARED,
     Config,
     Expected,
     Files,
     Reading,
     ServedLayout,
     Sign,
+    Tensors,
     Unfit,
     architectures_of,
     misfits,
+    tensor_sign,
 )
 from drafttrain.drafters.serving.values import (
     MAX_HEADS,
@@ -38,7 +40,7 @@ from drafttrain.drafters.serving.values import (
     is_number,
 )
 from drafttrain.drafters.shared.layer import ROPE_SCALINGS
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # one layer of theirs computes the same
 
@@ -49,7 +51,6 @@ class OneLayer(ServedLayout):
     false_by_default: ClassVar[tuple[str, ...]] = ("bias",)
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        """Return the keys of a LlamaConfig that engines take for granted."""
         width = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
         return {
             "model_type": "llama",
@@ -67,7 +68,6 @@ class OneLayer(ServedLayout):
         }
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
-        """Return why vLLM cannot serve it with a target that it knows."""
         if spec.architecture not in VLLM_ROTATES:
             return ""
         return (
@@ -75,7 +75,6 @@ class OneLayer(ServedLayout):
         )
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        """Return why SGLang cannot serve it with a target."""
         if own_embedding and not config.get("target_hidden_size"):
             return (
                 f"{SGLANG} overwrites a drafter's own embedding by the target's; train with"
@@ -101,23 +100,23 @@ class EagleLayout(OneLayer):
         """Return by what it is seen; tensors decide, as SafeAILab calls it LlamaForCausalLM."""
         architectures = architectures_of(files.config)
         if any("Eagle" in name for name in architectures):
-            return Sign.declared(f"architectures={architectures}")
-        return Sign.tensor(files.names, "fc.weight")
+            return Sign(DECLARED, f"architectures={architectures}")
+        return tensor_sign(files, "fc.weight")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
         """Return what the files mean; a bias of fc, published ones have it, is computed with."""
         raw = Values(files.config)
         settings = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
         bias = raw.flag("bias", False)
-        vocab, hidden = raw.vocabulary("vocab_size"), raw.integer("hidden_size", MAX_WIDTH)
+        vocab, hidden = (
+            raw.integer("vocab_size", MAX_VOCABULARY),
+            raw.integer("hidden_size", MAX_WIDTH),
+        )
         if raw.complaints:
             raise Unfit(raw.complaints)
-        config = replace(
-            base,
-            **settings,
-            fc_bias="fc.bias" in files.names or bias,
-            own_embedding="embed_tokens.weight" in files.names,
-        )
+        settings["fc_bias"] = "fc.bias" in files.names or bias
+        settings["own_embedding"] = "embed_tokens.weight" in files.names
+        config = replace(base, **settings)
         declared = replace(spec, vocab_size=vocab, hidden_size=hidden)
         tensors = files.tensors()
         if not config.own_embedding:
@@ -125,7 +124,6 @@ class EagleLayout(OneLayer):
         return Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
-        """Return fc, the layer, and perhaps an embedding."""
         hidden = config["hidden_size"]
         return {
             "fc.weight": Expected((hidden, 2 * hidden)),
@@ -135,19 +133,13 @@ class EagleLayout(OneLayer):
         }
 
     def misread(
-        self,
-        config: Config,
-        tensors: Mapping[str, Tensor],
-        spec: TargetSpec,
-        captures: tuple[int, ...],
+        self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
-        """Return a bias on which engines disagree."""
         if bool(tensors["fc.bias"].any()):
             return ["fc.bias must be zero: vLLM drops it, SGLang applies it"]
         return []
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
-        """Return why vLLM cannot serve it with a target that it knows."""
         if spec.architecture in VLLM_HEADLESS:
             return (
                 f"{VLLM} finds no head of {spec.architecture} targets to share with EAGLE drafters"
@@ -155,7 +147,6 @@ class EagleLayout(OneLayer):
         return super().vllm_refuses(spec)
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        """Return why SGLang cannot serve it with a target."""
         kind = spec.architecture
         if reason := super().sglang_refuses(config, own_embedding, spec):
             return reason
@@ -164,7 +155,6 @@ class EagleLayout(OneLayer):
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        """Say where the scale of the target's embedding is."""
         if spec.embedding_scale == 1.0:
             return ()
         return (
@@ -211,17 +201,16 @@ def decoder_layer(
     hidden = values.integer("hidden_size", MAX_WIDTH)
     intermediate = values.integer("intermediate_size", MAX_WIDTH)
     heads = values.integer("num_attention_heads", MAX_HEADS)
-    values.vocabulary("vocab_size")
+    values.integer("vocab_size", MAX_VOCABULARY)
     model_type = values.raw.get("model_type") or "llama"
     if model_type not in MODEL_TYPES:
         values.complaints.append(
             f"config.json's model_type must be one of {', '.join(MODEL_TYPES)}, "
             f"got {shown(model_type)}"
         )
-    values.exactly("num_hidden_layers", 1)
-    values.exactly("hidden_act", "silu")
-    values.exactly("mlp_bias", False)
-    values.exactly("logit_scale", 1.0)
+    only = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "logit_scale": 1.0}
+    for key, wanted in only.items():
+        values.exactly(key, wanted)
     theta, scaling = _rope(values)
     # SafeAILab's name for it, in drafters of Qwen2.
     bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)

@@ -30,5 +30,4 @@ def written_layout(config: Config) -> ServedLayout:
     for layout in LAYOUTS:
         if isinstance(layout, ServedLayout) and layout.is_written_in(config):
             return layout
-    names = list(config.get("architectures") or ())
-    raise ValueError(f"no serving format is known for architectures {names}")
+    raise ValueError(f"no serving format is known for architectures {config.get('architectures')}")

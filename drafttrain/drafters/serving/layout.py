@@ -1,7 +1,7 @@
 """What is asked of a layout of files: whether it is there, what it means, what engines assume."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -12,25 +12,23 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
 
 Config = dict[str, Any]  # what a config.json holds
+Tensors = Mapping[str, Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
 
 
 class Files(Protocol):
-    """What lies in a drafter's directory."""
+    """What lies in a drafter's directory: config.json, and tensors by name.
+
+    The tensors are on the CPU, or without their memory.
+    """
 
     @property
-    def config(self) -> Config:
-        """Its config.json."""
-        ...
+    def config(self) -> Config: ...
 
     @property
-    def names(self) -> frozenset[str]:
-        """The names of its tensors."""
-        ...
+    def names(self) -> frozenset[str]: ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by name, on the CPU or without their memory."""
-        ...
+    def tensors(self) -> dict[str, Tensor]: ...
 
 
 class Sign(NamedTuple):
@@ -39,26 +37,16 @@ class Sign(NamedTuple):
     strength: int
     because: str
 
-    @classmethod
-    def declared(cls, because: str) -> "Sign":
-        """Return what config.json says outright."""
-        return cls(3, because)
 
-    @classmethod
-    def specific(cls, because: str) -> "Sign":
-        """Return what files of other families do not have."""
-        return cls(2, because)
+DECLARED = 3  # config.json says it outright
+SPECIFIC = 2  # files of other families do not have it
+GENERAL = 1  # files of several families have it
 
-    @classmethod
-    def tensor(cls, names: Collection[str], *wanted: str) -> "Sign | None":
-        """Return the first wanted tensor that is there, None where none is."""
-        found = next((name for name in wanted if name in names), None)
-        return None if found is None else cls.specific(f"the tensor {found}")
 
-    @classmethod
-    def general(cls, because: str) -> "Sign":
-        """Return what files of several families have."""
-        return cls(1, because)
+def tensor_sign(files: Files, *wanted: str) -> Sign | None:
+    """Return the first wanted tensor that is there, None where none is."""
+    found = next((name for name in wanted if name in files.names), None)
+    return None if found is None else Sign(SPECIFIC, f"the tensor {found}")
 
 
 class UnknownKind(Exception):
@@ -110,9 +98,7 @@ class Layout(ABC):
     method: ClassVar[str | None] = None  # what vLLM calls such a drafter; None: its files say it
     weight_files: ClassVar[tuple[str, ...]] = ()  # names beside model.safetensors, without suffix
     names_layers: ClassVar[bool] = False  # drafter.layers may correct which layers it captures
-    whole_model: ClassVar[bool] = (
-        False  # a model and its tokenizer, loaded as one from drafter.path
-    )
+    whole_model: ClassVar[bool] = False  # with its tokenizer, loaded as one from drafter.path
     trained_as: ClassVar[str | None] = None  # the entry of conf/drafter that trains a whole model
 
     @abstractmethod
@@ -153,11 +139,7 @@ class ServedLayout(Layout):
         return {}
 
     def misread(
-        self,
-        config: Config,
-        tensors: Mapping[str, Tensor],
-        spec: TargetSpec,
-        captures: tuple[int, ...],
+        self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
         """Return what else engines would misread of files that have every tensor and key.
 

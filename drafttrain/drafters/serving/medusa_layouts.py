@@ -9,6 +9,8 @@ from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.layout import (
+    DECLARED,
+    SPECIFIC,
     Config,
     Expected,
     Files,
@@ -19,6 +21,7 @@ from drafttrain.drafters.serving.layout import (
     Unfit,
     architectures_of,
     misfits,
+    tensor_sign,
 )
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
@@ -37,22 +40,20 @@ class MedusaLayout(ServedLayout):
     architectures = ("MedusaModel",)
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen."""
         because = _declared(files.config)
         if because is not None and _residual_block(files) is None:
-            return Sign.declared(because)
-        return Sign.tensor(files.names, "blocks.0.layers.0.weight")
+            return Sign(DECLARED, because)
+        return tensor_sign(files, "blocks.0.layers.0.weight")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean."""
         raw = _renamed(files.config)
         raw.setdefault("num_hidden_layers", 1)
         values = Values(raw)
         hidden = values.integer("hidden_size", MAX_WIDTH)
-        vocab = values.vocabulary("vocab_size")
+        vocab = values.integer("vocab_size", MAX_VOCABULARY)
         num_heads = values.integer("num_heads", MAX_LAYERS)
         num_layers = values.integer("num_hidden_layers", MAX_LAYERS)
-        size = values.vocabulary("truncated_vocab_size", MAX_VOCABULARY, vocab)
+        size = values.integer("truncated_vocab_size", MAX_VOCABULARY, vocab)
         if size > vocab and not values.complaints:
             values.complaints.append(
                 f"config.json's truncated_vocab_size must be in 1..{vocab}, got {size}"
@@ -61,21 +62,16 @@ class MedusaLayout(ServedLayout):
         shared, bias = values.flag("original_lm_head", False), values.flag("medusa_fc_bias", False)
         if values.complaints:
             raise Unfit(values.complaints)
-        config = replace(
-            base,
-            num_heads=num_heads,
-            num_layers=num_layers,
-            fc_bias=bias,
-            shared_head=shared,
-            logit_scale=scale,
-        )
+        sizes = {"num_heads": num_heads, "num_layers": num_layers}
+        config = replace(base, **sizes, fc_bias=bias, shared_head=shared, logit_scale=scale)
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors().items()}
         if shared and "lm_head.weight" in tensors:
             tensors.setdefault("lm_heads.0.weight", tensors.pop("lm_head.weight"))
         if shared:  # every other head is the first one
-            others = [n for n in tensors if n.startswith("lm_heads.") and n != "lm_heads.0.weight"]
-            for name in others:
-                del tensors[name]
+            first = "lm_heads.0.weight"
+            tensors = {
+                n: t for n, t in tensors.items() if n == first or not n.startswith("lm_heads.")
+            }
         reading = _reading(config, spec, vocab, hidden, tensors)
         if not config.fc_bias and any(re.fullmatch(r"blocks\..*\.bias", name) for name in tensors):
             reading.complaints.append(
@@ -86,7 +82,6 @@ class MedusaLayout(ServedLayout):
         return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
-        """Return the blocks and the heads."""
         hidden, vocab = config["hidden_size"], config["vocab_size"]
         table = {}
         for head in range(config["num_heads"]):
@@ -98,7 +93,6 @@ class MedusaLayout(ServedLayout):
         return table
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        """Return what vLLM takes for granted."""
         return {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
@@ -109,7 +103,6 @@ class MedusaLayout(ServedLayout):
         }
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        """Say what vLLM makes of heads."""
         return ("vLLM drafts one chain from the heads.",) if served else ()
 
 
@@ -126,19 +119,17 @@ class FasterDecodingLayout(Layout):
     weight_files = ("medusa_lm_head",)
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen."""
         declared, block = _declared(files.config), _residual_block(files)
         if declared is not None and block is not None:
-            return Sign.declared(f"{declared} and the tensor {block}")
+            return Sign(DECLARED, f"{declared} and the tensor {block}")
         shown_by = ("0.0.linear.weight", "medusa_heads.0.0.linear.weight")
-        if sign := Sign.tensor(files.names, *shown_by):
+        if sign := tensor_sign(files, *shown_by):
             return sign
         if "medusa_num_heads" in files.config:
-            return Sign.specific("medusa_num_heads in config.json")
+            return Sign(SPECIFIC, "medusa_num_heads in config.json")
         return None
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean."""
         raw = _renamed(files.config)
         tensors: dict[str, Tensor] = {}
         heads: dict[int, tuple[int, Tensor]] = {}
@@ -166,18 +157,12 @@ class FasterDecodingLayout(Layout):
         first = next(iter(heads.values()))[1]
         if first.dim() != 2:
             raise Unfit([f"its heads must be matrices, got {shown(list(first.shape))}"])
-        vocab = values.vocabulary("vocab_size", MAX_VOCABULARY, first.shape[0])
+        vocab = values.integer("vocab_size", MAX_VOCABULARY, first.shape[0])
         hidden = values.integer("hidden_size", MAX_WIDTH, first.shape[1])
         if values.complaints:
             raise Unfit(values.complaints)
-        config = replace(
-            base,
-            num_heads=num_heads,
-            num_layers=num_layers,
-            fc_bias=True,
-            shared_head=False,
-            logit_scale=1.0,
-        )
+        sizes = {"num_heads": num_heads, "num_layers": num_layers}
+        config = replace(base, **sizes, fc_bias=True, shared_head=False, logit_scale=1.0)
         reading = _reading(config, spec, vocab, hidden, tensors)
         reading.spelled = {
             **{f"blocks.{i}.layers.{j}.": f"{i}.{j}.linear." for i in range(num_heads)
@@ -207,14 +192,13 @@ def _residual_block(files: Files) -> str | None:
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
     """Call heads and layers what vLLM calls them, which takes any key with those words."""
-    raw = {}
-    for key, value in config.items():
-        if "num" in key and "heads" in key:
-            key = "num_heads"
-        elif "num" in key and "layers" in key:
-            key = "num_hidden_layers"
-        raw[key] = value
-    return raw
+
+    def name(key: str) -> str:
+        if "num" not in key:
+            return key
+        return "num_heads" if "heads" in key else "num_hidden_layers" if "layers" in key else key
+
+    return {name(key): value for key, value in config.items()}
 
 
 def _reading(

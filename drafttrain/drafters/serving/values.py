@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
+from drafttrain.runtime.untrusted_input import shown
 
 MAX_WIDTH = 1 << 20  # of hidden states; the largest targets have 16,384
 MAX_HEADS = 1 << 14  # of attention, or of what a head is wide
@@ -58,15 +58,11 @@ class Values:
         self._wrong(key, "true or false", value)
         return default
 
-    def exactly(self, key: str, wanted: int | float | str | bool) -> None:
+    def exactly(self, key: str, wanted: object) -> None:
         """Complain unless a value is absent, or what alone can be followed."""
         value = self.raw.get(key)
         if value is not None and (isinstance(value, dict | list) or value != wanted):
             self.complaints.append(f"config.json's {key} must be {wanted}, got {shown(value)}")
-
-    def vocabulary(self, key: str, most: int = MAX_VOCABULARY, default: int | None = None) -> int:
-        """Return a number of tokens."""
-        return self.integer(key, most, default)
 
     def _wrong(self, key: str, needed: str, got: object) -> None:
         line = f"config.json's {key} must be {needed}, got {shown(repr(got))}"

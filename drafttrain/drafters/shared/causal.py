@@ -12,14 +12,12 @@ from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Nodes, TargetFeatures, TargetSpec
+from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
-    Capabilities,
     Drafter,
     DrafterConfig,
     DraftState,
-    Expansion,
     last_of,
 )
 from drafttrain.target.pretrained.limits import exact_positions
@@ -92,12 +90,6 @@ class CausalDrafter(Drafter[CausalState]):
             )
 
     @property
-    def capabilities(self) -> Capabilities:
-        """Chains of any depth."""
-        trainable = self.config.trainable
-        return Capabilities(trainable, branches=False, max_depth=None, unroll=int(trainable))
-
-    @property
     def num_ids(self) -> int:
         """How many ids the model has logits for, those without a token included."""
         return self.model.get_input_embeddings().weight.shape[0]
@@ -139,14 +131,9 @@ class CausalDrafter(Drafter[CausalState]):
         super()._apply(fn, recurse)
         for module, name, buffer in wide:
             setattr(module, name, buffer.to(getattr(module, name).device))
-        # Moving the module must move the vocabulary's maps, which are no parameters.
-        if self.vocab is not None:
-            self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
         return self
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> CausalState:
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> CausalState:
         """Keep the first token of each row for the first reading."""
         if capacity > self.max_positions:
             raise ValueError(
@@ -158,11 +145,7 @@ class CausalDrafter(Drafter[CausalState]):
         return CausalState(readout, unread, counts)
 
     def observe(
-        self,
-        state: CausalState,
-        tokens: Int[Tensor, "batch new"],
-        counts: Sequence[int],
-        features: TargetFeatures,
+        self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
         """Forget drafted tokens that were not accepted; remember what the cache does not hold."""
         kept = [min(count - 1, state.drafted) for count in counts]
@@ -173,23 +156,23 @@ class CausalDrafter(Drafter[CausalState]):
         new = self._in_own_ids(*without_first(tokens, counts, kept))
         state.unread, state.counts = joined((state.unread, state.counts), new)
 
-    def expand(self, state: CausalState, nodes: Nodes | None) -> Expansion:
+    def expand(self, state: CausalState, newest: Tensor | None) -> Tensor:
         """Read what is unread, or the newest node of each row, and return what may follow it."""
-        if nodes is None:
+        if newest is None:
             assert min(state.counts) > 0, "observe comes before expand"
             tokens, counts = state.unread, state.counts
             state.unread, state.counts = tokens[:, :0], [0] * len(tokens)
         else:
-            tokens, counts = self._in_own_ids(nodes.tokens, [1] * len(nodes.tokens))
+            tokens, counts = self._in_own_ids(newest[:, None], [1] * len(newest))
             state.drafted += 1
-        return Expansion(self.read(state.cache, tokens, counts))
+        return self.read(state.cache, tokens, counts)
 
     def read(
         self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
-    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+    ) -> Float[Tensor, "batch draft_vocab"]:
         """Append own tokens to the cache; return the logits after each row's last real one."""
         output = run_decoder(self._decoder[0], cache, tokens, counts, self.eager)
-        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))
+        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))[:, 0]
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from what its decoder gives, as its own forward does."""
@@ -225,18 +208,15 @@ class CausalDrafter(Drafter[CausalState]):
         own = self.reading[tokens]
         if not self.spelled or bool((own >= 0).all()):
             return own, list(counts)
-        rows = [
-            [
-                part
-                for token, single in zip(row[:count], singles[:count], strict=True)
-                for part in (self.spelled[token] if single < 0 else [single])
-            ]
-            for row, singles, count in zip(tokens.tolist(), own.tolist(), counts, strict=True)
-        ]
+        rows: list[list[int]] = [[] for _ in counts]
+        for row, theirs, mine, count in zip(
+            rows, tokens.tolist(), own.tolist(), counts, strict=True
+        ):
+            for token, single in zip(theirs[:count], mine[:count], strict=True):
+                row += self.spelled[token] if single < 0 else [single]
         return padded_rows(rows, tokens.device)
 
     def select(self, state: CausalState, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         state.unread = state.unread[list(rows)]
         state.counts = [state.counts[row] for row in rows]
         if state.cache.lengths:  # empty before anything was read
@@ -267,14 +247,11 @@ def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int])
 
 def joined(first: Ragged, second: Ragged) -> Ragged:
     """Return rows in which the second's tokens follow the first's."""
-    tokens, counts = first
+    (tokens, counts), (added, new) = first, second
     if min(counts) == tokens.shape[1]:  # nothing to close up; most often the first is empty
-        added = [a + b for a, b in zip(counts, second[1], strict=True)]
-        return torch.cat([tokens, second[0]], dim=1), added
+        return torch.cat([tokens, added], dim=1), [a + b for a, b in zip(counts, new, strict=True)]
     rows = [
         [*one[:a], *other[:b]]
-        for one, a, other, b in zip(
-            tokens.tolist(), counts, second[0].tolist(), second[1], strict=True
-        )
+        for one, a, other, b in zip(tokens.tolist(), counts, added.tolist(), new, strict=True)
     ]
     return padded_rows(rows, tokens.device)

@@ -1,6 +1,8 @@
 """The decoder layer of EAGLE drafters: shaped as the target's unless configured otherwise."""
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -8,10 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.layers import Attention, Rotation, rotation
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.base import DrafterConfig
+from drafttrain.core.types import TargetFeatures, TargetSpec
+from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
+from drafttrain.runtime.settings import require
 
 # Others change with the length of the text, which a cache of rotated keys cannot follow.
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
@@ -35,49 +40,33 @@ class LayerConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"drafter.{key} must be at least 1, or null for the target's, got {value}"
-                )
+            self.require_or_target(key, (getattr(self, key) or 0) >= 1, "be at least 1")
         for key in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(
-                    f"drafter.{key} must be above 0, or null for the target's, got {value}"
-                )
+            self.require_or_target(key, (getattr(self, key) or 0) > 0, "be above 0")
         kind = (self.rope_scaling or {}).get("rope_type", ROPE_SCALINGS[0])
-        if kind not in ROPE_SCALINGS:
-            raise ValueError(
-                f"drafter.rope_scaling.rope_type must be one of {', '.join(ROPE_SCALINGS)}, "
-                f"got {kind}"
-            )
+        known, every = kind in ROPE_SCALINGS, ", ".join(ROPE_SCALINGS)
+        require(known, "drafter.rope_scaling.rope_type", f"be one of {every}", kind)
+
+    def require_or_target(self, key: str, holds: bool, need: str) -> None:
+        """Raise ValueError unless a setting holds what it needs, or is null."""
+        value = getattr(self, key)
+        self.require(key, value is None or holds, f"{need}, or null for the target's")
 
     def shape(self, spec: TargetSpec, hidden_size: int | None = None) -> "LayerShape":
         """Return the layer's shape for a target; `hidden_size` None is the target's too.
 
         ValueError where heads do not divide.
         """
-        shape = LayerShape(
-            hidden_size=hidden_size or spec.hidden_size,
-            intermediate_size=self.intermediate_size or spec.intermediate_size,
-            num_attention_heads=self.num_attention_heads or spec.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads or spec.num_key_value_heads,
-            head_dim=self.head_dim or spec.head_dim,
-            rms_norm_eps=self.rms_norm_eps or spec.rms_norm_eps,
-            rope_theta=self.rope_theta or spec.rope_theta,
-            rope_scaling=self.rope_scaling,
-            attention_bias=self.attention_bias,
-            attention_output_bias=self.attention_output_bias,
-            qk_norm=self.qk_norm,
-        )
-        if shape.num_attention_heads % shape.num_key_value_heads:
-            raise ValueError(
-                "drafter.num_key_value_heads must divide drafter.num_attention_heads "
-                f"({shape.num_attention_heads}), got {shape.num_key_value_heads}"
-            )
-        if shape.head_dim % 2:
-            raise ValueError(f"drafter.head_dim must be even (rotary pairs), got {shape.head_dim}")
+        keys = [key.name for key in fields(LayerShape) if key.name != "hidden_size"]
+        own = {key: getattr(self, key) for key in keys}
+        theirs = {key: getattr(spec, key, None) for key in keys}
+        sizes = {key: theirs[key] if own[key] is None else own[key] for key in keys}
+        shape = LayerShape(hidden_size=hidden_size or spec.hidden_size, **sizes)
+        heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+        divide = f"divide drafter.num_attention_heads ({heads})"
+        require(heads % groups == 0, "drafter.num_key_value_heads", divide, groups)
+        even, need = shape.head_dim % 2 == 0, "be even (rotary pairs)"
+        require(even, "drafter.head_dim", need, shape.head_dim)
         if shape.hidden_size != spec.hidden_size and not self.own_embedding:
             raise ValueError(
                 f"drafter.own_embedding must be true for drafter.hidden_size={shape.hidden_size}: "
@@ -142,38 +131,114 @@ class LayerShape:
             return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
-def own_embedding(wanted: bool, spec: TargetSpec, width: int) -> nn.Embedding | None:
-    """Make the drafter's own token embedding, if it has one."""
-    return nn.Embedding(spec.vocab_size, width) if wanted else None
+@dataclass
+class LayerState(DraftState):
+    """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
+
+    cache: RaggedCache
+    table: Rotation
+    committed: list[int]  # per row
+    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # what the next node reads
+
+    def turn(self, num_tokens: int) -> Rotation:
+        """Return the rotation of the next `num_tokens` positions of each row."""
+        if self.cache.even:
+            places: slice | Tensor = slice(start := self.cache.lengths[0], start + num_tokens)
+        else:
+            places = self.cache.positions(num_tokens, self.table.cos.device)
+        return Rotation(self.table.cos[places], self.table.sin[places])
 
 
-def embed(
-    own: nn.Embedding | None, readout: Readout, tokens: Int[Tensor, "batch seq"], dtype: torch.dtype
-) -> Float[Tensor, "batch seq hidden"]:
-    """Return what the drafter reads of tokens: its own embedding, or the target's."""
-    return (readout.embed(tokens) if own is None else own(tokens)).to(dtype)
+class LayerDrafter(Drafter[LayerState]):
+    """A drafter of one decoder layer: it reads features, and further on its own hidden states."""
 
+    config: LayerConfig
+    embed_tokens: nn.Embedding | None
 
-def serving_keys(shape: LayerShape, spec: TargetSpec) -> dict[str, Any]:
-    """Return the keys that serving configurations of one-layer drafters share."""
-    keys = {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": spec.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "max_position_embeddings": spec.max_positions,
-        "tie_word_embeddings": False,
-        "attention_bias": shape.attention_bias,
-        "mlp_bias": False,
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
-    }
-    if shape.rope_scaling is not None:
-        keys["rope_scaling"] = dict(shape.rope_scaling)
-    return keys
+    def __init__(self, config: LayerConfig, spec: TargetSpec, width: int) -> None:
+        super().__init__()
+        self.config, self.spec = config, spec
+        self.shape = config.shape(spec, width)
+
+    @abstractmethod
+    def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
+        """Return what is paired with the tokens after the features."""
+
+    @abstractmethod
+    def advance(
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
+    ) -> Float[Tensor, "batch 1 hidden"]:
+        """Append pairs of tokens and hidden states; return what each row's last real one gives."""
+
+    @abstractmethod
+    def logits(
+        self, readout: Readout, hidden: Float[Tensor, "batch 1 hidden"]
+    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        """Return logits from what `advance` gives."""
+
+    def own_embedding(self) -> nn.Embedding | None:
+        """Make the drafter's own token embedding, if it has one."""
+        if not self.config.own_embedding:
+            return None
+        return nn.Embedding(self.spec.vocab_size, self.shape.hidden_size)
+
+    def embed(
+        self, readout: Readout, tokens: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return what the drafter reads of tokens: its own embedding, or the target's."""
+        own = self.embed_tokens
+        return (readout.embed(tokens) if own is None else own(tokens)).to(dtype_of(self))
+
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> LayerState:
+        """Allocate the cache; the first token is never paired, it has no feature before it."""
+        places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
+        table = self.shape.rotation(places, dtype_of(self))
+        return LayerState(readout, RaggedCache(rows), table, [0] * rows)
+
+    def observe(
+        self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
+    ) -> None:
+        """Replace own nodes by pairs of true features, the last token's among them."""
+        state.cache.rollback(state.committed)
+        state.hidden = self.advance(state, tokens, self.read(features), list(counts))
+        state.committed = [old + new for old, new in zip(state.committed, counts, strict=True)]
+        state.cache.rollback(state.committed)  # the rest was padding
+
+    def expand(self, state: LayerState, newest: Tensor | None) -> Tensor:
+        """Continue from the own hidden state: it stands in for the target's."""
+        assert state.hidden is not None, "observe comes before expand"
+        if newest is not None:
+            ones = [1] * len(newest)
+            state.hidden = self.advance(state, newest[:, None], state.hidden, ones)
+        return self.logits(state.readout, state.hidden)[:, 0]
+
+    def select(self, state: LayerState, rows: Sequence[int]) -> None:
+        state.cache.select(rows)
+        state.committed = [state.committed[row] for row in rows]
+        if state.hidden is not None:
+            state.hidden = state.hidden[list(rows)]
+
+    def serving_keys(self) -> dict[str, Any]:
+        """Return the keys that serving configurations of one-layer drafters share."""
+        shape, spec = self.shape, self.spec
+        keys = {
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "num_hidden_layers": 1,
+            "vocab_size": spec.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_theta,
+            "max_position_embeddings": spec.max_positions,
+            "tie_word_embeddings": False,
+            "attention_bias": shape.attention_bias,
+            "mlp_bias": False,
+            "bos_token_id": spec.bos_token_id,
+            "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+        }
+        if shape.rope_scaling is not None:
+            keys["rope_scaling"] = dict(shape.rope_scaling)
+        return keys

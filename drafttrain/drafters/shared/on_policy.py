@@ -117,7 +117,7 @@ def continue_texts(
     before = [batch.tokens[a.row, a.first : a.start].tolist() for a in answers]
     logits = drafter.read(cache, *padded_rows(before, device))
     while True:
-        law = probabilities(logits[:, 0], Sampling(temperature, 0, 1.0))
+        law = probabilities(logits, Sampling(temperature, 0, 1.0))
         names = [answers[i].conversation for i in going]
         starts = [answers[i].start - answers[i].first + len(written[i]) for i in going]
         tokens = chance.choose(law, names, starts, EMIT)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.drafters.serving.layout import Layout, Reading, Unfit
-from drafttrain.formats.read.folder import Folder, open_folder
+from drafttrain.drafters.serving.layout import Reading, Unfit
+from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
 from drafttrain.formats.read.tokens import compare_tokenizers
 from drafttrain.runtime.untrusted_input import shown
@@ -93,11 +92,13 @@ def admit(
     # Once by the headers, so that nothing is loaded that does not fit, and then with the weights.
     for held in (folder.outline(), folder):
         try:
-            reading = _read(layout, held, base, spec, config.layers)
+            reading = layout.read(held, base, spec, config.layers)
             drafter, wrong = _describe(reading)
             complaints += reading.complaints + wrong
         except Unfit as unfit:
             complaints += unfit.complaints
+        except ValueError as error:  # settings that exclude each other
+            complaints.append(str(error))
         if complaints:
             raise ValueError(
                 f"drafter.path={config.path} ({recognised}) does not fit {spec.name}: "
@@ -113,15 +114,6 @@ def admit(
     target = folder.config.get("target_fingerprint")
     known = target if isinstance(target, str) else None
     return Admitted(drafter.eval(), recognised, tuple(notes), origin, known)
-
-
-def _read(
-    layout: Layout, folder: Folder, base: Any, spec: TargetSpec, layers: list[int] | None
-) -> Reading:
-    try:
-        return layout.read(folder, base, spec, layers)
-    except ValueError as error:  # settings that exclude each other
-        raise Unfit([str(error)]) from error
 
 
 def _describe(reading: Reading) -> tuple[Drafter, list[str]]:
@@ -143,36 +135,28 @@ def _describe(reading: Reading) -> tuple[Drafter, list[str]]:
 
 def _check_tensors(reading: Reading, expected: dict[str, tuple[int, ...]]) -> list[str]:
     found, name_of = reading.tensors, reading.name_in_file
-    both = [name for name in expected if name in found]
-    complaints = [
-        *_listed("missing", [name_of(name) for name in expected if name not in found]),
-        *_listed("unknown", [name_of(name) for name in found if name not in expected]),
-        *_listed(
-            "misshapen",
-            [
-                f"{name_of(name)} {list(found[name].shape)} instead of {list(expected[name])}"
-                for name in both
-                if tuple(found[name].shape) != expected[name]
-            ],
-        ),
-        *_listed(
-            "not finite",
-            [n for n in both if not found[n].is_meta and not bool(found[n].isfinite().all())],
-        ),
-        *_listed("not of real numbers", [name_of(n) for n in both if not _real(n, found[n])]),
-    ]
-    return complaints
+    both = {name: found[name] for name in expected if name in found}
+    wrong = {
+        "missing": [name_of(name) for name in expected if name not in found],
+        "unknown": [name_of(name) for name in found if name not in expected],
+        "misshapen": [
+            f"{name_of(name)} {list(tensor.shape)} instead of {list(expected[name])}"
+            for name, tensor in both.items()
+            if tuple(tensor.shape) != expected[name]
+        ],
+        "not finite": [
+            n for n, t in both.items() if not t.is_meta and not bool(t.isfinite().all())
+        ],
+        "not of real numbers": [
+            name_of(n) for n, t in both.items() if n != "target_ids" and not t.is_floating_point()
+        ],
+    }
+    return [_listed(what, names) for what, names in wrong.items() if names]
 
 
-def _real(name: str, tensor: Tensor) -> bool:
-    return name == "target_ids" or tensor.is_floating_point()
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
+def _listed(what: str, names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{what}: {', '.join(shown(name) for name in names[:SHOWN])}{more}"]
+    return f"{what}: {', '.join(shown(name) for name in names[:SHOWN])}{more}"
 
 
 def _origin(config: dict[str, Any]) -> list[str]:

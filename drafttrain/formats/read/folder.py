@@ -67,11 +67,7 @@ class Folder:
         """Return every tensor by name, on the CPU, as stored."""
         found: dict[str, Tensor] = {}
         for file, entries in self.entries.items():
-            whole = {
-                name: entry
-                for name, entry in entries.items()
-                if not self.outlined or _is_map(entry)
-            }
+            whole = [n for n, entry in entries.items() if not self.outlined or _is_map(entry)]
             found |= {
                 name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
                 for name, entry in entries.items()
@@ -110,8 +106,7 @@ def open_folder(path: Path, allow_pickle: bool) -> Folder:
             f"{origin} must be the directory of a drafter, but is the folder of a run: evaluate it "
             f"by run.dir={path}"
         )
-    config = _config(path, origin)
-    files = _weights(path, origin)
+    config, files = _config(path, origin), _weights(path, origin)
     pickled = [file.name for file in files if file.suffix != ".safetensors"]
     if pickled and not allow_pickle:
         raise ValueError(

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from drafttrain.runtime.settings import require
+
 DTYPES = ("auto", "float32", "bfloat16")
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points
 
@@ -23,23 +25,15 @@ class ExportSettings:
     dry_run: bool
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"export.dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                "export.num_speculative_tokens must be at least 1, "
-                f"got {self.num_speculative_tokens}"
-            )
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license):
-            raise ValueError(
-                "export.license must be a licence id of the Hub, such as apache-2.0, llama3.1 or "
-                f"other, got {self.license!r}"
-            )
-        if self.push is not None and not REPO.fullmatch(self.push):
-            raise ValueError(
-                f"export.push must be user/repo, got {self.push!r}; "
-                "for example export.push=ada/Llama-3.1-8B-drafter"
-            )
+        dtypes, depth = f"be one of {', '.join(DTYPES)}", self.num_speculative_tokens
+        require(self.dtype in DTYPES, "export.dtype", dtypes, repr(self.dtype))
+        require(depth >= 1, "export.num_speculative_tokens", "be at least 1", depth)
+        licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"
+        known = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license) is not None
+        require(known, "export.license", licence, repr(self.license))
+        named = self.push is None or REPO.fullmatch(self.push) is not None
+        example = "; for example export.push=ada/Llama-3.1-8B-drafter"
+        require(named, "export.push", "be user/repo", repr(self.push), example)
         if self.dry_run and self.push is None:
             raise ValueError(
                 "export.dry_run=true must come with export.push=user/repo, got no repo: "

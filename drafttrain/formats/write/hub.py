@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 HOW_TO_LOG_IN = (
     "make a token with write permission at https://huggingface.co/settings/tokens, then run "
     "`hf auth login` or set HF_TOKEN"
 )
+TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2")
 
 
 def plan_push(folder: Path, files: Sequence[str], repo: str, private: bool) -> list[str]:
@@ -26,13 +28,9 @@ def check_push(repo: str, private: bool) -> None:
     ValueError where there is no network or token, where the token's user may not write to that
     namespace, and where the repository is public though private was asked. Creates nothing.
     """
-    from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    api = HfApi(library_name="drafttrain")
-    with _told(repo, None, api.endpoint):
-        if get_token() is None:
-            raise ValueError(f"export.push={repo} needs a token, got none; {HOW_TO_LOG_IN}")
+    with _client(repo, "; nothing was exported yet") as api:
         user = api.whoami()
         names = [user["name"], *(org["name"] for org in user.get("orgs") or [])]
         if repo.partition("/")[0] not in names:
@@ -41,18 +39,10 @@ def check_push(repo: str, private: bool) -> None:
                 f"this is; push to one of those, or {HOW_TO_LOG_IN}"
             )
         try:
-            public = not api.repo_info(repo).private
+            found = api.repo_info(repo)
         except RepositoryNotFoundError:
             return
-        if private and public:
-            raise ValueError(_public(repo))
-
-
-def _public(repo: str) -> str:
-    return (
-        f"export.push={repo} exists and is public, but export.private=true; nothing was "
-        "uploaded: set export.private=false, or choose another repository"
-    )
+        _check_private(repo, private, found.private)
 
 
 def push(folder: Path, files: Sequence[str], repo: str, private: bool) -> str:
@@ -62,15 +52,13 @@ def push(folder: Path, files: Sequence[str], repo: str, private: bool) -> str:
     where private was asked. The endpoint is the client's own (HF_ENDPOINT). ValueError, with what
     to do, where there is no token, no permission, no network, or no such name.
     """
-    from huggingface_hub import HfApi, get_token
-
-    api = HfApi(library_name="drafttrain")
-    with _told(repo, folder, api.endpoint):
-        if get_token() is None:
-            raise ValueError(f"export.push={repo} needs a token, got none; {HOW_TO_LOG_IN}")
+    kept = (
+        f"; the export is complete in {folder}: push it again with export.overwrite=true, which "
+        "writes it anew"
+    )
+    with _client(repo, kept) as api:
         url = api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.repo_info(repo).private:
-            raise ValueError(_public(repo))
+        _check_private(repo, private, not private or api.repo_info(repo).private)
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -80,66 +68,61 @@ def push(folder: Path, files: Sequence[str], repo: str, private: bool) -> str:
     return str(url)
 
 
-@contextmanager
-def _told(repo: str, folder: Path | None, endpoint: str) -> Iterator[None]:
-    """Turn what the client raises into a ValueError that says what to do.
+def _check_private(repo: str, wanted: bool, found: bool) -> None:
+    if wanted and not found:
+        raise ValueError(
+            f"export.push={repo} exists and is public, but export.private=true; nothing was "
+            "uploaded: set export.private=false, or choose another repository"
+        )
 
-    folder: of the export that is to be uploaded, None before it is written.
+
+@contextmanager
+def _client(repo: str, kept: str) -> Iterator[Any]:
+    """Yield the Hub's client; what it raises becomes a ValueError that says what to do.
+
+    kept: what there is on this machine after a failure.
     """
+    from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+    api, asked = HfApi(library_name="drafttrain"), f"export.push={repo}"
     try:
-        yield
+        if get_token() is None:
+            raise ValueError(f"{asked} needs a token, got none; {HOW_TO_LOG_IN}")
+        yield api
     except OfflineModeIsEnabled as error:
         raise ValueError(
-            f"export.push={repo} needs the network, but HF_HUB_OFFLINE is set; unset it, or "
-            f"push from a machine with network{_kept(folder)}"
+            f"{asked} needs the network, but HF_HUB_OFFLINE is set; unset it, or push from a "
+            f"machine with network{kept}"
         ) from error
     except HFValidationError as error:
-        raise ValueError(f"export.push={repo} must be a valid user/repo: {error}") from error
+        raise ValueError(f"{asked} must be a valid user/repo: {error}") from error
     except HfHubHTTPError as error:
-        raise ValueError(_refusal(repo, folder, endpoint, error)) from error
-    except OSError as error:
-        raise ValueError(_unreachable(repo, folder, endpoint, error)) from error
+        raise ValueError(f"{asked}: {_refusal(repo, api.endpoint, error, kept)}") from error
     except RuntimeError as error:  # what the client makes of a failure between two files
         cause = error.__cause__ or error
-        raise ValueError(
-            f"export.push={repo}: {error} ({cause}); {repo} may be incomplete{_kept(folder)}"
-        ) from error
+        raise ValueError(f"{asked}: {error} ({cause}); {repo} may be incomplete{kept}") from error
     except Exception as error:
         # The client's transport errors share no base class that does not change with its version.
-        if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2"):
-            raise ValueError(_unreachable(repo, folder, endpoint, error)) from error
-        raise
+        module = type(error).__module__.partition(".")[0]
+        if not isinstance(error, OSError) and module not in TRANSPORTS:
+            raise
+        raise ValueError(
+            f"{asked}: {api.endpoint} cannot be reached ({error}); push from a machine with "
+            f"network{kept}"
+        ) from error
 
 
-def _kept(folder: Path | None) -> str:
-    if folder is None:
-        return "; nothing was exported yet"
-    return (
-        f"; the export is complete in {folder}: push it again with export.overwrite=true, which "
-        "writes it anew"
-    )
-
-
-def _refusal(repo: str, folder: Path | None, endpoint: str, error: Exception) -> str:
-    response = getattr(error, "response", None)
-    status = None if response is None else response.status_code
-    says = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+def _refusal(repo: str, endpoint: str, error: Exception, kept: str) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    says = (str(error).strip() or type(error).__name__).splitlines()[-1]
     if status == 401:
-        return f"export.push={repo}: {endpoint} does not accept this token; {HOW_TO_LOG_IN}"
+        return f"{endpoint} does not accept this token; {HOW_TO_LOG_IN}"
     if status == 403:
         return (
-            f"export.push={repo}: this token may not write to {repo.partition('/')[0]!r}; push to "
-            f"a user or organisation of your own, or use a token with write permission ({says})"
+            f"this token may not write to {repo.partition('/')[0]!r}; push to a user or "
+            f"organisation of your own, or use a token with write permission ({says})"
         )
     if status == 404:
-        return f"export.push={repo}: {endpoint} knows no such repository for this token ({says})"
-    return f"export.push={repo}: {endpoint} answered {status or 'nothing'} ({says}){_kept(folder)}"
-
-
-def _unreachable(repo: str, folder: Path | None, endpoint: str, error: Exception) -> str:
-    return (
-        f"export.push={repo}: {endpoint} cannot be reached ({error}); push from a "
-        f"machine with network{_kept(folder)}"
-    )
+        return f"{endpoint} knows no such repository for this token ({says})"
+    return f"{endpoint} answered {status or 'nothing'} ({says}){kept}"

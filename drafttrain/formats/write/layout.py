@@ -11,11 +11,6 @@ from drafttrain.drafters.serving.known import written_layout
 from drafttrain.drafters.serving.layout import Config, Expected, ServedLayout
 
 
-def expected_tensors(config: Config) -> dict[str, Expected]:
-    """Return every tensor of the layout that a serving configuration promises."""
-    return written_layout(config).expected_tensors(config)
-
-
 def check(
     config: Config,
     tensors: dict[str, Tensor],
@@ -41,12 +36,14 @@ def check(
 
 
 def _check_config(config: Config, layout: ServedLayout, spec: TargetSpec) -> list[str]:
-    complaints = []
-    for key, wanted in layout.required_keys(config, spec).items():
-        got = config.get(key, False if key in layout.false_by_default else None)
-        if got != wanted:
-            complaints.append(f"config.json's {key} must be {wanted}, got {got}")
-    return complaints
+    required = layout.required_keys(config, spec)
+    absent = dict.fromkeys(layout.false_by_default, False)
+    held = {key: config.get(key, absent.get(key)) for key in required}
+    return [
+        f"config.json's {key} must be {wanted}, got {held[key]}"
+        for key, wanted in required.items()
+        if held[key] != wanted
+    ]
 
 
 def _check_tensors(table: dict[str, Expected], tensors: dict[str, Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.readout import Readout
-from drafttrain.core.types import Nodes, TargetFeatures
+from drafttrain.core.types import TargetFeatures
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import cannot_serve, serve_commands
 from drafttrain.formats.write.config import ExportSettings
@@ -63,9 +63,8 @@ class Exported:
         lines = [f"exported {self.method} to {self.folder}"]
         lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
         lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
-        equal = (
-            ", bit for bit" if self.rounding.exact else " up to rounding (fc.weight is rescaled)"
-        )
+        rounded = " up to rounding (fc.weight is rescaled)"
+        equal = ", bit for bit" if self.rounding.exact else rounded
         lines.append(f"  loaded back: logits equal to those of the same weights{equal}")
         if self.rounding.largest_difference:
             lines.append(
@@ -96,7 +95,13 @@ def export_vllm(
     """
     settings, trained = drafter.to_serving()
     layout, spec = drafter.config.layout, drafter.spec
-    _check_depth(drafter, config)
+    deepest, depth = drafter.max_depth, config.num_speculative_tokens
+    if deepest is not None and depth > deepest:
+        raise ValueError(
+            f"export.num_speculative_tokens must be at most {deepest} for this "
+            f"{drafter.config.name} drafter, got {depth}: "
+            "it was made for no more, and engines refuse them"
+        )
     dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
     settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
@@ -104,20 +109,18 @@ def export_vllm(
     settings["target_fingerprint"] = spec.fingerprint
     commands: dict[str, str] = {}
     published: dict[str, str] = {}
+    notes: tuple[str, ...]
     if layout is None:
+        name = drafter.config.name
         if complaints := not_finite(tensors):
-            raise ValueError(
-                f"this {drafter.config.name} drafter is broken: {'; '.join(complaints)}"
-            )
-        notes: tuple[str, ...] = (
-            f"No engine serves drafter={drafter.config.name}: drafttrain itself decodes with it.",
-        )
+            raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
+        notes = (f"No engine serves drafter={name}: drafttrain itself decodes with it.",)
     else:
         check(settings, tensors, spec, drafter.captures, layout)
         refused = cannot_serve(layout, settings, "embed_tokens.weight" in tensors, spec)
 
         def told(target: str, model: str) -> dict[str, str]:
-            every = serve_commands(layout, target, model, config.num_speculative_tokens)
+            every = serve_commands(layout, target, model, depth)
             return {engine: line for engine, line in every.items() if engine not in refused}
 
         commands = told(target, config.push or str(folder))
@@ -140,16 +143,6 @@ def export_vllm(
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     method = drafter.config.name if layout is None else layout.method
     return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
-
-
-def _check_depth(drafter: Drafter, config: ExportSettings) -> None:
-    deepest = drafter.capabilities.max_depth
-    if deepest is not None and config.num_speculative_tokens > deepest:
-        raise ValueError(
-            f"export.num_speculative_tokens must be at most {deepest} for this "
-            f"{drafter.config.name} drafter, got {config.num_speculative_tokens}: "
-            "it was made for no more, and engines refuse them"
-        )
 
 
 def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,9 +250,8 @@ def probe(drafter: Drafter) -> Tensor:
     state = drafter.begin(readout, tokens[:, 0], PROBE_LENGTH + PROBE_DEPTH + 1)
     counts = [PROBE_LENGTH] * PROBE_ROWS
     drafter.observe(state, tokens[:, 1 : PROBE_LENGTH + 1], counts, features)
-    logits, nodes = [], None
-    for depth in range(min(PROBE_DEPTH, drafter.capabilities.max_depth or PROBE_DEPTH)):
-        logits.append(drafter.expand(state, nodes).logits[:, 0])
-        drafted = tokens[:, PROBE_LENGTH + 1 + depth, None]
-        nodes = Nodes(drafted, torch.full_like(drafted, depth - 1))
+    logits, drafted = [], None
+    for depth in range(min(PROBE_DEPTH, drafter.max_depth or PROBE_DEPTH)):
+        logits.append(drafter.expand(state, drafted))
+        drafted = tokens[:, PROBE_LENGTH + 1 + depth]
     return torch.stack(logits, dim=1)

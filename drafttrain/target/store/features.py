@@ -69,8 +69,8 @@ class StoredTarget:
             about.embedding_scale,
             about.logit_scale,
             about.soft_cap,
-        )
-        return readout.to(self.dtype).on(self.device)
+        ).to(self.dtype)
+        return readout.to(self.device)
 
     def _place_rows(self) -> None:
         """Work out where the rows of each conversation begin, as `capture` laid them out."""
