@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.runtime.settings import require
 
 NOT_A_LABEL = -1  # a hard label that the drafter cannot say: its position contributes zero
@@ -113,7 +114,7 @@ def feature_regression(
 
 
 def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.to(wide_dtype(values))
 
 
 def _log_probs(logits: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.sampling_config import Sampling
 
 
@@ -21,7 +22,7 @@ def probabilities(
     id, as argmax does on CPU. top-p keeps the smallest set of most likely tokens whose mass reaches
     top_p, always at least one (the convention of Transformers and vLLM).
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(wide_dtype(logits))
     if sampling.greedy:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     logits = logits / sampling.temperature

@@ -8,10 +8,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Decoded
-from drafttrain.decode.rows import Rows, Stops, charge, check_room, padded
+from drafttrain.decode.rows import Rows, Stops, charge, check_room
 from drafttrain.target.model import Target
 
 
@@ -72,7 +73,7 @@ def autoregressive_decode_batch(
     batch, now = Rows(prompts, rows), clock_of(target)
     started = now()
     cache = target.begin()
-    tokens, counts = padded(prompts, target.device)
+    tokens, counts = padded_rows(prompts, target.device)
     logits, _ = target.step(cache, tokens, counts=counts, last_only=True)
     token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     new = token.tolist()

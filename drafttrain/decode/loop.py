@@ -8,12 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from drafttrain.core.chance import Chance
+from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Decoded, Proposal, Verdict
 from drafttrain.decode.autoregressive import clock_of, emit
 from drafttrain.decode.draft import draft_chain
-from drafttrain.decode.rows import Row, Rows, Stops, charge, check_room, padded
+from drafttrain.decode.rows import Row, Rows, Stops, charge, check_room
 from drafttrain.decode.verify import LOSSLESS, Rule, verify_chain, verify_greedy
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
@@ -99,7 +100,7 @@ def speculative_decode_batch(
     draft_sampling = draft_sampling or sampling
     started = now()
     cache = target.begin()
-    tokens, counts = padded(prompts, target.device)
+    tokens, counts = padded_rows(prompts, target.device)
     logits, features = target.step(cache, tokens, drafter.captures, counts, last_only=True)
     root = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     state = drafter.begin(target.readout, tokens[:, 0], capacity)

@@ -3,10 +3,6 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
 from drafttrain.core.types import Decoded, DecodeStats
 from drafttrain.target.model import Target
 
@@ -15,11 +11,7 @@ class Stops:
     """What ends an output: a stop token, a stop string as soon as it is spelled, or the limit."""
 
     def __init__(
-        self,
-        target: Target,
-        limit: int,
-        tokens: Collection[int] | None,
-        strings: Sequence[str],
+        self, target: Target, limit: int, tokens: Collection[int] | None, strings: Sequence[str]
     ) -> None:
         self.limit = limit
         self.tokens = frozenset(target.spec.eos_token_ids if tokens is None else tokens)
@@ -99,16 +91,6 @@ def charge(rows: Sequence[Row], **seconds: float) -> None:
     for row in rows:
         for part, value in seconds.items():
             setattr(row.stats, part, getattr(row.stats, part) + value / len(rows))
-
-
-def padded(
-    prompts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[Int[Tensor, "batch seq"], list[int]]:
-    """Return prompts as rows padded right, and how many tokens of each are real."""
-    counts = [len(prompt) for prompt in prompts]
-    longest = max(counts)
-    filled = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-    return torch.tensor(filled, device=device), counts
 
 
 def check_room(

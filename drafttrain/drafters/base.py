@@ -30,7 +30,7 @@ from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
 from drafttrain.runtime.settings import require
 
 
@@ -92,10 +92,8 @@ class TextSource(Protocol):
     def rewrite(self, drafter: Any, batch: Batch, chance: TrainingChance) -> Batch:
         """Return what is trained on in place of this micro batch, before the target reads it.
 
-        Each conversation keeps its place and has its own chance, so that nothing depends on how
-        conversations are batched or spread over ranks.
+        Each conversation keeps its place and its own chance, however it is batched or sharded.
         """
-        ...
 
 
 State = TypeVar("State", bound=DraftState)
@@ -133,10 +131,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return None
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
-        """Take weights from elsewhere, once, before `prepare`: the target's own model is at hand.
-
-        Drafters that begin with random weights, or with those of the readout, need nothing.
-        """
+        """Take weights from elsewhere, once, before `prepare`; both arguments are the target's."""
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Take initial values from the training data and the target, once, before training.
@@ -151,11 +146,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
 
     def attach(self, tokenizer: Any) -> None:
-        """Meet the target's tokenizer, once, before anything is decoded.
-
-        ValueError where the drafter cannot draft for it. Drafters that read the target's own ids
-        have nothing to check.
-        """
+        """Meet the target's tokenizer, once, before decoding; ValueError where it does not fit."""
 
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
@@ -239,14 +230,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
 def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Load tensors by name; ValueError names every missing, unknown or misshapen one."""
     own = module.state_dict()
-    complaints = [f"missing {name}" for name in own if name not in tensors]
-    complaints += [f"unknown {name}" for name in tensors if name not in own]
-    complaints += [
-        f"{name} must be {list(own[name].shape)}, got {list(tensors[name].shape)}"
-        for name in own
-        if name in tensors and own[name].shape != tensors[name].shape
-    ]
-    if complaints:
+    table = {name: Expected(tuple(tensor.shape), dtypes=()) for name, tensor in own.items()}
+    if complaints := check_tensors(table, tensors):
         raise ValueError(
             f"these weights do not fit the drafter: {'; '.join(complaints)}; "
             "they must come from the same drafter configuration and a target of the same shape"

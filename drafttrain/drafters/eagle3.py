@@ -23,12 +23,7 @@ from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import (
-    About,
-    TrainingChance,
-    last_of,
-    positions_to_predict,
-)
+from drafttrain.drafters.base import About, TrainingChance, last_of, positions_to_predict
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
@@ -154,7 +149,10 @@ class Eagle3(LayerDrafter):
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
         embedded = self.embed(features.readout, tokens)
         mask = document_mask(batch.document[:, :-1])
-        projected, weight = self.midlayer.unroll(embedded)
+        # The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
+        # embeddings, one place further: their part is computed once.
+        layer = self.midlayer
+        projected, weight = layer.self_attn.joined(layer.input_layernorm(embedded))
         past: list[tuple[Tensor, Tensor]] = []
         states = []
         for depth in range(steps):

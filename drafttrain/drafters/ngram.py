@@ -7,14 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    DraftState,
-    TrainingChance,
-)
+from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +83,7 @@ class Ngram(Drafter[NgramState]):
         """Look up the longest suffix of each row; no node where nothing matches."""
         device = state.readout.embedding.device
         found = [self._look_up(text, depth) for text in state.texts]
-        num_nodes = [len(chain) for chain in found]
-        longest = max(num_nodes)
-        padded = [chain + [0] * (longest - len(chain)) for chain in found]
-        tokens = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens, num_nodes = padded_rows(found, device)
         return Proposal(tokens, torch.tensor(num_nodes), None)
 
     def _look_up(self, text: Text, depth: int) -> list[int]:

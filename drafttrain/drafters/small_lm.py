@@ -38,6 +38,7 @@ from drafttrain.target.pretrained.files import check_settings
 from drafttrain.target.pretrained.limits import check_sizes
 from drafttrain.target.pretrained.models import attention_of
 
+HEADS = ("num_attention_heads", "num_key_value_heads")
 MOST_SETTINGS = 1 << 20
 SETTINGS = "settings"  # a tensor among the weights: the model's configuration as JSON, in bytes
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures")
@@ -76,8 +77,7 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
         distinct = "be distinct layers of the target, ascending, as in [0,3,7]"
         self.require("layers", bool(ascending), distinct)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        sizes = ("hidden_size", "intermediate_size", "num_layers")
-        for key in (*sizes, "num_attention_heads", "num_key_value_heads", "lora_alpha"):
+        for key in ("hidden_size", "intermediate_size", "num_layers", *HEADS, "lora_alpha"):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
         even = f"be an even multiple of drafter.num_attention_heads ({heads})"
         self.require("hidden_size", self.hidden_size % (2 * heads) == 0, even)
@@ -123,11 +123,8 @@ class SmallLM(CausalDrafter):
         return {
             "model_type": "llama",
             "vocab_size": spec.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
+            **{key: getattr(config, key) for key in ("hidden_size", "intermediate_size", *HEADS)},
             "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.hidden_size // config.num_attention_heads,
             "max_position_embeddings": spec.max_positions,
             "rms_norm_eps": spec.rms_norm_eps,

@@ -175,7 +175,10 @@ def test_a_pickle_of_strides_is_measured_by_its_shape(target: Target, tmp_path: 
 
 def test_what_is_only_told_may_be_anything(target: Target, tmp_path: Path) -> None:
     published = edited(eagle3("speculators"), speculators_config={"verifier": ["x"]})
-    assert admitted(published.write(tmp_path / "drafter"), target).recognised.kind == "speculators"
+    assert (
+        admitted(published.write(tmp_path / "drafter"), target).recognised.layout.kind
+        == "speculators"
+    )
 
 
 def test_a_cache_of_links_is_read(target: Target, tmp_path: Path) -> None:

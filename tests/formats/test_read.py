@@ -81,7 +81,7 @@ def test_a_published_layout_computes_what_its_authors_mean(
     kind, make = LAYOUTS[name]
     published = make()
     theirs = admitted(published.write(tmp_path), target)
-    assert theirs.recognised.kind == kind
+    assert theirs.recognised.layout.kind == kind
     torch.manual_seed(5)
     count = 30  # past the 16 positions that llama3's scaling counts from
     tokens = torch.randint(VOCAB, (count + 1 + DEPTH,)).tolist()
@@ -182,7 +182,7 @@ def test_a_key_that_engines_read_differently_is_noted(target: Target, tmp_path: 
 def test_a_causal_language_model_becomes_two_model(
     target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    assert recognise(open_folder(tiny_target_dir, False)).kind == "causal_lm"
+    assert recognise(open_folder(tiny_target_dir, False)).layout.kind == "causal_lm"
 
     built = []
 

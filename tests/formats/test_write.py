@@ -21,7 +21,7 @@ from drafttrain.core.types import Counters, DecodeStats, PromptResult, TargetFea
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.ngram import NgramConfig
-from drafttrain.drafters.serving.known import written_layout
+from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.vllm import Exported, export_vllm, read_back
@@ -106,11 +106,16 @@ def serving(family: str, **options: Any) -> tuple[Drafter, dict[str, Any], dict[
     return drafter, *drafter.to_serving()
 
 
+def layout_of(drafter: Drafter) -> ServedLayout:
+    assert drafter.config.layout is not None
+    return drafter.config.layout
+
+
 def complaint(
     drafter: Drafter, config: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> str | None:
     try:
-        layout.check(config, tensors, drafter.spec, drafter.captures)
+        layout.check(config, tensors, drafter.spec, drafter.captures, layout_of(drafter))
     except ValueError as error:
         return str(error)
     return None
@@ -141,7 +146,7 @@ def test_an_export_holds_every_tensor_of_its_layout_and_loads_back(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     wanted = {
-        name: e for name, e in written_layout(config).expected_tensors(config).items() if e.required
+        name: e for name, e in layout_of(drafter).expected_tensors(config).items() if e.required
     }
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         name: expected.shape for name, expected in wanted.items()

@@ -34,7 +34,7 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     place = setup.folder / "evaluations" / settings.name / "vllm" / "drafter"
     given, family = drafter.served_from, drafter.name
     if isinstance(drafter, AdmittedConfig):
-        family = recognise(open_folder(drafter.served_from, drafter.allow_pickle)).kind
+        family = recognise(open_folder(drafter.served_from, drafter.allow_pickle)).layout.kind
     served = check_witness(
         drafter=parts.drafter,
         drafter_name=family,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import LossTerm
 from drafttrain.core.vocab import DraftVocab
@@ -152,7 +153,7 @@ class _Pass:
         self.wide = torch.promote_types(self.weights[0].dtype, torch.float32)
         # A state gets its gradient once, whole; a parameter from every chunk: in float32 at least.
         self.gradients = [
-            torch.zeros_like(tensor, dtype=tensor.dtype if i < depths else _wide(tensor))
+            torch.zeros_like(tensor, dtype=tensor.dtype if i < depths else wide_dtype(tensor))
             if want and tensor is not None
             else None
             for i, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
@@ -300,11 +301,7 @@ def _logits(
     if head.soft_cap is None:
         return logits, None
     bent = torch.tanh(logits / head.soft_cap)
-    return head.soft_cap * bent, 1 - bent.to(_wide(bent)).square()
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return head.soft_cap * bent, 1 - bent.to(wide_dtype(bent)).square()
 
 
 def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Function = Callable[..., Any]
@@ -97,3 +97,8 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return next(module.parameters()).dtype
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float32, or what is wider of a tensor's own."""
+    return torch.promote_types(tensor.dtype, torch.float32)

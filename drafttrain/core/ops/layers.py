@@ -120,9 +120,7 @@ class _Rotated(torch.autograd.Function):
         return _rotated(grad, cos, -sin), None, None
 
 
-def document_mask(
-    document: Int[Tensor, "batch seq"],
-) -> Bool[Tensor, "batch 1 seq seq"] | None:
+def document_mask(document: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"] | None:
     """Return which keys each query may see, or None where plain causality already says it.
 
     Padding stands right of the document, so a causal mask alone keeps it out of a row's only

@@ -191,3 +191,14 @@ def additive(mask: Bool[Tensor, "rows 1 new total"], dtype: torch.dtype) -> Tens
     shape, device = mask.shape, mask.device
     lowest = torch.finfo(dtype).min
     return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~mask, lowest)
+
+
+Ragged = tuple[Tensor, list[int]]  # rows padded right, and how many tokens of each are real
+
+
+def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Ragged:
+    """Return rows of tokens padded right, and their lengths."""
+    counts = [len(row) for row in rows]
+    longest = max(counts)
+    filled = [[*row, *[0] * (longest - len(row))] for row in rows]
+    return torch.tensor(filled, dtype=torch.long, device=device), counts

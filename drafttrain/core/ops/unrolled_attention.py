@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from drafttrain.core.ops.layer_calls import wide_dtype
+
 _aten = torch.ops.aten
 
 
@@ -64,7 +66,7 @@ class _Unrolled(torch.autograd.Function):
             return None, d_queries, d_keys, d_values
         grouped, grads = _grouped(queries, keys), _grouped(grad, keys)
         d_grouped = d_queries.reshape(grouped.shape)
-        wide, scale = _wide(queries), queries.shape[-1] ** -0.5
+        wide, scale = wide_dtype(queries), queries.shape[-1] ** -0.5
         logs = total.reshape(grouped.shape[:-1])
         own = (grads * _grouped(mixed, keys)).sum(-1, dtype=wide)
         d_later = []
@@ -84,7 +86,7 @@ def _merged(
     """Return the mixture over the first keys and the later diagonals, and its log-sum-exp."""
     scale = queries.shape[-1] ** -0.5
     grouped = _grouped(queries, keys)
-    scores = [(grouped * k[:, :, None]).sum(-1, dtype=_wide(queries)) for k in later[0::2]]
+    scores = [(grouped * k[:, :, None]).sum(-1, dtype=wide_dtype(queries)) for k in later[0::2]]
     lse = first.logsumexp.reshape(grouped.shape[:-1])
     stacked = torch.stack([lse, *(score * scale for score in scores)], dim=-1)
     total = stacked.logsumexp(-1)
@@ -94,10 +96,6 @@ def _merged(
         mixed.addcmul_(weight[..., None], v[:, :, None])
     # As the flash kernels lay it out: heads beside each other, ready for the projection.
     return mixed.reshape(queries.shape), total.reshape(first.logsumexp.shape)
-
-
-def _wide(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _grouped(heads: Tensor, keys: Tensor) -> Tensor:

@@ -41,10 +41,6 @@ class CausalLMLayout(ServedLayout):
         """Refuse: it is loaded as a model, with a tokenizer of its own to be compared."""
         raise AssertionError("a whole model is no drafter of this target's before it is loaded")
 
-    def is_written_in(self, config: Config) -> bool:
-        known = config.get("model_type") in transformers.CONFIG_MAPPING
-        return known and bool(config.get("architectures"))
-
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         shape = {key: value for key, value in config.items() if key not in NO_SHAPE}
         settings = transformers.AutoConfig.for_model(**shape)

@@ -3,7 +3,7 @@
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
-from drafttrain.drafters.serving.layout import Config, Layout, ServedLayout
+from drafttrain.drafters.serving.layout import Layout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -23,11 +23,3 @@ VLLM_METHODS: dict[str, str | None] = {
     "small_lm": CausalLMLayout.method,
     **{layout.kind: layout.method for layout in LAYOUTS},
 }
-
-
-def written_layout(config: Config) -> ServedLayout:
-    """Return the layout that a serving configuration is of; ValueError where none is known."""
-    for layout in LAYOUTS:
-        if isinstance(layout, ServedLayout) and layout.is_written_in(config):
-            return layout
-    raise ValueError(f"no serving format is known for architectures {config.get('architectures')}")

@@ -85,7 +85,7 @@ class Expected:
     """One tensor of a layout: its shape, and whether it is a weight, an index or a mask."""
 
     shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...] = FLOATS
+    dtypes: tuple[torch.dtype, ...] = FLOATS  # none: any
     required: bool = True
 
 
@@ -125,10 +125,6 @@ class ServedLayout(Layout):
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
     architectures: ClassVar[tuple[str, ...]]  # that config.json names; the first is its own
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
-
-    def is_written_in(self, config: Config) -> bool:
-        """Whether a serving configuration is of this layout."""
-        return self.architectures[0] in (config.get("architectures") or ())
 
     @abstractmethod
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
@@ -177,4 +173,24 @@ def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
         complaints.append(
             f"it reads hidden states {hidden_size:,} wide, {spec.name}'s are {spec.hidden_size:,}"
         )
+    return complaints
+
+
+def check_tensors(table: Mapping[str, Expected], tensors: Tensors) -> list[str]:
+    """Return which tensors are missing, unknown, misshapen or of another kind."""
+    complaints = [
+        f"missing {name} of shape {list(expected.shape)}"
+        for name, expected in table.items()
+        if expected.required and name not in tensors
+    ]
+    complaints += [f"unknown {name}" for name in tensors if name not in table]
+    for name, tensor in tensors.items():
+        expected = table.get(name)
+        if expected is None:
+            continue
+        if tuple(tensor.shape) != expected.shape:
+            complaints.append(f"{name} must be {list(expected.shape)}, got {list(tensor.shape)}")
+        if expected.dtypes and tensor.dtype not in expected.dtypes:
+            names = " or ".join(str(dtype) for dtype in expected.dtypes)
+            complaints.append(f"{name} must be {names}, got {tensor.dtype}")
     return complaints

@@ -10,16 +10,11 @@ from torch import Tensor
 
 from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import device_of
-from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
+from drafttrain.core.ops.ragged_cache import Ragged, RaggedCache, padded_rows, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import (
-    Drafter,
-    DrafterConfig,
-    DraftState,
-    last_of,
-)
+from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, last_of
 from drafttrain.target.pretrained.limits import exact_positions
 
 
@@ -221,17 +216,6 @@ class CausalDrafter(Drafter[CausalState]):
         state.counts = [state.counts[row] for row in rows]
         if state.cache.lengths:  # empty before anything was read
             state.cache.select(rows)
-
-
-Ragged = tuple[Tensor, list[int]]  # rows padded right, and how many tokens of each are real
-
-
-def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Ragged:
-    """Return rows of tokens padded right, and their lengths."""
-    counts = [len(row) for row in rows]
-    longest = max(counts)
-    filled = [[*row, *[0] * (longest - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.long, device=device), counts
 
 
 def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int]) -> Ragged:

@@ -33,16 +33,6 @@ class Eagle3Layer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return inputs, normed if self.norm_before_residual else hidden
 
-    def unroll(
-        self, embedded: Float[Tensor, "batch longer hidden"]
-    ) -> tuple[Float[Tensor, "batch longer heads"], Float[Tensor, "heads hidden"]]:
-        """Return what attention projects of each embedding, and the matrix for hidden states.
-
-        The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
-        embeddings, one place further: their part is computed once.
-        """
-        return self.self_attn.joined(self.input_layernorm(embedded))
-
     def enter(
         self,
         projected: Float[Tensor, "batch seq heads"],
@@ -52,7 +42,8 @@ class Eagle3Layer(nn.Module):
     ) -> tuple[Float[Tensor, "batch seq hidden"], Tensor, Tensor, Tensor]:
         """Return the residual stream, queries, keys and values of one depth of the unroll.
 
-        projected, weight: what `unroll` gave, from this depth's own tokens on.
+        projected, weight: what attention makes of the embeddings alone (`Attention.joined`), from
+        this depth's own tokens on.
         """
         normed = self.hidden_norm(hidden)
         projected = functional.linear(normed, weight) + projected

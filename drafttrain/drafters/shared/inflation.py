@@ -11,8 +11,7 @@ def inflate_drafter(drafter: Drafter, ratio: float) -> str:
     """Widen every gated feed-forward layer `ratio` times, in place; return what reports must say.
 
     What the drafter computes stays, up to rounding: the added columns are zero. A drafter without
-    such layers stays as it is (Medusa's blocks are as wide as the target's hidden state, which no
-    inflation changes; prompt lookup has no weights), and the answer says so.
+    such layers stays as it is, and the answer says so.
     """
     assert ratio >= 1, f"a drafter is only ever widened, got a ratio of {ratio}"
     name = drafter.config.name

@@ -60,7 +60,7 @@ class LayerConfig(DrafterConfig):
         keys = [key.name for key in fields(LayerShape) if key.name != "hidden_size"]
         own = {key: getattr(self, key) for key in keys}
         theirs = {key: getattr(spec, key, None) for key in keys}
-        sizes = {key: theirs[key] if own[key] is None else own[key] for key in keys}
+        sizes: dict[str, Any] = {k: theirs[k] if own[k] is None else own[k] for k in keys}
         shape = LayerShape(hidden_size=hidden_size or spec.hidden_size, **sizes)
         heads, groups = shape.num_attention_heads, shape.num_key_value_heads
         divide = f"divide drafter.num_attention_heads ({heads})"

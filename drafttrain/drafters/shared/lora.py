@@ -12,21 +12,16 @@ def add_lora(model: Any, rank: int, alpha: int) -> None:
     """
     import peft
 
-    names = linear_names(model)
-    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
-    peft.inject_adapter_in_model(settings, model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-
-
-def linear_names(model: Any) -> list[str]:
-    """Return the names of a model's linear layers, less its output head."""
     head = model.get_output_embeddings()
-    return [
+    names = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     ]
+    settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
+    peft.inject_adapter_in_model(settings, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
 
 
 def merge_lora(model: Any) -> None:

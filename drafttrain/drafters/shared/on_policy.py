@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
-from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PAD_DOCUMENT, Batch
 from drafttrain.drafters.base import TrainingChance
-from drafttrain.drafters.shared.causal import CausalDrafter, padded_rows
+from drafttrain.drafters.shared.causal import CausalDrafter
 
 CHANGE, TURN = draw_of(0, Purpose.ACCEPT), draw_of(0, Purpose.DRAFT)
 EMIT = draw_of(0, Purpose.EMIT)
@@ -43,11 +43,9 @@ def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[An
             first, stop = int(places[0]), int(places[-1]) + 1
             said = mask[row, first:stop]
             starts = (said[1:] & ~said[:-1]).nonzero().squeeze(1) + 1
-            answers = [
-                Answer(row, conversation, first, first + start, stop) for start in starts.tolist()
-            ]
-            if answers:
-                found.append(answers)
+            if len(starts):
+                begins = [first + start for start in starts.tolist()]
+                found.append([Answer(row, conversation, first, at, stop) for at in begins])
     if not found:
         return []
     names, zeros = [answers[0].conversation for answers in found], [0] * len(found)
@@ -103,11 +101,7 @@ def in_own_words(
 
 
 def continue_texts(
-    drafter: CausalDrafter,
-    batch: Batch,
-    answers: list[Answer],
-    temperature: float,
-    chance: Chance,
+    drafter: CausalDrafter, batch: Batch, answers: list[Answer], temperature: float, chance: Chance
 ) -> list[list[int]]:
     """Sample each answer together with the others; a row leaves when it has ended."""
     ends, device = frozenset(drafter.spec.eos_token_ids), batch.tokens.device

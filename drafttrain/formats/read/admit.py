@@ -63,10 +63,7 @@ class Admitted:
 
 
 def admit(
-    config: AdmittedConfig,
-    spec: TargetSpec,
-    tokenizer: Any,
-    choice: Callable[[str], DrafterConfig],
+    config: AdmittedConfig, spec: TargetSpec, tokenizer: Any, choice: Callable[[str], DrafterConfig]
 ) -> Admitted:
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 

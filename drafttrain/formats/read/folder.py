@@ -106,7 +106,13 @@ def open_folder(path: Path, allow_pickle: bool) -> Folder:
             f"{origin} must be the directory of a drafter, but is the folder of a run: evaluate it "
             f"by run.dir={path}"
         )
-    config, files = _config(path, origin), _weights(path, origin)
+    file = path / CONFIG
+    if not file.is_file():
+        found = sorted(entry.name for entry in path.iterdir())
+        holds = f"it holds {shown(', '.join(found[:5]))}" if found else "it is empty"
+        adapter = "; a LoRA adapter must be merged first" if "adapter_config.json" in found else ""
+        raise ValueError(f"{origin} must hold {CONFIG} and weights, but {holds}{adapter}")
+    config, files = read_object(file, f"{origin}: {CONFIG}"), _weights(path, origin)
     pickled = [file.name for file in files if file.suffix != ".safetensors"]
     if pickled and not allow_pickle:
         raise ValueError(
@@ -115,16 +121,6 @@ def open_folder(path: Path, allow_pickle: bool) -> Folder:
             "with weights_only=True"
         )
     return Folder(path, config, {file: _entries(file, origin) for file in files})
-
-
-def _config(path: Path, origin: str) -> dict[str, Any]:
-    file = path / CONFIG
-    if not file.is_file():
-        found = sorted(entry.name for entry in path.iterdir())
-        holds = f"it holds {shown(', '.join(found[:5]))}" if found else "it is empty"
-        adapter = "; a LoRA adapter must be merged first" if "adapter_config.json" in found else ""
-        raise ValueError(f"{origin} must hold {CONFIG} and weights, but {holds}{adapter}")
-    return read_object(file, f"{origin}: {CONFIG}")
 
 
 def _weights(path: Path, origin: str) -> tuple[Path, ...]:

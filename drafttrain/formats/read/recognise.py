@@ -15,11 +15,6 @@ class Recognised:
     layout: Layout
     because: str
 
-    @property
-    def kind(self) -> str:
-        """The layout's short name."""
-        return self.layout.kind
-
     def __str__(self) -> str:
         return f"{self.layout.title}, by {self.because}"
 

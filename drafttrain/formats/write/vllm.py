@@ -157,7 +157,10 @@ def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"export.dir must be a folder, got the file {folder}")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    ours = {*FILES, *(MODEL_FILES if _is_export(folder) else ())}
+    card = folder / "README.md"
+    # A model in this folder may be replaced where it is an export: another's model never is.
+    export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+    ours = {*FILES, *(MODEL_FILES if export else ())}
     foreign = [name for name in found if name not in ours]
     if foreign:
         raise ValueError(
@@ -186,12 +189,6 @@ def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
             os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_export(folder: Path) -> bool:
-    """Whether a model in this folder is an export: another's model is never replaced."""
-    card = folder / "README.md"
-    return card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
 
 
 def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
