@@ -2,9 +2,8 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +99,26 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
         return SmallLM(self, spec)
 
 
+class CalledLayers(nn.ModuleList):
+    """The layers of a decoder, under their own names, called as training asks (`call_layer`)."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([CalledLayer(layer) for layer in self._modules.values()])
+
+
+class CalledLayer:
+    """What a decoder takes for its layer: all but the call is the layer's own."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        return layer_calls.call_layer(self.layer, *inputs, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
 class SmallLM(CausalDrafter):
     """A causal language model of the target's vocabulary, trained to say what the target says."""
 
@@ -147,10 +166,11 @@ class SmallLM(CausalDrafter):
         text = json.dumps(settings, sort_keys=True).encode()
         setattr(self, SETTINGS, torch.tensor(list(text), dtype=torch.uint8))
         # What Transformers calls a layer, whatever the architecture.
-        stacks = [m for m in self._decoder[0].children() if isinstance(m, nn.ModuleList)]
+        decoder = self._decoder[0]
+        stacks = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList)]
         self._has_layers = bool(stacks)
-        for layer in stacks[0] if stacks else ():
-            layer.forward = partial(layer_calls.call_layer, layer.forward)
+        for name, stack in stacks[:1]:
+            setattr(decoder, name, CalledLayers(stack._modules.values()))
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Take the first weights: a model's of its own, or some of the target's layers."""
