@@ -25,6 +25,7 @@ from drafttrain.runtime.rank_process import (
     is_ours,
     leave_word,
     rank,
+    say_error,
     settle,
     speaks_first,
 )
@@ -46,6 +47,10 @@ GOES_ON = {
 OPTIONS = (
     *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),
     *("--shell-completion", "--version"),
+)
+TAKES_A_VALUE = (
+    *("--local_rank", "--local-rank", "--cfg", "--info", "-sc", "--shell-completion"),
+    "--config-dir",
 )
 
 
@@ -72,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     again. 1: the machine failed, another process has what is needed, or nobody foresaw it.
     130: Ctrl-C. 143: a scheduler's signal, after what there is was saved.
     """
-    # Read when torch is loaded, later. OpenMP's threads spin for milliseconds before they sleep:
-    # on a machine that does other work besides, that makes two threads ten times slower than one.
-    # Some tens of microseconds bridge the gap between two products and harm nobody.
+    # Read when torch is loaded. OpenMP's threads spin for milliseconds before they sleep: on a
+    # busy machine two are ten times slower than one. Tens of microseconds harm nobody.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -121,11 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     except Stopped as stopped:
         if rank() == 0:
-            _say(str(stopped))
+            say_error(str(stopped))
         return stopped.code
     except KeyboardInterrupt:  # before a command listens
         if rank() == 0:
-            _say(f"interrupted{GOES_ON.get(command or '', '')}")
+            say_error(f"interrupted{GOES_ON.get(command or '', '')}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave_word(text, status, foreseen=_foreseen(error), consequence=is_consequence(error))
         # Every rank finds the same mistake in what was typed.
         elif speaks_first() if composed else rank() == 0:
-            _say(f"error: {text}")
+            say_error(f"error: {text}")
         return status
 
 
@@ -150,34 +154,31 @@ def read(arguments: Sequence[str]) -> Request:
     rest = iter(arguments)
     for text in rest:
         name, equals, value = text.partition("=")
+        if name in TAKES_A_VALUE and not equals:
+            value = next(rest, "")
         if name in ("--local_rank", "--local-rank"):  # DeepSpeed's launcher adds it
-            if not equals:
-                next(rest, None)
-        elif name in ("-h", "--help"):
+            continue
+        if name in ("-h", "--help"):
             request.help = True
         elif name in ("-c", "--config"):
             request.show_config = True
         elif name in ("--cfg", "--info"):  # as Hydra spells it
             known = "job" if name == "--cfg" else "defaults"
-            what = value if equals else next(rest, "")
-            if what != known:
-                raise UsageError(f"{name} must be {known}, got {shown(what) or 'nothing'}")
+            if value != known:
+                raise UsageError(f"{name} must be {known}, got {shown(value) or 'nothing'}")
             request.show_config |= name == "--cfg"
             request.show_defaults |= name == "--info"
         elif name in ("-sc", "--shell-completion"):
-            # query= has the line that is typed, which may hold another =.
-            request.completion = value if equals else next(rest, "")
+            request.completion = value
         elif name in ("-m", "--multirun"):
             request.multirun = True
         elif name == "--version":
             request.version = True
         elif name == "--config-dir":
-            place = value if equals else next(rest, "")
-            if not os.path.isdir(place):
-                raise UsageError(
-                    f"--config-dir must name a folder, got {shown(place) or 'nothing'}"
-                )
-            request.config_dir = Path(place)
+            if not os.path.isdir(value):
+                got = shown(value) or "nothing"
+                raise UsageError(f"--config-dir must name a folder, got {got}")
+            request.config_dir = Path(value)
         elif name == "--slurm":
             request.slurm = value
         elif text.startswith("-"):
@@ -217,8 +218,7 @@ def _help(request: Request) -> str:
                 f"no section is called {section}{did_you_mean(section, options)} "
                 f"sections: {', '.join(options)}"
             )
-        choice = choice or groups.get(section, "")
-        texts.append(section_help(request.command, section, choice))
+        texts.append(section_help(request.command, section, choice or groups.get(section, "")))
     return "\n\n".join(texts) or command_help(request.command)
 
 
@@ -246,8 +246,8 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
 
 
 def _status(error: Exception) -> int:
-    by_machine = isinstance(error, MachineError) or not isinstance(error, ValueError)
-    return 1 if by_machine or not _foreseen(error) else 2
+    meant = isinstance(error, ValueError) and not isinstance(error, MachineError)
+    return 2 if meant and _foreseen(error) else 1
 
 
 def _foreseen(error: Exception) -> bool:
@@ -257,10 +257,6 @@ def _foreseen(error: Exception) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     return isinstance(error, ValueError) and raised_in.startswith("drafttrain.")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _multirun(request: Request) -> int:

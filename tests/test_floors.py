@@ -28,7 +28,7 @@ DOORS = {
     "omegaconf": {"config.compose", "config.values"},
     "deepspeed": {"runtime.deepspeed", "training.engine.deepspeed"},
     "accelerate": {"target.pretrained.shards", "target.device_map"},
-    "tensorboard": {"runtime.tensorboard"},
+    "tensorboard": {"runtime.tracker"},
     "wandb": {"runtime.tracker"},
     "datasets": {"data.files"},
     "huggingface_hub": {"target.pretrained.hub", "formats.write.hub"},

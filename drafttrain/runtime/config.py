@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 PLACEMENTS = ("auto", "device", "device_map", "zero3", "vllm")
 
 
@@ -27,30 +28,19 @@ class HardwareConfig:
     check_fit: bool
 
     def __post_init__(self) -> None:
-        for key in ("dtype", "draft_dtype", "train_dtype"):
-            if getattr(self, key) not in ("auto", *DTYPES):
-                raise ValueError(
-                    f"hardware.{key} must be auto, float32 or bfloat16, got {getattr(self, key)}"
-                )
-        if self.weights_dtype not in DTYPES:
-            raise ValueError(
-                f"hardware.weights_dtype must be float32 or bfloat16, got {self.weights_dtype}"
-            )
-        kind = self.device.split(":")[0]
-        if kind not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"hardware.device must be auto, cpu or cuda[:N], got {self.device}")
-        if self.threads < 0:
-            raise ValueError(
-                f"hardware.threads must be at least 0 (0: every core), got {self.threads}"
-            )
-        if self.micro_batch < 1:
-            raise ValueError(f"hardware.micro_batch must be at least 1, got {self.micro_batch}")
-        if self.ranks != "auto" and (type(self.ranks) is not int or self.ranks < 1):
-            raise ValueError(
-                f"hardware.ranks must be auto or a number of at least 1, got {self.ranks}"
-            )
-        if self.target_placement not in PLACEMENTS:
-            raise ValueError(
-                f"hardware.target_placement must be one of {', '.join(PLACEMENTS)}, "
-                f"got {self.target_placement}"
-            )
+        ranks = self.ranks == "auto" or (type(self.ranks) is int and self.ranks >= 1)
+        placement = self.target_placement in PLACEMENTS
+        either, dtypes = "auto, float32 or bfloat16", ("auto", *DTYPES)
+        for key, holds, must in (
+            ("dtype", self.dtype in dtypes, either),
+            ("draft_dtype", self.draft_dtype in dtypes, either),
+            ("train_dtype", self.train_dtype in dtypes, either),
+            ("weights_dtype", self.weights_dtype in DTYPES, "float32 or bfloat16"),
+            ("device", self.device.split(":")[0] in DEVICES, "auto, cpu or cuda[:N]"),
+            ("threads", self.threads >= 0, "at least 0 (0: every core)"),
+            ("micro_batch", self.micro_batch >= 1, "at least 1"),
+            ("ranks", ranks, "auto or a number of at least 1"),
+            ("target_placement", placement, f"one of {', '.join(PLACEMENTS)}"),
+        ):
+            if not holds:
+                raise ValueError(f"hardware.{key} must be {must}, got {getattr(self, key)}")

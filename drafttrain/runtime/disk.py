@@ -18,10 +18,7 @@ OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errn
 
 
 class MachineError(ValueError):
-    """The machine, or another process on it, has failed a command that may succeed later as it is.
-
-    It ends with status 1: what was typed is not at fault.
-    """
+    """The machine, or another process on it, fails a command that is not at fault: status 1."""
 
 
 class DiskError(MachineError):
@@ -60,8 +57,7 @@ def require_writable(folder: Path, key: str) -> None:
         kind = DiskError if error.errno in FULL else ValueError
         raise kind(
             f"{key} must lie where files can be written, got {shown(folder, 400)}: "
-            f"{reason(error, place)}; "
-            "name another place"
+            f"{reason(error, place)}; name another place"
         ) from error
 
 
@@ -98,14 +94,11 @@ def written(folder: Path, key: str) -> Iterator[None]:
 
 def flush(path: Path) -> None:
     """Wait until a file, or a folder with the files in it, is on the disk."""
-    for place in [*path.iterdir(), path] if path.is_dir() else [path]:
-        if place.is_dir() and place != path:
-            continue
-        try:
-            _sync(place)
-        except FileNotFoundError:  # another command's, such as its lock
-            if place == path:
-                raise
+    for place in path.iterdir() if path.is_dir() else ():
+        with suppress(FileNotFoundError):  # another command's, such as its lock
+            if not place.is_dir():
+                _sync(place)
+    _sync(path)
 
 
 def _sync(place: Path) -> None:
@@ -120,8 +113,7 @@ def _sync(place: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a new, empty file to write, which takes the place of `path` at the end, on the disk.
 
-    Whatever happens, `path` then holds what it held before or all that was written. What a killed
-    process left of an earlier try is removed, and so is a link that waits there, unfollowed.
+    What a killed process left of an earlier try is removed, as is a link there, unfollowed.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -145,8 +137,7 @@ def write_whole(path: Path, text: str) -> None:
 def append_text(path: Path, text: str) -> None:
     """Add `text`, which ends its last line, to the end of a file, and wait until it is on the disk.
 
-    A torn last line, which a killed process leaves, is cut off before; what of `text` a full disk
-    took is cut off again. A link is not followed: a folder of others could lead anywhere.
+    A torn last line is cut off before, and so is what of `text` a full disk took.
     """
     left = text.encode()
     new = not os.path.lexists(path)
@@ -171,7 +162,7 @@ def sha256_of(path: Path) -> str:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, but no link to one: `opener` of open()."""
+    """Open a file, but no link, which could lead anywhere in a folder of others; for open()."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -8,7 +8,8 @@ import errno
 import fcntl
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
@@ -21,10 +22,7 @@ _opened: set[int] = set()  # descriptors: a fork must not keep a lock after its 
 
 
 def open_file(file: Path) -> int:
-    """Open a lock file for this process alone: neither programs it starts nor its forks keep it.
-
-    A folder may be anybody's: a link in the lock's place is refused, by the kernel or by us.
-    """
+    """Open a lock file for this process, not for its programs and forks; a link is refused."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(file, flags, 0o666)
     found = os.fstat(descriptor)
@@ -78,28 +76,28 @@ def try_lock(descriptor: int, kind: int, wait: bool = False) -> bool | None:
     return True
 
 
+@contextmanager
+def opened(file: Path, access: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file, but no link, for a moment; NFS asks its server, and no pipe is waited for."""
+    descriptor = os.open(file, access | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def is_named(descriptor: int, file: Path) -> bool:
     """Whether the file of that name is the open one: its holder may have removed it meanwhile."""
-    try:
-        fresh = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NFS asks its server
-    except OSError:
-        return False
-    try:
+    with suppress(OSError), opened(file) as fresh:
         return os.path.sameopenfile(fresh, descriptor)
-    finally:
-        os.close(fresh)
+    return False
 
 
 def is_locked(file: Path) -> bool:
     """Whether any process has a lock on a file, a shared one included."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    try:
+    with suppress(FileNotFoundError), opened(file, os.O_RDWR) as descriptor:
         return try_lock(descriptor, fcntl.LOCK_EX) is False
-    finally:
-        os.close(descriptor)
+    return False
 
 
 def is_of_one_machine(file: Path) -> bool:

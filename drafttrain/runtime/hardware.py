@@ -24,17 +24,16 @@ def num_cores() -> int:
 
 
 def choose_device(config: HardwareConfig) -> str:
-    """Return the device that `config` asks for and set the CPU threads of this process.
+    """Return the device that `config` asks for; set CPU threads, for each rank its share of cores.
 
-    ValueError where there is no such device. Each of several ranks on a machine takes its share of
-    the cores; which GPU a rank takes is for `join_ranks`.
+    ValueError where there is no such device. Which GPU a rank takes is for `join_ranks`.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or max(1, num_cores() // ranks_here))
-    device = config.device
+    device, found = config.device, torch.cuda.is_available()
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cuda" if found else "cpu"
+    if device.startswith("cuda") and not found:
         raise ValueError(
             f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
             "found none; use hardware=cpu or hardware=auto"
@@ -43,10 +42,7 @@ def choose_device(config: HardwareConfig) -> str:
 
 
 def choose_compiler(config: HardwareConfig, device: torch.device) -> str | None:
-    """Return torch.compile's backend for the drafter's layers; None where they are not compiled.
-
-    ValueError where there is nothing to make code with.
-    """
+    """Return torch.compile's backend for the drafter's layers, or None; ValueError without one."""
     if not config.compile:
         return None
     if device.type == "cuda":
@@ -108,14 +104,13 @@ def choose_decoding(
     names = list(DTYPES) if config.dtype == "auto" else [config.dtype]
     every_core = torch.get_num_threads()  # as `choose_device` left it
     threads = [every_core] if config.threads else sorted({1, every_core})
+    candidates = [(name, count) for name in names for count in threads]
     if device.type == "cuda":
         name = "bfloat16" if config.dtype == "auto" else config.dtype
         return DecodeChoice(TORCH_DTYPES[name], every_core, f"{name} on {device}")
-    candidates = [(name, count) for name in names for count in threads]
     if len(candidates) == 1:
-        return DecodeChoice(
-            TORCH_DTYPES[names[0]], every_core, f"{names[0]} with {every_core} threads"
-        )
+        name = names[0]
+        return DecodeChoice(TORCH_DTYPES[name], every_core, f"{name} with {every_core} threads")
     passes = {name: pass_of(TORCH_DTYPES[name]) for name in names}
     best: dict[tuple[str, int], dict[int, float]] = {candidate: {} for candidate in candidates}
     for _ in range(MEASURED_ROUNDS):

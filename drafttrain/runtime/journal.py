@@ -22,10 +22,9 @@ def replace_records(file: Path, records: Iterable[Any]) -> None:
 
 
 def read_records(file: Path, kind: type[Kind], first: int = 0) -> Iterator[Kind]:
-    """Yield the records of a file from number `first` on; a torn last line is none.
+    """Yield the records of a file from number `first` on; UntrustedError names what is no `kind`.
 
-    Nothing is cut off here: another process may be writing that line. Whoever appends next does it.
-    Raises UntrustedError that names the line which is no `kind`.
+    A torn last line is none; it stays, for another process may be writing it.
     """
     with file.open("rb") as stream:
         for number, line in enumerate(lines_of(stream)):

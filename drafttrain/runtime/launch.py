@@ -25,15 +25,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.disk import no_link
 from drafttrain.runtime.hardware import num_cores
-from drafttrain.runtime.rank_process import LAUNCHER, STORE
-from drafttrain.runtime.run_folder import CHECKPOINTS, MANIFEST
+from drafttrain.runtime.rank_process import LAUNCHER, STORE, say_error
+from drafttrain.runtime.run_folder import MANIFEST, has_checkpoints
 from drafttrain.runtime.terminal import console
 
 # Ranks that were asked to end (SIGTERM) have so long to save; torch's own variable overrides it.
 GRACE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
-LOST_S = (
-    3.0  # when a rank has died: a collective over NCCL does not notice, and would wait for long
-)
+# When a rank has died: a collective over NCCL does not notice, and would wait for long.
+LOST_S = 3.0
 ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; not a failure
 # The last one is what SLURM's --signal often sends; torch's agent is told of it by a variable.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -282,10 +281,10 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
     code, word = agent.ended[rank][0], words[rank]
     if code in ENDED_ON_REQUEST and not word:
         if agent.ended.get(0, (1,))[0] not in ENDED_ON_REQUEST:  # else rank 0 has said so
-            _say(f"rank {rank} of {count} alone was asked to end{_how_to_go_on(folder)}")
+            say_error(f"rank {rank} of {count} alone was asked to end{_how_to_go_on(folder)}")
         return code
     if word.get("foreseen"):
-        _say(f"error: {word['message']}")
+        say_error(f"error: {word['message']}")
         return code
     if word:
         end = f"ended with exit code {code}: {word['message']}"
@@ -297,7 +296,7 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
     else:
         end = f"ended with exit code {code} and no error{_last_line(agent, rank, folder)}"
     others = "; the other ranks were ended"
-    _say(f"error: rank {rank} of {count} {end}{others}{_how_to_go_on(folder)}")
+    say_error(f"error: rank {rank} of {count} {end}{others}{_how_to_go_on(folder)}")
     return code if code > 0 else 128 - code
 
 
@@ -306,13 +305,13 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
     words = [(rank, agent.word(rank)) for rank in range(count)]
     for rank, word in words:
         if word and not word["consequence"]:
-            _say(f"error: {stop.name}, and then rank {rank} of {count}: {word['message']}")
+            say_error(f"error: {stop.name}, and then rank {rank} of {count}: {word['message']}")
             return int(word["code"])
     codes = agent.exit_codes()
     if agent.hurried:
-        _say(f"interrupted again: the ranks were ended at once{_how_to_go_on(folder)}")
+        say_error(f"interrupted again: the ranks were ended at once{_how_to_go_on(folder)}")
     elif agent.killed:
-        _say(
+        say_error(
             f"error: {len(agent.killed)} of {count} ranks did not end within {GRACE_S:g} s of "
             f"{stop.name} and were killed{_how_to_go_on(folder)}; "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
@@ -320,15 +319,14 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
     elif codes.get(0, -1) >= 0 and not words[0][1]:
         return 128 + stop if codes[0] in ENDED_ON_REQUEST else codes[0]
     else:
-        _say(f"ended by {stop.name}{_how_to_go_on(folder)}")
+        say_error(f"ended by {stop.name}{_how_to_go_on(folder)}")
     return 128 + stop
 
 
 def _how_to_go_on(folder: Path) -> str:
     if (folder / MANIFEST).is_file():  # a store, which `capture` writes
         return "; the same command goes on where it stopped"
-    checkpoints = folder / CHECKPOINTS
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+    if has_checkpoints(folder):
         return "; go on with run.resume=true"
     return "; there is no checkpoint yet: start again"
 
@@ -367,7 +365,3 @@ def _as_launcher(settings: Mapping[str, str]) -> Iterator[None]:
 def _show_cursor() -> None:
     if console.is_terminal:  # a killed rank 0 leaves its progress bar as it was
         console.show_cursor(True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

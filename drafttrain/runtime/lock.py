@@ -1,11 +1,10 @@
 """One command at a time writes a place: who holds it is said, and a dead process holds nothing.
 
-The lock is the kernel's flock on a file: it ends with its process, however that ends. NFS passes it
-on to its server. Some file systems refuse locks (ENOLCK, ENOSYS), and some grant them on each
-machine apart (NFS with nolock, Lustre with localflock, BeeGFS as it is installed): nothing tells
-the latter from a lock that all machines see. So wherever a file system may be shared, the holder
-also rewrites its record in the file every second; whoever finds a record of another machine there
-waits to see whether it changes.
+The lock is the kernel's flock on a file, which ends with its process. Some file systems refuse it
+(ENOLCK, ENOSYS), and some grant it on each machine apart (NFS with nolock, Lustre with localflock,
+BeeGFS), which nothing tells from a lock that all machines see. So where a file system may be shared
+the holder also rewrites its record in the file every second, and whoever finds a record of another
+machine there waits to see whether it changes.
 """
 
 import fcntl
@@ -30,6 +29,7 @@ from drafttrain.runtime.flock import (
     is_of_one_machine,
     open_file,
     open_locked,
+    opened,
     try_lock,
 )
 from drafttrain.runtime.untrusted_input import UntrustedError, shown, typed
@@ -92,26 +92,14 @@ def hold(
     """Let this command alone write a place; raise HeldError where another holds it.
 
     place: a folder, made if it is not there, or what `file` is the lock file of. key: the setting
-    that names the place. patience: seconds to wait for another command to end, PATIENCE_S where
-    none are given; where they are infinite, `say` is told for whom this waits.
+    that names the place. patience: seconds to wait for another command to end, else PATIENCE_S;
+    where they are infinite, `say` is told for whom this waits.
     """
     lock = _Lock(file or place / FILE, command, say)
-    until, told = time.monotonic() + (PATIENCE_S if patience is None else patience), False
-    while True:
-        try:
-            holder = lock.take()
-        except OSError as error:
-            raise DiskError(
-                f"{key}={place} could not be written: {reason(error, place)}"
-            ) from error
-        if holder is None:
-            break
-        if time.monotonic() >= until:
-            raise _held_by(holder, place, key)
-        if patience == math.inf and not told:
-            say(f"waiting for {holder}, which writes {place}")
-            told = True
-        time.sleep(POLL_S)
+    try:
+        _await_free(lock.take, place, key, patience, say)
+    except OSError as error:
+        raise DiskError(f"{key}={place} could not be written: {reason(error, place)}") from error
     try:
         yield
     finally:
@@ -122,23 +110,35 @@ def require_free(
     place: Path, key: str, *, file: Path | None = None, patience: float | None = None
 ) -> None:
     """Raise HeldError where another command writes a place; nothing is made, and nothing held."""
+    _await_free(lambda: holder_of(place, file), place, key, patience)
+
+
+def _await_free(
+    holder_now: Callable[[], str | None],
+    place: Path,
+    key: str,
+    patience: float | None,
+    say: Callable[[str], None] | None = None,
+) -> None:
     until = time.monotonic() + (PATIENCE_S if patience is None else patience)
-    while (holder := holder_of(place, file)) is not None:
+    while (holder := holder_now()) is not None:
         if time.monotonic() >= until:
-            raise _held_by(holder, place, key)
+            raise HeldError(
+                f"{key} must name a place that no other command writes, got {place}, which is held "
+                f"by {holder}; wait for it to end, or name another place"
+            )
+        if say is not None and patience == math.inf:
+            say(f"waiting for {holder}, which writes {place}")
+            say = None
         time.sleep(POLL_S)
 
 
 def holder_of(place: Path, file: Path | None = None) -> str | None:
     """Return which command writes a place now; None where no lock says that one does."""
-    try:
-        descriptor = os.open(file or place / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return None if try_lock(descriptor, fcntl.LOCK_SH) is not False else _named(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), opened(file or place / FILE) as descriptor:
+        if try_lock(descriptor, fcntl.LOCK_SH) is False:
+            return _named(descriptor)
+    return None
 
 
 @contextmanager
@@ -202,13 +202,12 @@ class _Lock:
             self.descriptor = open_file(self.file)
         except FileNotFoundError:  # whoever made the folder has just removed it
             return "another command"
+        holder: str | None = ""
         try:
             holder = self._taken()
-        except BaseException:
-            close(self.descriptor)
-            raise
-        if holder is not None:
-            close(self.descriptor)
+        finally:
+            if holder is not None:
+                close(self.descriptor)
         return holder
 
     def _taken(self) -> str | None:
@@ -254,18 +253,14 @@ class _Lock:
             if is_named(self.descriptor, self.file):
                 self.file.unlink()
         close(self.descriptor)
-        if self.made_folder:
-            with suppress(OSError):  # something was written there
+        with suppress(OSError):  # something was written there
+            if self.made_folder:
                 self.file.parent.rmdir()
 
     def _read(self) -> bytes:
         """Return what other machines see: an open file may show what this one has in memory."""
-        with suppress(OSError):
-            descriptor = os.open(self.file, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                return os.pread(descriptor, RECORD_BYTES, 0)
-            finally:
-                os.close(descriptor)
+        with suppress(OSError), opened(self.file) as descriptor:
+            return os.pread(descriptor, RECORD_BYTES, 0)
         return b""
 
     def _beating(self, earlier: bytes) -> bool:
@@ -294,13 +289,6 @@ def machine() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def _held_by(holder: str, place: Path, key: str) -> HeldError:
-    return HeldError(
-        f"{key} must name a place that no other command writes, got {place}, which is held by "
-        f"{holder}; wait for it to end, or name another place"
-    )
 
 
 def _of_ranks(file: Path) -> Path:

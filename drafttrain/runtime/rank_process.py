@@ -1,6 +1,5 @@
 """What a process that a launcher started owes its fellows: a common name, one voice, one end."""
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -11,6 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 TOGETHER = ("train", "capture")  # what several ranks carry out; any other is one process
@@ -27,9 +27,8 @@ class LauncherError(ValueError):
 def adopt(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what to add to the environment, so that every launcher looks like torchrun.
 
-    torchrun's names are kept; DeepSpeed's launcher has another one for the ranks of this machine;
-    in a step of SLURM's srun of several tasks, each task is a rank. Raises LauncherError where
-    SLURM does not say where rank 0 listens.
+    DeepSpeed's has another name for the ranks of this machine; under SLURM's srun of several tasks
+    each task is a rank. Raises LauncherError where SLURM does not say where rank 0 listens.
     """
     if "RANK" in environ:
         if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:
@@ -43,8 +42,13 @@ def adopt(environ: Mapping[str, str]) -> dict[str, str]:
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": str(_tasks_here(environ)),
     }
+    # Of the tasks on each machine SLURM writes 2(x3),1 for 2, 2, 2 and 1.
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", tasks).split(","):
+        each, _, times = part.partition("(x")
+        counts += [int(each)] * int(times.rstrip(")") or 1)
+    names["LOCAL_WORLD_SIZE"] = str(counts[int(environ.get("SLURM_NODEID", "0"))])
     if environ.get("CUDA_VISIBLE_DEVICES", "").isdecimal():
         names["LOCAL_RANK"] = "0"  # --gpus-per-task=1: each task sees the one GPU that is its own
     if "MASTER_ADDR" not in environ:
@@ -58,17 +62,6 @@ def adopt(environ: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_PORT" not in environ:
         names["MASTER_PORT"] = str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
     return names
-
-
-def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Tasks of this step on this machine; SLURM writes 2(x3),1 for 2, 2, 2 and 1."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]).split(
-        ","
-    ):
-        tasks, _, times = part.partition("(x")
-        counts += [int(tasks)] * int(times.rstrip(")") or 1)
-    return counts[int(environ.get("SLURM_NODEID", "0"))]
 
 
 def rank() -> int:
@@ -110,14 +103,8 @@ def is_consequence(error: BaseException) -> bool:
 def leave_word(text: str, code: int, foreseen: bool, consequence: bool) -> None:
     """Write down for the launching process why this rank fails; it tells the user, once."""
     place = Path(os.environ[ERROR_FILE])
-    word = {
-        "message": text,  # torch's own reader asks for these two
-        "timestamp": int(time.time()),
-        "time": time.time(),
-        "code": code,
-        "foreseen": foreseen,
-        "consequence": consequence,
-    }
+    word = {"message": text, "timestamp": int(time.time())}  # torch's own reader asks for these
+    word |= {"time": time.time(), "code": code, "foreseen": foreseen, "consequence": consequence}
     beside = place.with_suffix(".tmp")
     beside.write_text(json.dumps(word))
     os.replace(beside, place)  # torch's reader does not bear half a file
@@ -126,23 +113,25 @@ def leave_word(text: str, code: int, foreseen: bool, consequence: bool) -> None:
 def speaks_first() -> bool:
     """Whether this rank is the first on its machine to fail, and so the one that tells the user.
 
-    For ranks that another launcher started. All have the same parent, which names a file that only
-    the first can make.
+    All ranks of another launcher have one parent, which names a file that only the first can make.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     parent = os.getppid()
     name = f"drafttrain_failed_{os.getuid()}_{parent}"
-    with contextlib.suppress(OSError, IndexError):  # no /proc: the parent's number has to do
+    with suppress(OSError, IndexError):  # no /proc: the parent's number has to do
         # The 22nd field is when it started: numbers of processes come again.
         name += "_" + Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     try:
         os.close(os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
     return True
+
+
+def say_error(text: str) -> None:
+    """Tell the user, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def end(code: int) -> None:

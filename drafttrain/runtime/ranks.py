@@ -24,6 +24,9 @@ STEP_TIMEOUT = timedelta(minutes=10)
 MESSAGE_TIMEOUT = timedelta(hours=24)
 
 
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
 class LostRankError(RuntimeError):
     """Another rank died or stopped answering."""
 
@@ -60,11 +63,11 @@ class Ranks:
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of every rank's `value`, where `value` was; shapes must agree."""
-        return self._reduced(value, dist.ReduceOp.SUM)
-
-    def max_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the elementwise maximum of every rank's `value`, where `value` was."""
-        return self._reduced(value, dist.ReduceOp.MAX)
+        if self.world_size == 1:
+            return value.clone()
+        copy = value.detach().to(self.device, copy=True)
+        self.sum_in_place([copy])
+        return copy.to(value.device)
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's `value`, plain JSON, on every rank.
@@ -128,10 +131,7 @@ class Ranks:
     def holding(
         self, place: Path, key: str, command: str, say: Callable[[str], None]
     ) -> Iterator[None]:
-        """Let these ranks alone write a folder; raise on all of them where that cannot be.
-
-        Rank 0 holds the lock: it writes what matters. The others say that they may write too.
-        """
+        """Let these ranks alone write a folder, or raise on all of them where that cannot be."""
         with ExitStack() as stack:
             problem: str | None = None
             if self.is_main:
@@ -145,14 +145,6 @@ class Ranks:
             if not self.is_main:
                 stack.enter_context(attend(place))
             yield
-
-    def _reduced(self, value: Tensor, operation: Any) -> Tensor:
-        if self.world_size == 1:
-            return value.clone()
-        copy = value.detach().to(self.device, copy=True)
-        with self._naming_the_loss():
-            dist.all_reduce(copy, op=operation)
-        return copy.to(value.device)
 
     @contextmanager
     def _naming_the_loss(self) -> Iterator[None]:
@@ -188,10 +180,10 @@ _joined: Ranks | None = None
 
 
 def join_ranks(device: str, with_group: bool = False) -> Ranks:
-    """Join the ranks that torchrun started, once; later calls return what the first one found.
+    """Join the ranks that a launcher started, once; later calls return what the first one found.
 
-    device: "cpu" or "cuda" (then each rank takes the GPU of its local rank), or one named GPU for a
-    run of a single process. with_group: make a process group even for a rank that is alone.
+    device: "cpu", "cuda" (each rank takes the GPU of its local rank), or one GPU of a run of a
+    single process. with_group: make a process group even for a rank that is alone.
     """
     global _joined
     if _joined is None or _joined.world_size == 1:
@@ -199,7 +191,7 @@ def join_ranks(device: str, with_group: bool = False) -> Ranks:
     wanted = torch.device(device).type
     assert _joined.device.type == wanted, f"joined on {_joined.device}, now asked for {device}"
     if with_group and not dist.is_initialized():
-        backend = _backend(_joined.device)
+        backend = BACKENDS[_joined.device.type]
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_leave)
     return _joined
@@ -211,7 +203,14 @@ def _join(device: str) -> Ranks:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     place = torch.device(device)
     if place.type == "cuda":
-        place = _gpu(place, local_rank)
+        index = local_rank if place.index is None else place.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(
+                f"hardware.device={place} needs GPU {index}, but this machine shows "
+                f"{torch.cuda.device_count()}; start at most one process per GPU "
+                "(torchrun --nproc_per_node) or set CUDA_VISIBLE_DEVICES"
+            )
+        place = torch.device("cuda", index)
         torch.cuda.set_device(place)
     if world_size == 1:
         return Ranks(rank, local_rank, world_size, place)
@@ -219,27 +218,13 @@ def _join(device: str) -> Ranks:
     if is_ours():  # else torch's own, at MASTER_ADDR
         store = dist.FileStore(os.environ[STORE], world_size)
         store.set_timeout(STEP_TIMEOUT)
+    backend = BACKENDS[place.type]
     dist.init_process_group(
-        _backend(place), timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
+        backend, timeout=STEP_TIMEOUT, store=store, rank=rank, world_size=world_size
     )
     atexit.register(_leave)
     messages = dist.new_group(backend="gloo", timeout=MESSAGE_TIMEOUT)
     return Ranks(rank, local_rank, world_size, place, messages)
-
-
-def _gpu(place: torch.device, local_rank: int) -> torch.device:
-    index = local_rank if place.index is None else place.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"hardware.device={place} needs GPU {index}, but this machine shows "
-            f"{torch.cuda.device_count()}; start at most one process per GPU "
-            "(torchrun --nproc_per_node) or set CUDA_VISIBLE_DEVICES"
-        )
-    return torch.device("cuda", index)
-
-
-def _backend(place: torch.device) -> str:
-    return "nccl" if place.type == "cuda" else "gloo"
 
 
 def _leave() -> None:

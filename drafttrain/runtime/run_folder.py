@@ -5,7 +5,8 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -39,17 +40,8 @@ MOVED = {
 PROVENANCE = "provenance.json"
 LOG = "train.log"
 PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "peft",
-    "deepspeed",
-    "wandb",
-    "hydra-core",
-    "huggingface_hub",
-    "safetensors",
-    "numpy",
+    *("torch", "transformers", "tokenizers", "datasets", "peft", "deepspeed", "wandb"),
+    *("hydra-core", "huggingface_hub", "safetensors", "numpy"),
 )
 
 
@@ -79,15 +71,11 @@ def call(*arguments: str) -> str:
 
 
 def write_config(config: Any, path: Path) -> None:
-    """Write the sections of a command, each with its class, so that `load_config` reads them back.
-
-    config: a dataclass of section dataclasses, such as `TrainConfig`.
-    """
+    """Write the sections of a command such as `TrainConfig`, each with its class."""
     plain = {}
-    for field in fields(config):
-        section = getattr(config, field.name)
+    for name, section in vars(config).items():
         kind = f"{type(section).__module__}.{type(section).__qualname__}"
-        plain[field.name] = {"_target_": kind, **asdict(section)}
+        plain[name] = {"_target_": kind, **asdict(section)}
     write_whole(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
@@ -98,10 +86,9 @@ def append_log(folder: Path, lines: list[str]) -> None:
 
 
 def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]:
-    """Return the sections in the config.yaml of a run, as plain data.
+    """Return the sections in the config.yaml of a run, which may be anybody's, as plain data.
 
-    The folder may be anybody's: no text of it asks for another value, and no class that it names is
-    imported here. key: the setting that names the folder, for the ValueError if it is not a run's.
+    key: the setting that names the folder, for the ValueError if it is not a run's.
     """
     file = folder / CONFIG
     if not os.path.isfile(file):
@@ -139,17 +126,17 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
         )
 
 
-def check_run_folder(config: Any) -> None:
-    """Refuse to write over an earlier run.
+def has_checkpoints(folder: Path) -> bool:
+    """Whether training has left a checkpoint in a folder."""
+    checkpoints = folder / CHECKPOINTS
+    return checkpoints.is_dir() and any(checkpoints.iterdir())
 
-    config: what `train` is told, with the section run.
-    """
+
+def check_run_folder(config: Any) -> None:
+    """Refuse to write over an earlier run; config: what `train` is told."""
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
-    checkpoints = folder / CHECKPOINTS
-    if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
-        return
-    if not config.run.resume:
+    if has_checkpoints(folder) and not config.run.resume:
         raise ValueError(
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
             "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
@@ -165,7 +152,10 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
         "command": call(*argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **_commit(),
-        "versions": {"drafttrain": drafttrain.__version__, **_versions()},
+        "versions": {
+            "drafttrain": drafttrain.__version__,
+            **{name: metadata.version(name) for name in PACKAGES},
+        },
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hardware": _hardware(),
@@ -175,43 +165,30 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
 def _commit() -> dict[str, Any]:
     """The commit of the checkout that this package lies in, if it lies in one."""
     top = Path(drafttrain.__file__).resolve().parent.parent
-    if not (top / ".git").exists():
-        return {"commit": None, "dirty": None}
-    try:
-        commit = _git(top, "rev-parse", "HEAD")
-        dirty = bool(_git(top, "status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-    return {"commit": commit, "dirty": dirty}
-
-
-def _git(top: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(top), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in PACKAGES}
+    call = "git status --porcelain=v2 --branch --untracked-files=no"
+    if (top / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):
+            told = subprocess.check_output(
+                call.split(), cwd=top, text=True, stderr=subprocess.DEVNULL, timeout=10
+            )
+            head, *others = told.splitlines()
+            changed = any(not line.startswith("#") for line in others)
+            return {"commit": head.removeprefix("# branch.oid "), "dirty": changed}
+    return {"commit": None, "dirty": None}
 
 
 def _hardware() -> dict[str, Any]:
     import torch
 
+    from drafttrain.runtime.hardware import num_cores
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "gpus": gpus,
-    }
-
-
-def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": num_cores(),
+        "memory_gib": round(memory / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

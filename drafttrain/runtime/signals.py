@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ class Stopped(BaseException):
     """The process was asked to end and has done so in order; the message says how to go on.
 
     Like KeyboardInterrupt no Exception: libraries that try something else on errors must not.
-    code: the exit code, 130 for Ctrl-C and else 143: not finished, so not 0; nor an error, 1 or 2.
+    code: of the exit, 130 for Ctrl-C and else 143.
     """
 
     def __init__(self, text: str, code: int = 128 + signal.SIGTERM) -> None:
@@ -59,7 +59,7 @@ class StopRequest:
         A second SIGTERM, or Ctrl-C, ends the process at once.
         """
         try:
-            with _answered_by(self._receive):
+            with answered_by(self._receive):
                 yield self
         except (Exception, BaseExceptionGroup) as error:
             # C code that calls Python for an item (safetensors through torch, reading a storage)
@@ -84,7 +84,7 @@ class StopRequest:
 
         For calls that let no handler run while they wait: ranks that meet, when one is gone.
         """
-        with _answered_by(signal.SIG_DFL):
+        with answered_by(signal.SIG_DFL):
             yield
 
     def obey(self) -> None:
@@ -104,7 +104,10 @@ class StopRequest:
         echo = ECHO_S if number != signal.SIGINT or "RANK" in os.environ else 0.0
         again = now - self._first.setdefault(number, now) > echo
         if again and number in (signal.SIGTERM, signal.SIGINT):
-            _end_by(number)
+            if number == signal.SIGINT and os.isatty(2):
+                os.write(2, SHOW_CURSOR + b"\n")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         first, self.name = not self.asked, self.name or signal.Signals(number).name
         if not first:
             return
@@ -116,21 +119,13 @@ class StopRequest:
             os.write(2, b"\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
 
 
-def _end_by(number: int) -> None:
-    """End this process by a signal's own default."""
-    if number == signal.SIGINT and os.isatty(2):
-        os.write(2, SHOW_CURSOR + b"\n")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
 @contextmanager
-def _answered_by(answer: Any) -> Iterator[None]:
-    """While this is open, let a handler (or SIG_DFL) answer the signals."""
+def answered_by(answer: Any, numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[None]:
+    """While this is open, let a handler (or SIG_DFL) answer these signals."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
         return
-    before = {number: signal.signal(number, answer) for number in SIGNALS}
+    before = {number: signal.signal(number, answer) for number in numbers}
     try:
         yield
     finally:

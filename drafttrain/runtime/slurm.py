@@ -45,7 +45,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={saving}
 # {again}
 srun --kill-on-bad-exit=1 \\
     {python} -m torch.distributed.run \\
-    --nnodes "$SLURM_NNODES" --nproc-per-node {per_node} \\
+    --nnodes "$SLURM_NNODES" --nproc-per-node {ranks} \\
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" \\
     --rdzv-id "$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}" \\
     -m drafttrain \\
@@ -71,9 +71,8 @@ exit "$code"
 def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, name: str) -> str:
     """Return a script for sbatch that runs `python -m drafttrain CALL...` on every node it gets.
 
-    options: KEY=VALUE,... of sbatch, such as "nodes=2,time=4:00:00,account=me", beside or in place
-    of the script's own. name: of the job. The folder that is written must lie on a file system
-    that all nodes share. Raises ValueError for what cannot be an option of sbatch.
+    options: KEY=VALUE,... of sbatch, beside or in place of the script's own; ValueError for what
+    cannot be one. name: of the job.
     """
     on_cpu = hardware.device == "cpu"
     ranks = hardware.ranks if hardware.ranks != "auto" else 1 if on_cpu else GPUS
@@ -96,20 +95,14 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, na
     call = list(call)
     again = "Queued again, it goes on where it stopped."
     if call[0] == "train":
-        again = (
-            "run.resume=true starts anew where there is no checkpoint, and goes on where there is"
-            " one."
-        )
+        again = "run.resume=true starts anew where there is no checkpoint, else it goes on."
         if not any(text.startswith("run.resume=") for text in call):
             call.append("run.resume=true")
-    written = [
-        f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in lines.items()
-    ]
+    told = [f"{key}={value}" if value else key for key, value in lines.items()]
     return SCRIPT.format(
-        options="\n".join([*written, "#SBATCH --requeue"]),
+        options="\n".join(f"#SBATCH --{option}" for option in [*told, "requeue"]),
         cpus=lines["cpus-per-task"],
         ranks=ranks,
-        per_node=ranks,
         python=shlex.quote(sys.executable),
         again=again,
         call=" \\\n    ".join(shlex.quote(text) for text in call),

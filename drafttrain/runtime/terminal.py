@@ -1,11 +1,12 @@
 """What a user sees while waiting: progress with ETA, on a terminal or as plain lines in a log."""
 
-import sys
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
+from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -21,16 +22,19 @@ from drafttrain.runtime.untrusted_input import escaped
 
 
 class Terminal(Console):
-    """Prints text as it is: nothing in it is markup, and no character of it is obeyed.
-
-    What is shown holds names, paths and texts of others. Colours and the bar's own codes are added
-    when it is drawn.
-    """
+    """Prints text as it is, for it is of others: no markup, and no character of it is obeyed."""
 
     def __init__(self, width: int | None = None, soft_wrap: bool = False) -> None:
         super().__init__(
             width=width, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False
         )
+        if os.environ.get("FORCE_COLOR") and not self.is_terminal:
+            self._color_system = ColorSystem.STANDARD
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a bar can move here; FORCE_COLOR, rich's own sign, asks for colours in a pipe."""
+        return bool(self._force_terminal) or self.file.isatty()
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -45,13 +49,10 @@ console = Terminal(soft_wrap=True)
 LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
 
 
-@runtime_checkable
 class Ticker(Protocol):
     """Advances a progress bar; `note` is a short text beside it, such as the current loss."""
 
-    def __call__(self, advance: int = 1, note: str = "") -> None:
-        """Advance by so many units."""
-        ...
+    def __call__(self, advance: int = 1, note: str = "") -> None: ...
 
 
 def _duration(seconds: float) -> str:
@@ -92,10 +93,7 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
             return
         last = now
         left = (now - start) / max(count - done, 1) * (total - count)
-        line = (
-            f"{description} {count}/{total} {_duration(now - start)} left {_duration(left)} {note}"
-        )
-        print(escaped(line.rstrip()), flush=True)
+        times = f"{_duration(now - start)} left {_duration(left)}"
+        print(escaped(f"{description} {count}/{total} {times} {note}".rstrip()), flush=True)
 
     yield tick
-    sys.stdout.flush()

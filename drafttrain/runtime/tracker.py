@@ -1,4 +1,4 @@
-"""The curves of a run: metrics.jsonl always, a mirror when asked; Weights & Biases' only door."""
+"""The curves of a run: metrics.jsonl always, and W&B's or TensorBoard's; the only door to these."""
 
 import math
 import netrc
@@ -7,10 +7,10 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from urllib.parse import urlparse
 
 from drafttrain.runtime.disk import write_whole
@@ -59,52 +59,30 @@ class TensorboardConfig(TrackerConfig):
     """To TensorBoard's files in the run folder."""
 
 
-@runtime_checkable
-class Mirror(Protocol):
-    """Where rows go besides metrics.jsonl."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values at a step."""
-
-    def table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
-    ) -> None:
-        """Record a table."""
-
-    def keep(self, name: str, kind: str, files: Sequence[Path], step: int) -> None:
-        """Keep files, such as a report's: whole, and as far as may be to look at."""
-
-    def finish(self, failed: bool) -> None:
-        """Write or upload what is left."""
-
-
 def open_tracker(
     choice: TrackerConfig,
     folder: Path,
     *,
     config: dict[str, Any],
-    resume_step: int | None,
-    is_main: bool,
+    resume_step: int | None = None,
+    is_main: bool = True,
     append: bool = False,
 ) -> "Tracker":
     """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
 
-    config: what the run was told, sections of plain data. resume_step: finished steps of the
-    checkpoint that the run goes on from, None for a new run; what was recorded of later steps is
-    dropped, for those steps are taken again. append: keep every row, for what follows a training
-    run, such as an evaluation. Raises ValueError if a mirror was asked for and cannot start; once
-    it has, its failures cost a warning, not the run.
+    config: what the run was told, sections of plain data. resume_step: of the checkpoint that the
+    run goes on from, None for a new run; what was recorded of later steps is dropped. append: keep
+    every row, as an evaluation does. ValueError if a mirror cannot start; later failures of it
+    cost a warning, not the run.
     """
     if not is_main:
         return Tracker(None, None, None)
     folder.mkdir(parents=True, exist_ok=True)
-    mirror: Mirror | None = None
+    mirror: WandbMirror | TensorboardMirror | None = None
     if isinstance(choice, WandbConfig):
         resumed = append or resume_step is not None
         mirror = WandbMirror(_start_wandb(choice, folder, config, resumed), choice.artifacts)
     if isinstance(choice, TensorboardConfig):
-        from drafttrain.runtime.tensorboard import TensorboardMirror
-
         mirror = TensorboardMirror(folder, None if append else resume_step)
     return Tracker(folder / METRICS_FILE, resume_step, mirror, append, choice.name)
 
@@ -116,7 +94,7 @@ class Tracker:
         self,
         path: Path | None,
         resume_step: int | None,
-        mirror: Mirror | None,
+        mirror: "WandbMirror | TensorboardMirror | None",
         append: bool = False,
         name: str = "none",
     ) -> None:
@@ -138,7 +116,7 @@ class Tracker:
         self._step = step
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self._append({"step": step, "time": round(time.time(), 3), **finite})
-        self._mirrored(lambda mirror: mirror.log(step, values))
+        self._mirrored("log", step, values)
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]
@@ -146,16 +124,15 @@ class Tracker:
         """Record a table, such as an evaluation's, after the last logged step."""
         plain = [list(row) for row in rows]
         self._append({"step": self._step, "table": name, "columns": list(columns), "rows": plain})
-        self._mirrored(lambda mirror: mirror.table(name, columns, plain, self._step))
+        self._mirrored("table", name, columns, plain, self._step)
 
     def keep(self, name: str, kind: str, files: Sequence[Path]) -> None:
         """Hand files that lie in the run folder to the mirror; kind: report or drafter."""
-        self._mirrored(lambda mirror: mirror.keep(name, kind, files, self._step))
+        self._mirrored("keep", name, kind, files, self._step)
 
     def finish(self) -> None:
         """Close the mirror, having uploaded what is left; as a failed run while an error flies."""
-        failed = sys.exc_info()[0] is not None
-        self._mirrored(lambda mirror: mirror.finish(failed))
+        self._mirrored("finish", sys.exc_info()[0] is not None)
         self._mirror = None
 
     def _append(self, row: dict[str, Any]) -> None:
@@ -169,11 +146,11 @@ class Tracker:
                 replace_records(self._path, others)
             append_records(self._path, [row])
 
-    def _mirrored(self, action: Callable[[Mirror], None]) -> None:
+    def _mirrored(self, method: str, *values: Any) -> None:
         if self._mirror is None:
             return
         try:
-            action(self._mirror)
+            getattr(self._mirror, method)(*values)
         except Exception as error:  # whatever it is, hours of training are worth more
             console.print(
                 f"tracker={self._name} stopped: {error}. metrics.jsonl goes on without it."
@@ -195,7 +172,6 @@ class WandbMirror:
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
     ) -> None:
-        """Record a table, every text in one line."""
         import wandb
 
         plain = [[shown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
@@ -218,8 +194,51 @@ class WandbMirror:
         self.run.log_artifact(artifact)
 
     def finish(self, failed: bool) -> None:
-        """Upload what is left."""
         self.run.finish(exit_code=1 if failed else 0)
+
+
+class TensorboardMirror:
+    """Event files below a run's folder: `tensorboard --logdir outputs` shows every run."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "tracker=tensorboard needs the package tensorboard, which is not installed: "
+                "pip install 'drafttrain[tensorboard]', or leave it out with tracker=none"
+            ) from error
+        place = folder / "tensorboard"
+        # What an interrupted run wrote of later steps is hidden: those steps are taken again.
+        purge = None if resume_step is None else resume_step + 1
+        self.writer: Any = SummaryWriter(str(place), purge_step=purge)
+        console.print(f"tensorboard: look with: tensorboard --logdir {place}")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+        self.writer.add_text(shown(name), text, step)
+
+    def keep(self, name: str, kind: str, files: Sequence[Path], step: int) -> None:
+        """Show the Markdown of a report; TensorBoard keeps no other files."""
+        for file in files:
+            if file.suffix == ".md":
+                self.writer.add_text(shown(name), file.read_text(encoding="utf-8"), step)
+
+    def finish(self, failed: bool) -> None:
+        self.writer.close()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else shown(value).replace("|", "\\|").replace("<", "&lt;")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

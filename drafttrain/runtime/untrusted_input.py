@@ -1,13 +1,12 @@
 """What comes from outside, read with bounds and into types: JSON, yaml, names, headers, text.
 
-A run folder, a store, a model's or a drafter's directory, a data file and an endpoint's answer may
-be anybody's. What is read of them goes through here: sizes are bounded before anything is held in
-memory, names of files cannot leave their folder, and nothing names a class or asks for the
-environment. SECURITY.md says what is trusted and what is not.
+Folders, data files and answers may be anybody's: sizes are bounded before anything is in memory,
+and names of files cannot leave their folder. SECURITY.md says what is trusted and what is not.
 """
 
 import difflib
 import functools
+import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -70,10 +69,7 @@ def escaped(text: str) -> str:
 
 
 def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
-
-    Raises FileNotFoundError; OSError where it cannot be read; UntrustedError for anything else.
-    """
+    """Return what a regular file holds; UntrustedError for another, or more than `most` bytes."""
     name = origin or shown(file, 400)
     file.stat()  # FileNotFoundError: whoever asks may know what to do
     if not file.is_file():
@@ -86,10 +82,7 @@ def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:
 
 
 def parse_json(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES) -> Any:
-    """Return plain data; UntrustedError for what is no JSON, nested too deeply, or too much.
-
-    most: values that it may hold, about.
-    """
+    """Return plain data of about `most` values; UntrustedError for more, or what is no JSON."""
     _check_count(content, origin, most)
     try:
         return _adapter(Any).validate_json(content)
@@ -104,18 +97,12 @@ def _check_count(content: bytes | str, origin: str, most: int = MAX_JSON_VALUES)
         raise UntrustedError(f"{origin} must hold at most {most:,} values, got more")
 
 
-def read_json(file: Path, origin: str | None = None, most: int = MAX_JSON_BYTES) -> Any:
-    """Return the plain data of a JSON file; see `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(file, most, origin), origin or shown(file, 400))
-
-
 def read_object(file: Path, origin: str | None = None) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
-    plain = read_json(file, origin)
+    """Return the object that a JSON file holds; see `read_bytes` and `parse_json`."""
+    name = origin or shown(file, 400)
+    plain = parse_json(read_bytes(file, MAX_JSON_BYTES, name), name)
     if not isinstance(plain, dict):
-        raise UntrustedError(
-            f"{origin or shown(file, 400)} must hold an object, got {type(plain).__name__}"
-        )
+        raise UntrustedError(f"{name} must hold an object, got {type(plain).__name__}")
     return plain
 
 
@@ -123,7 +110,6 @@ def typed(kind: type[Kind], content: bytes | str, origin: str) -> Kind:
     """Return JSON as a (frozen) dataclass or another type, every value checked against its hint.
 
     Strict: no text is taken for a number. Keys that the type does not have are left out.
-    Raises UntrustedError that names the value, what must hold and what was got.
     """
     _check_count(content, origin)
     try:
@@ -167,26 +153,14 @@ def read_yaml(file: Path) -> Any:
         raise UntrustedError(f"{shown(file, 400)} must be yaml, got: {shown(reason)}") from None
 
 
-def file_name(name: Any, origin: str) -> str:
-    """Return the name of a file in a folder; UntrustedError for a path or anything else."""
-    try:
-        return _adapter(FileName).validate_python(name, strict=True)
-    except ValidationError:
-        raise UntrustedError(
-            f"{origin} must name a file of its folder (letters, digits, . _ + = @ -), "
-            f"got {shown(repr(name))}"
-        ) from None
-
-
 def folder_name(name: str, key: str) -> str:
     """Return the name that `key` gives to a folder; UntrustedError where it could be another's."""
-    if name.strip(". ") and "/" not in name and name.isprintable():
-        if len(name.encode()) <= LONGEST_NAME:
-            return name
+    if not name.strip(". ") or "/" in name or not name.isprintable():
+        got = shown(repr(name))
+        raise UntrustedError(f"{key} must be a name without slashes, on one line, got {got}")
+    if len(name.encode()) > LONGEST_NAME:
         raise UntrustedError(f"{key} must have at most {LONGEST_NAME} bytes, got {shown(name)}")
-    raise UntrustedError(
-        f"{key} must be a name without slashes, on one line, got {shown(repr(name))}"
-    )
+    return name
 
 
 @dataclass(frozen=True)
@@ -201,8 +175,7 @@ class TensorEntry:
 def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
     """Return the tensors that a safetensors file holds, by name; no tensor is read.
 
-    Raises UntrustedError unless header and size of the file agree: every tensor has the bytes of
-    its dtype and shape, they follow one another without gaps, and the file ends with the last.
+    Every one has the bytes of its dtype and shape, and they follow one another to the file's end.
     """
     name = origin or shown(file, 400)
     header = header_bytes(file, name)
@@ -242,10 +215,7 @@ class _Index:
 
 
 def shards_of(index: Path, suffix: str, origin: str | None = None) -> list[str]:
-    """Return the files that an index names for weights, all beside it and all of one suffix.
-
-    Raises UntrustedError for paths, for files of another format, and for an index of nothing.
-    """
+    """Return the files that an index names for weights, all beside it and all of one suffix."""
     name = origin or shown(index, 400)
     content = read_bytes(index, MAX_JSON_BYTES, name)
     _check_count(content, name, 2 * MAX_TENSORS)
@@ -265,9 +235,7 @@ def _entry(key: str, plain: Any, name: str) -> TensorEntry:
     bits = DTYPE_BITS.get(entry.dtype)
     if bits is None:
         raise UntrustedError(f"{name}: {shown(key)} has no known dtype, got {shown(entry.dtype)}")
-    count = 1
-    for width in entry.shape:
-        count *= width
+    count = math.prod(entry.shape)
     begin, stop = entry.data_offsets
     if count * bits != (stop - begin) * 8:
         raise UntrustedError(

@@ -97,7 +97,6 @@ def poison(ranks: Ranks) -> None:
 
 def agree(ranks: Ranks) -> None:
     total = ranks.sum_over_ranks(torch.tensor(ranks.rank + 1.0))
-    most = ranks.max_over_ranks(torch.tensor([ranks.rank + 1, -1 - ranks.rank]))
     message = ranks.broadcast_object({"from": ranks.rank})
     ranks.barrier()
     each = ranks.gather_objects([ranks.rank] * ranks.rank)

@@ -51,3 +51,15 @@ def test_every_console_is_of_that_kind() -> None:
     package = Path(terminal.__file__).parent
     made = [file.name for file in package.rglob("*.py") if "Console(" in file.read_text()]
     assert made == []
+
+
+def test_colours_that_are_asked_for_move_no_bar_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(terminal, "console", terminal.Terminal())
+    with progress("train", 2) as tick:
+        tick(2)
+    assert capsys.readouterr().out == "train 2/2 0:00 left 0:00\n"
+    terminal.console.print(Text("red", style="red"))
+    assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\n"
