@@ -41,12 +41,10 @@ from drafttrain.config.overrides import (
 )
 from drafttrain.config.resume import run_to_resume, with_saved
 from drafttrain.config.sections import COMMANDS, Config
-from drafttrain.config.values import build, check_target, sketch, values_of
+from drafttrain.config.values import build, check_drafter, check_target
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
-# Keys that a command takes without their section.
-SHORT = {"compare": {"runs": "compare.runs"}}
 # What training that starts from a run takes from it, where nothing else is chosen.
 STARTED_FROM = ("model", "trainer", "drafter")
 # What other programs call a key of ours.
@@ -56,18 +54,14 @@ ELSEWHERE = {
     "epochs": ["trainer.max_steps"],
     "steps": ["trainer.max_steps"],
 }
-ALONE = "evaluate_without_run"  # heads an evaluation of a drafter that no run has trained
 
 
 def compose(command: str, overrides: Sequence[str]) -> DictConfig:
-    """Return the resolved configuration of a command; nothing heavy is imported.
+    """Return the resolved configuration of a command, its texts `hidden`, heavy imports apart.
 
-    For every command but `train`, the choice `saved` of a group is what run.dir/config.yaml holds.
-    `evaluate` needs no run where the drafter is given, as a choice or by drafter.path.
-    What was typed and the user's own yaml may take values from elsewhere, as in
-    run.name=${drafter.name} and ${oc.env:USER}; what a run's config.yaml holds stays as it is.
-    The texts of what is returned are `hidden`. Raises UsageError in one line for an unknown
-    section, choice or key and for a missing value.
+    The choice `saved` of a group is what run.dir/config.yaml holds, whose texts stay as they are;
+    what was typed and the user's own yaml may ask for other values, as in ${oc.env:USER}. Raises
+    UsageError in one line for an unknown section, choice or key and for a missing value.
     """
     try:
         config = _composed(*_chosen(command, overrides))
@@ -99,12 +93,17 @@ def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]
 
 def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override], list[Override]]:
     """Return the yaml that heads a command, the choices it is told, and the values."""
-    parsed = parse(command, [_in_full(command, text) for text in overrides])
+    if command == "compare":  # the one key that is taken without its section
+        overrides = [f"compare.{text}" if text.startswith("runs=") else text for text in overrides]
+    parsed = parse(command, overrides)
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
     if command == "evaluate":
         parsed = with_drafter(parsed)
-        head = _head(parsed)
+        given = {override.key_or_group: override.value() for override in parsed}
+        run = given.get("run.dir")
+        if "drafter" in given and (run is None or not os.path.isfile(Path(str(run)) / CONFIG)):
+            head = "evaluate_without_run"  # of a drafter that no run has trained
     groups = command_groups(head)
     resumed = start = None
     if command == "train":
@@ -134,20 +133,18 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
         offer_saved(saved_run, [g for g in groups if groups[g] == SAVED], sections)
     others, chosen, values = own_groups(), [], []
     for override in parsed:
-        key = override.key_or_group
-        if key in others:
-            _check_own_choice(override)
-            chosen.append(override)
-            continue
-        section = _section_of(override, command, sections, groups)
-        if section != key:
+        key, value = override.key_or_group, override.value()
+        own = key in others
+        if not own and _section_of(override, command, sections, groups) != key:
             values.append(override)
             continue
-        if section not in groups:
-            raise UsageError(f"{section} is a section: set its keys, as in {section}.dir=...")
-        saved = [SAVED] if groups[section] == SAVED else []
-        _check_choice(override, [*sorted(choices(section)), *saved])
-        if command == "train" and not (start or resumed) and override.value() == ADMITTED:
+        if own and override.type != OverrideType.ADD:
+            raise UsageError(f"{key} is in no defaults: it takes a plus, as in +{key}={value}")
+        if not own and key not in groups:
+            raise UsageError(f"{key} is a section: set its keys, as in {key}.dir=...")
+        saved = [SAVED] if groups.get(key) == SAVED else []
+        _check_choice(key, value, [*sorted(choices(key)), *saved])
+        if command == "train" and not (start or resumed) and value == ADMITTED:
             raise UsageError(
                 "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
                 "drafter.path=DIR, or train it further, python -m drafttrain train "
@@ -160,8 +157,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
 def typed(config: DictConfig, schema: type[Config]) -> Config:
     """Return the frozen dataclasses of a composed configuration; this imports their modules.
 
-    Raises ValueError in one line that names section.key, what must hold and what was got: before
-    any of these modules is imported, where the type is wrong.
+    ValueError in one line names section.key, what must hold and what was got.
     """
     plain = revealed(OmegaConf.to_container(config))
     return _typed({field.name: plain[field.name] for field in fields(schema)}, schema)
@@ -169,11 +165,9 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
 
 def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
     for section, values in plain.items():
-        target = values.get("_target_")
-        check_target(section, target)
-        light = sketch(section, target)
-        if light is not None:
-            values_of(section, values, light)
+        check_target(section, values.get("_target_"))
+    if "drafter" in plain:
+        check_drafter(plain["drafter"])
     # Drafters come last: their modules alone import torch, which takes seconds.
     built = {name: build(name, plain[name]) for name in sorted(plain, key="drafter".__eq__)}
     return schema(**built)
@@ -187,9 +181,7 @@ def printed(config: DictConfig) -> str:
 
 def load_choice(section: str, name: str) -> Any:
     """Return one entry of a group as its dataclass, such as the drafter every report refers to."""
-    files = choices(section)
-    if name not in files:
-        raise UsageError(f"{section}={name} is not a choice; choices: {', '.join(sorted(files))}")
+    _check_choice(section, name, sorted(choices(section)))
     return build(section, content_of(section, name))
 
 
@@ -233,11 +225,6 @@ def _told(override: Override) -> list[str]:
     return [f"{key}=null", text] if isinstance(override.value(), dict) else [text]
 
 
-def _in_full(command: str, text: str) -> str:
-    key, equals, value = text.partition("=")
-    return f"{SHORT.get(command, {}).get(key, key)}{equals}{value}"
-
-
 def _section_of(
     override: Override, command: str, sections: list[str], groups: dict[str, str]
 ) -> str:
@@ -256,22 +243,12 @@ def _section_of(
     raise UsageError(f"no section is called {shown(section)}{hint} sections: {', '.join(sections)}")
 
 
-def _check_choice(override: Override, options: list[str]) -> None:
-    section, value = override.key_or_group, override.value()
+def _check_choice(section: str, value: Any, options: list[str]) -> None:
     if value not in options:
         raise UsageError(
             f"{section}={value} is not a choice{did_you_mean(str(value), options)} "
             f"choices: {', '.join(options)}"
         )
-
-
-def _check_own_choice(override: Override) -> None:
-    key = override.key_or_group
-    if override.type != OverrideType.ADD:
-        raise UsageError(
-            f"{key} is in no defaults: it takes a plus, as in +{key}={override.value()}"
-        )
-    _check_choice(override, sorted(choices(key)))
 
 
 def _check_key(override: Override, config: DictConfig) -> None:
@@ -303,11 +280,3 @@ def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]
         example = found[-1].parent if found else "outputs/demo"
         raise UsageError(f"run.dir must be given: {call(command, f'run.dir={example}')}")
     return load_config(Path(str(named[-1])))
-
-
-def _head(parsed: list[Override]) -> str:
-    """Return the yaml that heads an evaluation: of a run, or of a drafter that is given."""
-    given = {override.key_or_group: override.value() for override in parsed}
-    folder = given.get("run.dir")
-    is_run = folder is not None and os.path.isfile(Path(str(folder)) / CONFIG)
-    return ALONE if "drafter" in given and not is_run else "evaluate"

@@ -39,13 +39,10 @@ def command_groups(command: str) -> dict[str, str]:
 
 
 @contextmanager
-def own_choices(config_dir: Path | None) -> Iterator[None]:
-    """While this is open, the choices of the user's own folder, laid out like conf/, join ours.
-
-    Its yaml is trusted as the command line is: it may name classes, which are imported.
-    """
+def own_choices(config_dir: str | Path | None) -> Iterator[None]:
+    """While this is open, the choices of the user's own folder join ours; its yaml is trusted."""
     before = _own[:]
-    _own[:] = [config_dir] if config_dir else []
+    _own[:] = [Path(config_dir)] if config_dir else []
     try:
         yield
     finally:
@@ -89,11 +86,7 @@ def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: l
 
 
 def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a saved section with the keys that its choice has gained since the run was made.
-
-    They are those of the choice it is named after; of another of its class where it goes by a name
-    of its own; of the default where the run knew no such section.
-    """
+    """Return a saved section with the keys that its choice has gained since the run was made."""
     section = saved.get(group, {})
     if group == "run":  # a section without choices
         now = read_choice(conf_dir() / "train.yaml")["run"]
@@ -108,18 +101,21 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _counterpart(group: str, section: dict[str, Any]) -> str | None:
-    """Return the choice of conf/ that a saved section is most like."""
+    """Return the choice that a saved section is named after, or one of its class, or the usual."""
     names, default = choices(group), command_groups("train").get(group)
     own = str(section.get("name"))
     if own in names or not section:
         return own if own in names else default
     # By its last part: a yaml may name the class where a package offers it, a run where it stands.
-    last = lambda path: None if path is None else str(path).rpartition(".")[2]  # noqa: E731
-    kinds = {name: last(content_of(group, name).get("_target_")) for name in names}
-    alike = [name for name in names if kinds[name] == last(section.get("_target_"))]
+    kinds = {name: _last(content_of(group, name)) for name in names}
+    alike = [name for name in names if kinds[name] == _last(section)]
     # A choice that names no class is of the section's own.
-    alike = alike or [name for name in names if kinds[name] is None]
+    alike = alike or [name for name in names if not kinds[name]]
     return default if default in alike else next(iter(alike), None)
+
+
+def _last(section: dict[str, Any]) -> str:
+    return str(section.get("_target_") or "").rpartition(".")[2]
 
 
 def content_of(group: str, name: str | None) -> dict[str, Any]:

@@ -17,65 +17,22 @@ from drafttrain.config.sections import COMMANDS
 
 # The keys that most people change, most wanted first; `--help SECTION` shows every one.
 MOST_USED = {
-    "train": (
-        "run.name",
-        "run.resume",
-        "model.path",
-        "data.holdout",
-        "trainer.max_steps",
-        "trainer.tokens_per_step",
-        "trainer.lr",
-        "hardware.device",
-        "hardware.ranks",
-        "hardware.micro_batch",
-    ),
-    "evaluate": (
-        "run.dir",
-        "eval.prompts",
-        "eval.prompts_per_task",
-        "eval.depth",
-        "eval.temperature",
-        "eval.max_new_tokens",
-        "hardware.device",
-    ),
-    "compare": (
-        "compare.runs",
-        "compare.evaluation",
-        "compare.baseline",
-        "compare.all_pairs",
-        "compare.dir",
-    ),
-    "tune": ("run.dir", "tune.depths", "tune.batch_sizes", "tune.measure", "eval.prompts_per_task"),
-    "regenerate": (
-        "data.path",
-        "regenerate.out",
-        "regenerate.backend",
-        "regenerate.base_url",
-        "regenerate.temperature",
-        "regenerate.max_new_tokens",
-        "regenerate.turns",
-    ),
-    "export": ("run.dir", "export.dir", "export.dtype", "export.push", "export.dry_run"),
-    "capture": (
-        "store.dir",
-        "store.drafters",
-        "store.layers",
-        "store.dtype",
-        "store.shard_mb",
-        "store.assistant_only",
-        "store.verify",
-        "hardware.micro_batch",
-    ),
-    "plan": (
-        "plan.dir",
-        "plan.measured",
-        "plan.acceptance_length",
-        "plan.price_per_hour",
-        "plan.batch_sizes",
-        "hardware.micro_batch",
-        "hardware.accelerator",
-        "trainer.max_steps",
-    ),
+    command: keys.split()
+    for command, keys in {
+        "train": "run.name run.resume model.path data.holdout trainer.max_steps "
+        "trainer.tokens_per_step trainer.lr hardware.device hardware.ranks hardware.micro_batch",
+        "evaluate": "run.dir eval.prompts eval.prompts_per_task eval.depth eval.temperature "
+        "eval.max_new_tokens hardware.device",
+        "compare": "compare.runs compare.evaluation compare.baseline compare.all_pairs compare.dir",
+        "tune": "run.dir tune.depths tune.batch_sizes tune.measure eval.prompts_per_task",
+        "regenerate": "data.path regenerate.out regenerate.backend regenerate.base_url "
+        "regenerate.temperature regenerate.max_new_tokens regenerate.turns",
+        "export": "run.dir export.dir export.dtype export.push export.dry_run",
+        "capture": "store.dir store.drafters store.layers store.dtype store.shard_mb "
+        "store.assistant_only store.verify hardware.micro_batch",
+        "plan": "plan.dir plan.measured plan.acceptance_length plan.price_per_hour "
+        "plan.batch_sizes hardware.micro_batch hardware.accelerator trainer.max_steps",
+    }.items()
 }
 EXAMPLES = {
     "train": (
@@ -255,11 +212,8 @@ def section_help(command: str, section: str, choice: str) -> str:
     files = choices(section)
     file = files.get(choice) or next(iter(files.values()), primary(command))
     prefix = "" if file == primary(command) else f"{section}."
-    lines = [
-        headline(file),
-        "",
-        f"keys of {section}={file.stem}:" if prefix else f"keys of {section}:",
-    ]
+    title = f"keys of {section}={file.stem}:" if prefix else f"keys of {section}:"
+    lines = [headline(file), "", title]
     for key, (comment, value) in documented(file).items():
         lines += _row(f"{prefix}{key}={value}", comment)
     return "\n".join(lines)
@@ -284,8 +238,8 @@ def headline(file: Path) -> str:
 def documented(file: Path) -> dict[str, tuple[str, str]]:
     """Return (the comment above, the value as written) of every key, by its dotted name.
 
-    A choice that builds on another has the other's keys too, and its comments where it has none.
-    Below the first level only what has a comment counts: DeepSpeed's own keys have none.
+    Those of the choices that it builds on too. Below the first level only what has a comment
+    counts: DeepSpeed's own keys have none.
     """
     found: dict[str, tuple[str, str]] = {}
     files = choices(file.parent.name)
@@ -324,7 +278,6 @@ def _find(command: str, key: str) -> tuple[str, str]:
 
 def _row(name: str, text: str) -> list[str]:
     lines = textwrap.wrap(text, width=WIDTH - COLUMN) or [""]
-    if len(name) + 4 > COLUMN:
-        return [f"  {name}", *(" " * COLUMN + line for line in lines)]
-    first = f"  {name}".ljust(COLUMN) + lines[0]
-    return [first, *(" " * COLUMN + line for line in lines[1:])]
+    head = f"  {name}"
+    first = [head] if len(name) + 4 > COLUMN else [head.ljust(COLUMN) + lines.pop(0)]
+    return [*first, *(" " * COLUMN + line for line in lines)]

@@ -3,7 +3,7 @@
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ class UsageError(ValueError):
 
 
 def parse(command: str, overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
-    """Read the overrides; a value outside Hydra's grammar (~/x, a=b) is taken as text.
-
-    sweeps: whether a key may have several values, as in a,b and range(3).
-    """
+    """Read the overrides, sweeps such as range(3) where these may be; what Hydra cannot is text."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -66,11 +63,21 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+def spelled(value: object) -> str:
+    """Return a value as the command line spells it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{spelled(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(spelled, value)) + "]"
+    return quoted(hidden(str(value))) if isinstance(value, str | Path) else str(value)
+
+
 def with_drafter(parsed: list[Override]) -> list[Override]:
     """Let drafter.path=DIR stand for drafter=admitted, named after DIR.
 
-    What another drafter than a run's own measures goes into an evaluation of its own name, or it
-    would take the place of the run's.
+    What measures another drafter than a run's own gets an evaluation of another name.
     """
     given = {override.key_or_group: override for override in parsed}
     added = []
@@ -78,7 +85,7 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
         added.append(f"drafter={ADMITTED}")
         name = Path(str(given["drafter.path"].value())).expanduser().resolve().name
         if name and "drafter.name" not in given:
-            added.append(f"drafter.name={quoted(hidden(name))}")
+            added.append(f"drafter.name={spelled(name)}")
     if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
         added.append("eval.name=${drafter.name}")
     return [*parse("evaluate", added), *parsed]
@@ -115,14 +122,14 @@ def start_of(parsed: list[Override]) -> Path | None:
 def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) -> list[Override]:
     """Let what stands in `folder` be what is trained, unless another choice is given.
 
-    sections: those that the folder of a run offers as `saved`; empty for a serving directory.
+    sections: those that a run offers as `saved`; empty for a serving directory.
     """
     given = {override.key_or_group for override in parsed}
     added = [f"{section}={SAVED}" for section in sections if section not in given]
     if "drafter" not in given and "drafter=saved" not in added:
-        added += [f"drafter={ADMITTED}", f"drafter.path={quoted(hidden(str(folder)))}"]
+        added += [f"drafter={ADMITTED}", f"drafter.path={spelled(folder)}"]
     if "run.name" not in given:
-        added.append(f"run.name={quoted(hidden(folder.resolve().name + '-adapted'))}")
+        added.append(f"run.name={spelled(folder.resolve().name + '-adapted')}")
     return [*parse("train", added), *parsed]
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from drafttrain.config.groups import WITHHELD, complete, own_groups
-from drafttrain.config.overrides import SAVED, hidden, parse, quoted
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, load_config
+from drafttrain.config.overrides import SAVED, parse, spelled
+from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
 
 Saved = dict[str, dict[str, Any]]
 Difference = tuple[str, Any, Any]  # a key, what was saved, what is told now
@@ -34,10 +34,7 @@ MOST = 3  # differences that an error names
 
 
 def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) -> Saved | None:
-    """Return what the run that `train` is to resume was told, None where none is to be or is there.
-
-    dir_of: gives the run.dir that overrides compose to.
-    """
+    """Return what the run that is to be resumed was told, None where none is to be or is there."""
     given = {override.key_or_group: override for override in parsed}
     if "run.resume" not in given or given["run.resume"].value() is not True:
         return None
@@ -55,24 +52,18 @@ def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> l
     """Let the groups and the section `run` be as they were saved, unless otherwise is given."""
     given = {override.key_or_group for override in parsed}
     run = complete("run", saved)
-    values = {key: run[key] for key in (*OF_THE_RUN, "dir")}
     told = [f"{group}={SAVED}" for group in groups if group not in given]
-    told += [
-        f"run.{key}={quoted(hidden(value)) if isinstance(value, str) else _text(value)}"
-        for key, value in values.items()
-    ]
+    told += [f"run.{key}={spelled(run[key])}" for key in (*OF_THE_RUN, "dir")]
     return [*parse("train", told), *parsed]
 
 
 def check_resumed(config: Any) -> list[str]:
-    """Return what to say of a run that goes on otherwise than it was told at first.
+    """Return what to say of a run, if there is one, that resumes otherwise than it was told.
 
-    config: what `train` is told; its run.dir may hold no run. ValueError where what differs changes
-    the losses and run.allow_changes does not name it.
+    ValueError where what differs changes the losses and run.allow_changes does not name it.
     """
     folder = Path(config.run.dir)
-    checkpoints = folder / CHECKPOINTS
-    if not (config.run.resume and checkpoints.is_dir() and any(checkpoints.iterdir())):
+    if not (config.run.resume and has_checkpoints(folder)):
         return []
     found = differences(config, load_config(folder))
     decisive = [one for one in found if is_decisive(one[0])]
@@ -91,11 +82,10 @@ def check_resumed(config: Any) -> list[str]:
         )
     lines = []
     if free := [one for one in found if one not in decisive]:
-        line = f"resumed with {_listed(free)}, which changes no loss of a step"
-        if config.trainer.schedule != "constant" and any(
-            key == "trainer.max_steps" for key, _, _ in free
-        ):
-            line += f"; the {config.trainer.schedule} schedule of trainer.lr ends with the last"
+        line, schedule = f"resumed with {_listed(free)}", config.trainer.schedule
+        line += ", which changes no loss of a step"
+        if schedule != "constant" and "trainer.max_steps" in [one[0] for one in free]:
+            line += f"; the {schedule} schedule of trainer.lr ends with the last"
         lines.append(line)
     if allowed:
         lines.append(f"resumed with {_listed(allowed)}, as run.allow_changes allows")
@@ -103,10 +93,7 @@ def check_resumed(config: Any) -> list[str]:
 
 
 def differences(config: Any, saved: Saved) -> list[Difference]:
-    """Return what a configuration tells otherwise than a saved one.
-
-    A section of another class, such as another family of drafters, differs as a whole.
-    """
+    """Return what a configuration tells otherwise than a saved one; another class as a whole."""
     found: list[Difference] = []
     for field in fields(config):
         section = getattr(config, field.name)
@@ -140,6 +127,4 @@ def _listed(differences: list[Difference]) -> str:
 
 
 def _text(value: Any) -> str:
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return spelled(value) if value is None or isinstance(value, bool) else str(value)

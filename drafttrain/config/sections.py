@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from drafttrain.runtime.run_folder import RunConfig
 
-if TYPE_CHECKING:  # they import torch: a mistyped key is answered before that
+if TYPE_CHECKING:  # they take time to import: a mistyped key is answered before that
+    from _typeshed import DataclassInstance
+
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
@@ -74,16 +76,9 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig:
-    """Everything `tune` is told: the saved run, with `eval` and `tune` of its own."""
+class TuneConfig(EvaluateConfig):
+    """Everything `tune` is told: what `evaluate` is, and `tune` of its own."""
 
-    run: RunConfig
-    model: "ModelConfig"
-    data: "DataConfig"
-    drafter: "DrafterConfig"
-    hardware: "HardwareConfig"
-    tracker: "TrackerConfig"
-    eval: "EvalConfig"
     tune: "TuneSettings"
 
 
@@ -153,14 +148,4 @@ COMMANDS: dict[str, type] = {
     "regenerate": RegenerateConfig,
     "plan": PlanConfig,
 }
-Config = TypeVar(
-    "Config",
-    TrainConfig,
-    EvaluateConfig,
-    TuneConfig,
-    CompareConfig,
-    ExportConfig,
-    CaptureConfig,
-    RegenerateConfig,
-    PlanConfig,
-)
+Config = TypeVar("Config", bound="DataclassInstance")

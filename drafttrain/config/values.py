@@ -24,14 +24,12 @@ BLANKS = ("eval.stop_strings",)  # a line end is one
 
 
 def check_target(section: str, target: Any) -> None:
-    """Raise UsageError unless `_target_` names a class that may be imported.
+    """Raise UsageError unless `_target_` names a class that may be imported, which executes code.
 
-    Importing a module executes it. So it must be one of this package, or one that the user's own
-    yaml names (--config-dir). None: the section's own class.
+    One of this package, or that the user's own yaml names (--config-dir); None: the section's own.
     """
-    if target is None or (isinstance(target, str) and OURS.fullmatch(target)):
-        return
-    if not isinstance(target, str) or target not in _own(section):
+    is_text = isinstance(target, str)
+    if target is not None and not (is_text and (OURS.fullmatch(target) or target in _own(section))):
         raise UsageError(
             f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
             f"got {shown(target)}; add its yaml with --config-dir FOLDER "
@@ -71,20 +69,19 @@ def _load(section: str, path: str) -> Any:
     return found
 
 
-def sketch(section: str, target: Any) -> Any:
-    """Return a stand-in for a drafter's class of this package, with its fields: from its source.
+def check_drafter(plain: dict[str, Any]) -> None:
+    """Refuse values of the wrong type before torch is imported, as the modules of drafters do.
 
-    What is of the wrong type is answered before torch is imported, as the modules of drafters do.
-    None for other sections, a class whose module is there already, or that conf/ does not name.
+    The fields are read from the source of the class, where that is of this package, named in conf/,
+    and not imported yet.
     """
-    path = target or SECTIONS[section]
-    if section != "drafter" or path.rpartition(".")[0] in sys.modules:
-        return None
-    if target is not None and not (target in targets(section) and OURS.fullmatch(target)):
-        return None
-    kinds = {"Any": Any}
-    hints = [(name, eval(hint, kinds)) for name, hint in _declared(path).items()]
-    return make_dataclass(path.rpartition(".")[2], hints, kw_only=True)
+    target = plain.get("_target_")
+    path = target or SECTIONS["drafter"]
+    module, _, name = path.rpartition(".")
+    named = target is None or (target in targets("drafter") and OURS.fullmatch(target))
+    if named and module not in sys.modules:
+        hints = [(key, eval(hint, {"Any": Any})) for key, hint in _declared(path).items()]
+        values_of("drafter", plain, make_dataclass(name, hints, kw_only=True))
 
 
 def _declared(path: str) -> dict[str, str]:
@@ -136,13 +133,12 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     for name in names:
         key, found, options = f"{section}.{name}", typed[name], _options(hints[name])
-        if isinstance(found, list):
-            if not found and type(None) in options:
-                raise UsageError(f"{key} must not be empty, got []; null takes the usual")
-            # OmegaConf lets lists of lists pass for lists of texts.
-            is_flat = any(option in WORDS for option in options)
-            if is_flat and any(isinstance(inner, list | dict) for inner in found):
-                raise UsageError(_must_be(key, hints[name], found))
+        if found == [] and type(None) in options:
+            raise UsageError(f"{key} must not be empty, got []; null takes the usual")
+        # OmegaConf lets lists of lists pass for lists of texts.
+        nested = isinstance(found, list) and any(isinstance(each, list | dict) for each in found)
+        if nested and any(option in WORDS for option in options):
+            raise UsageError(_must_be(key, hints[name], found))
         _check(key, found)
     return {name: typed[name] for name in names}
 
@@ -195,10 +191,9 @@ def _must_be(key: str, hint: Any, given: Any) -> str:
     options = _options(hint)
     words = next((WORDS[option] for option in options if option in WORDS), str(hint))
     null = " or null" if type(None) in options else ""
-    got = "null" if given is None else shown(given)
-    return f"{key} must be {words}{null}, got {got}"
+    return f"{key} must be {words}{null}, got {'null' if given is None else shown(given)}"
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return a hint, and what stands in it beside null."""
+    """Return a hint, and what stands in it, such as null."""
     return (hint, *get_args(hint))
