@@ -35,8 +35,8 @@ from drafttrain.target.store.capture import capture as write_store
 
 def capture(config: CaptureConfig) -> None:
     """Write what drafters read of the target to store.dir, once; go on where a capture stopped."""
-    found = join_ranks(choose_device(config.hardware))
-    ranks = replace(found, goes_on="the same command goes on where it stopped")
+    ranks = join_ranks(choose_device(config.hardware))
+    ranks = replace(ranks, goes_on="the same command goes on where it stopped")
     stop = StopRequest(": what is stored stays, and the same command goes on where it stopped")
     with stop.listening(), ranks.naming_a_loss():
         capture_until(stop, ranks, config)
@@ -60,7 +60,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
     check_store_folder(folder)
     if served := config.hardware.target_placement == "vllm":
         refuse_selfgen(config.data)
-        check_engine(config.hardware, config.vllm, ranks)
+        check_engine(config, ranks)
     spec = expected_spec(config.model)
     asked = asked_by([shape_of(drafter, spec) for drafter in drafters], config.store)
     ready = read_samples(config.data, config.model, ranks)
@@ -69,9 +69,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
         stack.enter_context(ranks.holding(folder, "store.dir", "capture", console.print))
         target: Target | ServedTarget
         if served:  # no other copy of it is needed here
-            engine = served_to(
-                ranks, config.model, config.vllm, dtype, asked.layers, longest, folder
-            )
+            engine = served_to(ranks, config, dtype, asked.layers, longest, folder)
             target = stack.enter_context(engine)
             say(f"target: {target.spec.name}, in vLLM {target.engine.version}")
         else:

@@ -10,9 +10,7 @@ from drafttrain.report.comparison_pages import FILES, comparison_summary, write_
 from drafttrain.report.terminal import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
-from drafttrain.runtime.run_folder import (
-    provenance,
-)
+from drafttrain.runtime.run_folder import provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import open_tracker
 
@@ -20,18 +18,16 @@ from drafttrain.runtime.tracker import open_tracker
 def compare(config: CompareConfig) -> None:
     """Set evaluated runs side by side, paired by prompt, and write the comparison."""
     settings = config.compare
-    require_writable(Path(settings.dir), "compare.dir")
-    comparison = compare_runs(settings, provenance(sys.argv[1:]))
     place = Path(settings.dir)
+    require_writable(place, "compare.dir")
+    comparison = compare_runs(settings, provenance(sys.argv[1:]))
     with hold(place, "compare.dir", "compare", console.print):
         write_comparison(comparison, place)
         console.print(rich_table(comparison_summary(comparison)))
         html = place / "compare.html"
         console.print(f"comparison: {html} (the same in compare.md, compare.json)")
         told = {"run": {"name": settings.name}} | asdict(config)
-        tracker = open_tracker(
-            config.tracker, place, config=told, resume_step=None, is_main=True, append=True
-        )
+        tracker = open_tracker(config.tracker, place, config=told, append=True)
         tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
         tracker.keep(f"compared/{settings.name}", "report", [place / name for name in FILES])
         tracker.finish()

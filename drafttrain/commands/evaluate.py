@@ -1,22 +1,18 @@
 """A drafter measured in the whole speculative loop."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, measured, set_up, tuned
-from drafttrain.commands.setup.target_and_drafter import (
-    record_evaluation,
-)
+from drafttrain.commands.setup.evaluation import Setup, held_setup, measured, tuned
+from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.record import keep, require_same, settings_of
+from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.report.pages import REPORT_FILES, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, summary_table, witness_table
 from drafttrain.report.terminal import rich_table
-from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.run_folder import provenance
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import open_tracker
@@ -26,20 +22,11 @@ def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
     folder = Path(config.run.dir)
     place = folder / "evaluations" / config.eval.name
-    require_free(place, "eval.name")
     config = replace(config, eval=tuned(config.eval, folder))
-    require_kept(config, place, {})
-    setup = set_up(config)
-    with hold(place, "eval.name", "evaluate", console.print):
-        require_kept(config, place, setup.subject)
-        evaluate_held(config, setup, place)
-
-
-def require_kept(config: EvaluateConfig, place: Path, subject: Mapping[str, str]) -> None:
-    """Refuse to replace an evaluation by one of other settings, weights or prompts."""
+    kept = None if config.eval.overwrite else place / "report.json"
     ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"
-    settings, overwrite = settings_of(config, subject), config.eval.overwrite
-    require_same(place, place / "report.json", settings, overwrite, ways)
+    with held_setup(config, place, "eval.name", "evaluate", kept, ways) as setup:
+        evaluate_held(config, setup, place)
 
 
 def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
@@ -64,14 +51,7 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     if report.certificate is not None:
         console.print(f"certificate: {report.certificate.statement}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
-    tracker = open_tracker(
-        config.tracker,
-        setup.folder,
-        config=asdict(config),
-        resume_step=None,
-        is_main=True,
-        append=True,
-    )
+    tracker = open_tracker(config.tracker, setup.folder, config=asdict(config), append=True)
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
     tracker.keep(f"report/{settings.name}", "report", [place / name for name in REPORT_FILES])
     tracker.finish()

@@ -3,11 +3,8 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import tuned_export
-from drafttrain.commands.setup.target_and_drafter import (
-    load_drafter,
-    recorded_spec,
-)
+from drafttrain.commands.setup.evaluation import tuned
+from drafttrain.commands.setup.target_and_drafter import load_drafter, recorded_spec
 from drafttrain.config.sections import ExportConfig
 from drafttrain.formats.write.hub import check_push, plan_push, push
 from drafttrain.formats.write.vllm import export_vllm
@@ -21,7 +18,7 @@ from drafttrain.target.pretrained.models import load_tokenizer
 def export(config: ExportConfig) -> None:
     """Write a run's drafter as serving engines load it, check it, and push it if asked."""
     run = Path(config.run.dir)
-    settings = tuned_export(config.export, run)
+    settings = tuned(config.export, run)
     place = Path(settings.dir or run / "export")
     require_writable(place.parent, "export.dir")
     if settings.push is not None and not settings.dry_run:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from drafttrain.config.overrides import UsageError
-from drafttrain.config.sweep import Sweep, SweepJob, listed, several, sweep_of
+from drafttrain.config.sweep import Sweep, listed, several, sweep_of
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.journal import read_records, replace_records
 from drafttrain.runtime.lock import hold
+from drafttrain.runtime.rank_process import say_error
 from drafttrain.runtime.run_folder import call
-from drafttrain.runtime.signals import SIGNALS, Stopped
+from drafttrain.runtime.signals import Stopped, answered_by
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import escaped
 
@@ -24,6 +24,7 @@ RECORD = "jobs.jsonl"
 LOGS = "logs"
 BEGUN, DONE, FAILED, STOPPED = "begun", "done", "failed", "stopped"
 SHOWN = 300  # characters of what a job said last
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,24 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
     require_writable(sweep.folder, "hydra.sweep.dir")
     with hold(sweep.folder, "hydra.sweep.dir", f"{command} --multirun", console.print):
         (sweep.folder / LOGS).mkdir(exist_ok=True)
-        outcomes = _read(sweep.folder / RECORD)
+        record = sweep.folder / RECORD
+        before_now = read_records(record, Outcome) if record.is_file() else ()
+        outcomes = {outcome.name: outcome for outcome in before_now}
         console.print(
             f"{len(sweep.jobs)} jobs; their output is in {sweep.folder / LOGS}, their record in "
-            f"{sweep.folder / RECORD}"
+            f"{record}"
         )
         for number, job in enumerate(sweep.jobs, 1):
             place = f"{number}/{len(sweep.jobs)}  {job.name}  {' '.join(job.told)}"
             before = outcomes.get(job.name)
-            if before is not None and before.overrides != job.overrides:
-                before = None
-            if before is not None and before.result == DONE:
+            begun = before is not None and before.overrides == job.overrides
+            if before is not None and begun and before.result == DONE:
                 console.print(f"{place}  done before: {before.said}")
                 continue
-            words = [
-                command,
-                *([f"--config-dir={config_dir}"] if config_dir else []),
-                *job.overrides,
-            ]
-            if command == "train" and before is not None and not _resumes(job):
+            own = [f"--config-dir={config_dir}"] if config_dir else []
+            words = [command, *own, *job.overrides]
+            resumes = any(text.startswith("run.resume=") for text in words)
+            if command == "train" and begun and not resumes:
                 words.append("run.resume=true")
             log = sweep.folder / LOGS / f"{job.name}.log"
             _keep(sweep, outcomes, Outcome(job.name, job.overrides, BEGUN))
@@ -81,8 +81,10 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
             _keep(sweep, outcomes, Outcome(job.name, job.overrides, result, status, said, seconds))
             console.print(f"{place}  {result} after {seconds:.0f} s: {said}")
             if stop:
-                how = "interrupted" if stop == signal.SIGINT else f"stopped by {stop.name}"
-                raise Stopped(f"{how}; the same command goes on with the sweep", _status(stop))
+                how, code = f"stopped by {stop.name}", 128 + signal.SIGTERM
+                if stop == signal.SIGINT:
+                    how, code = "interrupted", 128 + stop
+                raise Stopped(f"{how}; the same command goes on with the sweep", code)
     return _conclude(command, sweep, outcomes)
 
 
@@ -99,16 +101,11 @@ def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
         console.print(f"{lead}{call('compare', listed('runs', runs), *other)}")
     failed = [job.name for job in sweep.jobs if job not in done]
     if failed:
-        print(
+        say_error(
             f"error: {len(failed)} of {len(sweep.jobs)} jobs failed: {', '.join(failed)}; their "
-            f"output is in {sweep.folder / LOGS}; the same command tries them again",
-            file=sys.stderr,
+            f"output is in {sweep.folder / LOGS}; the same command tries them again"
         )
     return 1 if failed else 0
-
-
-def _resumes(job: SweepJob) -> bool:
-    return any(text.startswith("run.resume=") for text in job.overrides)
 
 
 def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, str]:
@@ -117,50 +114,33 @@ def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, s
     Every signal that asks this process to end is passed on to the job.
     """
     came: list[signal.Signals] = []
-    job: list[subprocess.Popen[bytes]] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        if not came and number == signal.SIGINT:
-            # Not by sys.stderr, which may be at work just now.
-            os.write(2, b"\ninterrupted: the job is asked to end; Ctrl-C again ends it at once\n")
-        came.append(signal.Signals(number))
-        for process in job:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, receive) for number in SIGNALS}
-    try:
-        with log.open("ab") as output:
-            start = output.tell()
-            # In a group of its own: Ctrl-C reaches it once, through us.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "drafttrain", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
-            job.append(process)
-            if came:
-                process.send_signal(came[0])
-            status = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    passed_on = 0
+    listening = answered_by(lambda number, frame: came.append(signal.Signals(number)))
+    with listening, log.open("ab") as output:
+        start = output.tell()
+        # In a group of its own: Ctrl-C reaches it once, through us.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "drafttrain", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        while process.poll() is None:
+            for number in came[passed_on:]:
+                if not passed_on and number == signal.SIGINT:
+                    say_error(
+                        "\ninterrupted: the job is asked to end; Ctrl-C again ends it at once"
+                    )
+                process.send_signal(number)
+                passed_on += 1
+            time.sleep(POLL_S)
     with log.open("rb") as written:
         written.seek(start)
         lines = written.read().decode(errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith("next: ")]
-    return status, came[0] if came else None, escaped(said[-1][:SHOWN]) if said else "no output"
-
-
-def _status(stop: signal.Signals) -> int:
-    return 128 + (stop if stop == signal.SIGINT else signal.SIGTERM)
-
-
-def _read(record: Path) -> dict[str, Outcome]:
-    if not record.is_file():
-        return {}
-    return {outcome.name: outcome for outcome in read_records(record, Outcome)}
+    told = escaped(said[-1][:SHOWN]) if said else "no output"
+    return process.returncode, came[0] if came else None, told
 
 
 def _keep(sweep: Sweep, outcomes: dict[str, Outcome], outcome: Outcome) -> None:

@@ -1,7 +1,7 @@
 """Prompts in, the target's own answers out."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,9 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     console.print(f"next: {call('train', 'data=jsonl', f'data.path={out}')}")
 
 
-def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
+def prepare(
+    config: RegenerateConfig,
+) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
     """Return what the answers depend on beside the settings, and the backend, not yet opened."""
     settings, model, template = config.regenerate, config.model, config.data.text_format
     if settings.backend == OPENAI:
@@ -102,7 +104,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
         )
         backend: Backend = partial(by_endpoint, config=settings, template=template)
         told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
-        return {"model": served.model, **told}, _opened(backend)
+        return {"model": served.model, **told}, nullcontext(backend)
     device = choose_device(config.hardware)
     # Not measured: what was begun in one dtype must go on in it.
     auto = "bfloat16" if device.startswith("cuda") else "float32"
@@ -117,11 +119,6 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], Any]:
     if settings.backend == VLLM:
         return identity, _engine(config, dtype, device)
     return identity, _target(config, dtype, device)
-
-
-@contextmanager
-def _opened(backend: Backend) -> Iterator[Backend]:
-    yield backend
 
 
 @contextmanager
@@ -152,14 +149,13 @@ def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
 @contextmanager
 def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
     model, settings = config.model, config.regenerate
-    place = directory(model)
     tokenizer = load_tokenizer(model)
     require_template(tokenizer)
     spec = spec_on_disk(model, load_model_config(model), tokenizer, fingerprint="")
     room = room_of(config, spec)
     console.print("starting vLLM")
     with VllmEngine(
-        place,
+        directory(model),
         config.vllm,
         dtype=name_of(dtype),
         device=torch.device(device).type,
@@ -167,7 +163,6 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
         folder=Path(settings.dir) / f"{Path(settings.out).stem}.vllm",
         trust_remote_code=model.trust_remote_code,
     ) as engine:
-        in_flight = 2 * config.vllm.max_num_seqs  # so that the engine never waits for a prompt
         yield partial(
             by_vllm,
             engine,
@@ -176,5 +171,5 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
             config=settings,
             template=config.data.text_format,
             room=room,
-            in_flight=in_flight,
+            in_flight=2 * config.vllm.max_num_seqs,  # the engine never waits for a prompt
         )

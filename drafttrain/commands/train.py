@@ -10,9 +10,7 @@ from pathlib import Path
 from drafttrain import __version__
 from drafttrain.commands.setup.init_from import keep_start, starting_point
 from drafttrain.commands.setup.plan import foresee
-from drafttrain.commands.setup.target_and_drafter import (
-    source_of_features,
-)
+from drafttrain.commands.setup.target_and_drafter import source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
@@ -121,9 +119,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     )
     validation = validation_of(config, material, engine, stop, dtype)
     store = material.store
-    checkpoints = Checkpoints(
-        folder / CHECKPOINTS, trainer.keep_checkpoints, config.run.skip_damaged
-    )
+    keep, skip = trainer.keep_checkpoints, config.run.skip_damaged
+    checkpoints = Checkpoints(folder / CHECKPOINTS, keep, skip)
     latest = checkpoints.to_resume(engine)
     for line in checkpoints.skipped:
         say(f"skipped, as run.skip_damaged says: {line}")
@@ -156,14 +153,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     try:
         with (
             source_of_features(
-                material.source,
-                config.hardware,
-                config.model,
-                config.vllm,
-                captures=drafter.captures,
-                samples=[*material.samples, *material.held_out],
-                ranks=ranks,
-                folder=folder,
+                material.source, config, drafter.captures, material.everything, ranks
             ) as source,
             Prefetcher(batches, config.features.prefetch, read_ahead) as steps,
         ):
@@ -182,9 +172,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         tracker.table("validation", *validation.table())
         kept = checkpoints.best() or checkpoints.latest()
         if kept is not None:
-            tracker.keep(
-                f"drafter-{config.run.name}", "drafter", [kept / WEIGHTS_FILE, folder / CONFIG]
-            )
+            files = [kept / WEIGHTS_FILE, folder / CONFIG]
+            tracker.keep(f"drafter-{config.run.name}", "drafter", files)
     finally:
         tracker.finish()
     best = checkpoints.best()

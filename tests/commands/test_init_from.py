@@ -11,7 +11,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from drafttrain.__main__ import main
-from drafttrain.commands.setup.init_from import Start, keep_start, starting_point
+from drafttrain.commands.setup.init_from import keep_start, starting_point
+from drafttrain.commands.setup.target_and_drafter import GivenDrafter
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime.run_folder import load_config
@@ -151,7 +152,7 @@ def test_an_attempt_without_a_checkpoint_leaves_no_start_behind(run: Path, tmp_p
     found = starting_point(typed(compose("train", [f"run.init_from={run}"]), TrainConfig))
     assert found is not None
 
-    def start(name: str) -> Start:
+    def start(name: str) -> GivenDrafter:
         return replace(found, origin=name)
 
     def origin() -> str | None:

@@ -25,7 +25,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.config.compose import compose, load_choice, typed
 from drafttrain.config.groups import choices, own_choices
-from drafttrain.config.overrides import UsageError, hidden, quoted
+from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.types import Decoded
@@ -56,10 +56,8 @@ class Generated(Decoded):
     @property
     def acceptance_length(self) -> float | None:
         """Tokens per target pass that verified a draft, bonus counted; None without a draft."""
-        counters = self.stats.trimmed
-        if not counters.num_drafts:
-            return None
-        return 1 + counters.num_accepted_tokens / counters.num_drafts
+        told = self.stats.trimmed
+        return 1 + told.num_accepted_tokens / told.num_drafts if told.num_drafts else None
 
 
 def load_target(
@@ -76,12 +74,12 @@ def load_target(
     bfloat16, or auto (measured on a CPU). config_dir: yaml of your own, laid out like conf/.
     settings: keys of `model`, such as revision or max_positions.
     """
-    with own_choices(None if config_dir is None else Path(config_dir)):
+    with own_choices(config_dir):
         known = choices("model")
         if str(model) in known:
             chosen = f"model={model}"
         elif Path(model).expanduser().is_dir():
-            chosen = _setting("model.path", str(model))
+            chosen = f"model.path={spelled(model)}"
         else:
             raise UsageError(
                 "model must be the directory of a model or one of "
@@ -108,11 +106,11 @@ def load_drafter(
     your own, laid out like conf/, where the run's drafter is your own. settings: keys of `drafter`.
     """
     folder = Path(drafter).expanduser()
-    with own_choices(None if config_dir is None else Path(config_dir)):
+    with own_choices(config_dir):
         if (folder / CONFIG).is_file():
-            chosen = _setting("run.dir", str(folder))
+            chosen = f"run.dir={spelled(folder)}"
         elif folder.is_dir():
-            chosen = _setting("drafter.path", str(folder))
+            chosen = f"drafter.path={spelled(folder)}"
         elif str(drafter) in choices("drafter"):
             chosen = f"drafter={drafter}"
         else:
@@ -147,19 +145,19 @@ def generate(
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
+    how = config.eval
     told: dict[str, Any] = {
-        "sampling": config.eval.sampling,
-        "max_new_tokens": config.eval.max_new_tokens,
-        "stop_strings": config.eval.stop_strings,
+        "sampling": how.sampling,
+        "max_new_tokens": how.max_new_tokens,
+        "stop_strings": how.stop_strings,
         "chance": SeededChance(seed),
     }
     if drafter is None:
         decoded = autoregressive_decode(target, tokens, **told)
     else:
         _check_pair(target, drafter)
-        told["draft_sampling"] = config.eval.draft_sampling
-        told["rule"], told["depth"] = config.eval.acceptance_rule, config.eval.depth
-        decoded = speculative_decode(target, drafter, tokens, **told)
+        told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule}
+        decoded = speculative_decode(target, drafter, tokens, depth=how.depth, **told)
     text = target.tokenizer.decode(decoded.tokens, skip_special_tokens=True)
     return Generated(decoded.tokens, decoded.stats, text)
 
@@ -197,8 +195,8 @@ def evaluate(
     origin = f"{drafter.config.name} from Python, weights {weights.hexdigest()[:16]}"
     threads = torch.get_num_threads()
     choice = DecodeChoice(target.dtype, threads, f"{dtype} with {threads} threads")
-    loaded = Loaded(GivenDrafter(mine, None, origin, ()), target, choice, target.device)
-    setup = set_up(config, loaded=loaded)
+    given = GivenDrafter(mine, None, origin, ())
+    setup = set_up(config, loaded=Loaded(given, target, choice, target.device))
     record = provenance([]) | {"command": "drafttrain.evaluate(target, drafter)"}
     if folder is None:
         with TemporaryDirectory() as removed:
@@ -213,7 +211,7 @@ def evaluate(
 
 
 def _composed(*chosen: str, **settings: object) -> EvaluateConfig:
-    told = [_setting(key, value) for key, value in settings.items()]
+    told = [f"{key}={spelled(value)}" for key, value in settings.items()]
     return typed(compose("evaluate", [*chosen, *told]), EvaluateConfig)
 
 
@@ -225,21 +223,6 @@ def _decoding(seed: int, settings: Mapping[str, object]) -> dict[str, object]:
     """Return settings by the keys that they have on the command line."""
     section = lambda key: "data" if key.startswith("template") else "eval"  # noqa: E731
     return {"run.seed": seed} | {f"{section(key)}.{key}": v for key, v in settings.items()}
-
-
-def _setting(key: str, value: object) -> str:
-    return f"{key}={_spelled(value)}"
-
-
-def _spelled(value: object) -> str:
-    """Return a value as the command line spells it."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{_spelled(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_spelled, value)) + "]"
-    return quoted(hidden(str(value))) if isinstance(value, str | Path) else str(value)
 
 
 def _messages(prompt: str | Messages) -> list[Message]:
@@ -265,8 +248,7 @@ def _config_of(target: Target) -> Any:
 
 def _check_pair(target: Target, drafter: Drafter) -> None:
     """Refuse a drafter that was made for a target of another shape."""
-    keys = ("vocab_size", "hidden_size", "num_layers")
-    for key in keys:
+    for key in ("vocab_size", "hidden_size", "num_layers"):
         own, other = getattr(drafter.spec, key), getattr(target.spec, key)
         if own != other:
             raise ValueError(

@@ -1,10 +1,11 @@
 """From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,16 +37,19 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype
+from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.size import parameters
 
+Tuned = TypeVar("Tuned", EvalConfig, ExportSettings)
 SMALL_TARGET = 100_000_000  # parameters below which products are the lesser part of a pass
 
 
@@ -82,7 +86,7 @@ class Loaded:
     device: torch.device
 
 
-def load(config: EvaluateConfig | TuneConfig, settings: EvalConfig) -> Loaded:
+def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
     """Load the drafter, then the target, which takes its time. ValueError for what does not fit."""
     model = config.model
     device = torch.device(choose_device(config.hardware))
@@ -105,17 +109,37 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     drafter.to(device).eval()
 
 
-def set_up(
-    config: EvaluateConfig | TuneConfig, needs_exact: bool = True, loaded: Loaded | None = None
-) -> Setup:
-    """Load what is to be measured, saying what that is. ValueError for whatever does not fit.
+@contextmanager
+def held_setup(
+    config: EvaluateConfig, place: Path, key: str, command: str, kept: Path | None, ways: str
+) -> Iterator[Setup]:
+    """Set up a measurement, and give it while its place is this command's own.
 
-    needs_exact: the target is wanted in float32 too, where it is timed in another dtype. loaded:
-    what is loaded already.
+    kept: the result that one of other settings, weights or prompts must not replace. ways: what
+    else the user can do then.
+    """
+
+    def require_kept(subject: Mapping[str, str]) -> None:
+        if kept is not None:
+            require_same(place, kept, settings_of(config, subject), False, ways)
+
+    require_free(place, key)
+    require_kept({})
+    setup = set_up(config)
+    with hold(place, key, command, console.print):
+        require_kept(setup.subject)
+        yield setup
+
+
+def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
+    """Load what is to be measured, unless that is done, and say what it is.
+
+    ValueError for whatever does not fit.
     """
     folder, model = Path(config.run.dir), config.model
-    # `tune` chooses the depth: it cannot ask for the one that it has yet to choose.
-    settings = config.eval if isinstance(config, TuneConfig) else tuned(config.eval, folder)
+    # `tune` chooses the depth, and looks at no float32: it times.
+    tunes = isinstance(config, TuneConfig)
+    settings = config.eval if tunes else tuned(config.eval, folder)
     source = settings.source
     prompts, skipped = load_prompts(source)
     if source.path is not None and skipped.counts:
@@ -132,7 +156,7 @@ def set_up(
     drafter = given.drafter
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     references = reference_drafters(settings, drafter, target, draft_dtype)
-    if settings.before and given.checkpoint is not None and isinstance(config, EvaluateConfig):
+    if settings.before and given.checkpoint is not None and not tunes:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started.to(device, draft_dtype)
@@ -142,8 +166,8 @@ def set_up(
     console.print(how)
     template = config.data.text_format
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
-    changed = changed_target(given.origin, given.fingerprint, target.spec)
-    lines = [line for line in (widened, changed) if line]
+    lines = [widened] if widened else []
+    lines += changed_target(given.origin, given.fingerprint, target.spec)
     size = target.num_parameters
     if size < SMALL_TARGET:
         lines.append(
@@ -155,19 +179,18 @@ def set_up(
     for each in everyone:
         check_settings(prompts, target, each, template, settings)
     exact = target
-    if needs_exact and settings.lossless_prompts and choice.dtype != torch.float32:
+    if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
+    timing: dict[str, Any] = {
+        "dtype": name_of(choice.dtype),
+        "draft_dtype": name_of(draft_dtype),
+        "threads": choice.threads,
+        "device": str(device),
+    }
     return Setup(
         folder=folder,
         settings=settings,
-        parts=Parts(
-            target=target,
-            exact=exact,
-            drafter=drafter,
-            drafter_name=config.drafter.name,
-            draft_dtype=draft_dtype,
-            references=references,
-        ),
+        parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,
         checkpoint=given.checkpoint,
@@ -178,21 +201,12 @@ def set_up(
             "drafter": asdict(config.drafter),
             "model": asdict(model),
             "target_fingerprint": target.spec.fingerprint,
-            "dtype": name_of(choice.dtype),
-            "draft_dtype": name_of(draft_dtype),
-            "threads": choice.threads,
-            "device": str(device),
+            **timing,
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
             "template": asdict(template),
         },
-        timing=TimingInfo(
-            dtype=name_of(choice.dtype),
-            threads=choice.threads,
-            blocks=settings.blocks,
-            device=str(device),
-            draft_dtype=name_of(draft_dtype),
-        ),
+        timing=TimingInfo(blocks=settings.blocks, **timing),
         about_prompts={
             "source": source.describe(),
             "sha256": prompts_sha256(prompts),
@@ -210,8 +224,7 @@ def measured(
 ) -> tuple[Report, list[PromptResult], list[Measurements]]:
     """Measure what is set up: the report, the results behind its headline, and the journals.
 
-    place: of the journals, which are to be finished when the report is on the disk. record: the
-    provenance of the measurement.
+    place: of the journals, to be finished when the report is on the disk. record: the provenance.
     """
     return evaluate_drafter(
         setup.parts,
@@ -236,28 +249,21 @@ def measured(
     )
 
 
-def tuned(settings: EvalConfig, folder: Path) -> EvalConfig:
-    """Return the settings at the depth that `tune` chose, if that is asked for."""
+def tuned(settings: Tuned, folder: Path) -> Tuned:
+    """Return settings at the depth that `tune` chose, if that is asked for."""
     if not settings.tuned:
         return settings
-    return replace(settings, depth=_tuned_depth("eval", folder, settings.batch_size))
-
-
-def tuned_export(settings: ExportSettings, folder: Path) -> ExportSettings:
-    """Return the settings of an export at the depth that `tune` chose, if that is asked for."""
-    if not settings.tuned:
-        return settings
-    return replace(settings, num_speculative_tokens=_tuned_depth("export", folder, 1))
-
-
-def _tuned_depth(section: str, folder: Path, batch_size: int) -> int:
+    section, key, batch_size = "export", "num_speculative_tokens", 1
+    if isinstance(settings, EvalConfig):
+        section, key, batch_size = "eval", "depth", settings.batch_size
     depth = tuned_depth(folder, batch_size)
     if depth is None:
         raise ValueError(
             f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
             f"write it with {call('tune', f'run.dir={folder}')}"
         )
-    return depth
+    chosen: dict[str, Any] = {key: depth}
+    return replace(settings, **chosen)
 
 
 def reference_drafters(

@@ -1,15 +1,14 @@
 """Training that starts from a drafter that is there, and the record of what it started from."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.commands.setup.target_and_drafter import expected_spec
+from drafttrain.commands.setup.target_and_drafter import GivenDrafter, best_of, expected_spec
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import TrainConfig
@@ -17,29 +16,17 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.disk import replacing, write_whole, writing
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG
+from drafttrain.runtime.run_folder import CONFIG, has_checkpoints
 from drafttrain.target.pretrained.models import load_tokenizer
-from drafttrain.training.checkpoint import Checkpoints
 
 FOLDER = "initial"  # in the run folder: what training started from
 WEIGHTS, RECORD = "drafter.safetensors", "record.json"
 
 
-@dataclass(frozen=True)
-class Start:
-    """A drafter to train further, in float32 on the CPU."""
-
-    drafter: Drafter
-    origin: str  # where it lay, and which weights
-    fingerprint: str | None  # of the target that it was trained on, where that is recorded
-    lines: tuple[str, ...]  # what to say of it
-
-
-def starting_point(config: TrainConfig) -> Start | None:
+def starting_point(config: TrainConfig) -> GivenDrafter | None:
     """Return the drafter that run.init_from names, None where training starts anew.
 
-    It is checked against the target's configuration and tokenizer, before any weight of the target
-    is read. ValueError for whatever does not fit.
+    ValueError where it does not fit the target, of which no weight is read yet.
     """
     if config.run.init_from is None:
         return None
@@ -50,15 +37,8 @@ def starting_point(config: TrainConfig) -> Start | None:
     return _of_serving(folder, config, spec)
 
 
-def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
-    checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1)
-    chosen = checkpoints.load_chosen()
-    if chosen is None:
-        raise ValueError(
-            f"run.init_from={folder} must hold a trained drafter, but has no checkpoint; train it "
-            "first, or leave out run.init_from"
-        )
-    checkpoint, state, weights = chosen
+def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> GivenDrafter:
+    checkpoint, state, weights = best_of(folder, "run.init_from")
     trained = recorded(folder, TrainConfig, "run.init_from").drafter
     if type(trained) is not type(config):
         raise ValueError(
@@ -74,28 +54,26 @@ def _of_run(folder: Path, config: DrafterConfig, spec: TargetSpec) -> Start:
             f"{spec.name}: {error}"
         ) from error
     line = f"start: {checkpoint}, trained on {state.tokens:,} tokens"
-    return Start(drafter, str(checkpoint), state.fingerprint, (line,))
+    return GivenDrafter(drafter, checkpoint, str(checkpoint), (line,), state.fingerprint)
 
 
-def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
+def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDrafter:
     given, name = config.drafter, config.drafter.name
-    own: Callable[[str], DrafterConfig] = lambda family: load_choice("drafter", family)  # noqa: E731
-    if not isinstance(given, AdmittedConfig):  # a family was named, with its training settings
 
-        def own(family: str) -> DrafterConfig:
-            if family != name:
-                raise ValueError(
-                    f"run.init_from={folder} holds a drafter of the family {family}, got "
-                    f"drafter={name}; leave out drafter= or give drafter={family}"
-                )
-            return given
+    def own(family: str) -> DrafterConfig:
+        if isinstance(given, AdmittedConfig):
+            found: DrafterConfig = load_choice("drafter", family)
+            return found
+        if family != name:  # a family was named, with its training settings
+            raise ValueError(
+                f"run.init_from={folder} holds a drafter of the family {family}, got "
+                f"drafter={name}; leave out drafter= or give drafter={family}"
+            )
+        return given
 
-    source = AdmittedConfig(
-        name=name,
-        path=str(folder),
-        layers=given.layers if isinstance(given, AdmittedConfig) else None,
-        allow_pickle=given.allow_pickle if isinstance(given, AdmittedConfig) else False,
-    )
+    source = AdmittedConfig(name=name, path=str(folder), layers=None, allow_pickle=False)
+    if isinstance(given, AdmittedConfig):
+        source = replace(given, path=str(folder))
     try:
         found = admit(source, spec, load_tokenizer(config.model), own)
     except ValueError as error:  # the directory was given under this name
@@ -108,26 +86,18 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> Start:
     # Built anew for the target as it is: `admit` took what the directory declares of its own.
     drafter = replace(found.drafter.config, name=found.family).build(spec)
     drafter.load_weights(found.drafter.state_dict())
-    return Start(drafter, found.origin, found.target_fingerprint, tuple(found.lines()))
+    lines = tuple(found.lines())
+    return GivenDrafter(drafter, None, found.origin, lines, found.target_fingerprint)
 
 
-def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> str | None:
-    """Say that a drafter was trained on other weights than the target's, None if it was not.
-
-    A directory that names no fingerprint gives nothing to compare.
-    """
+def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> list[str]:
+    """Return what to say where a drafter is known to be trained on other weights than these."""
     if fingerprint is None or fingerprint == spec.fingerprint:
-        return None
-    return (
+        return []
+    return [
         f"the target has changed: {origin} was trained on one with fingerprint {fingerprint[:16]}, "
         f"{spec.name} has {spec.fingerprint[:16]}; its acceptance was of the other one"
-    )
-
-
-def what_is_started_from(start: Start, spec: TargetSpec) -> list[str]:
-    """Return what to tell the user once the target's weights are known."""
-    changed = changed_target(start.origin, start.fingerprint, spec)
-    return [*start.lines, *([changed] if changed else [])]
+    ]
 
 
 def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
@@ -138,15 +108,14 @@ def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
     return f" (its vocabulary stays, and holds {share:.1%} of the tokens to train on)"
 
 
-def keep_start(run: Path, start: Start | None) -> None:
-    """Leave in the run folder what training starts from, once: whole, or not there.
+def keep_start(run: Path, start: GivenDrafter | None) -> None:
+    """Leave in the run folder what training starts from, whole, unless there is a checkpoint.
 
-    Before an engine has the drafter, which may shard or round its weights. What is left of an
-    attempt without a checkpoint is replaced; a run that has one began with what is kept.
+    Before an engine has the drafter, which may shard or round its weights.
     """
-    folder, checkpoints = run / FOLDER, run / CHECKPOINTS
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
+    if has_checkpoints(run):
         return
+    folder = run / FOLDER
     (folder / RECORD).unlink(missing_ok=True)
     if start is None:
         return

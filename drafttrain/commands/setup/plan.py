@@ -8,11 +8,12 @@ from statistics import median
 import torch
 import yaml
 
+from drafttrain.commands.setup.target_and_drafter import name_of
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.groups import choices, conf_dir
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import PlanConfig, TrainConfig
-from drafttrain.data.conversations import DataConfig, HubConfig, JsonlConfig, SelfgenConfig
+from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, find_accelerator
 from drafttrain.plan.build import build_plan
 from drafttrain.plan.config import AcceleratorConfig, PlanSettings
@@ -36,11 +37,7 @@ MEASURE_S, GLANCE_S = 0.15, 0.02  # of products, and as long of memory, on a CPU
 
 
 def plan_of(config: PlanConfig) -> tuple[Plan, str]:
-    """Return the whole plan, and where its efficiency is from.
-
-    ValueError where the target's architecture is not known, or plan.measured is no run of this
-    kind of accelerator.
-    """
+    """Return the whole plan, and where its efficiency is from; ValueError where none can be."""
     settings, source = config.plan, GUESS
     chip = accelerator_of(config.hardware, MEASURE_S)
     if settings.measured is not None:
@@ -56,15 +53,12 @@ def plan_of(config: PlanConfig) -> tuple[Plan, str]:
 
 
 def foresee(config: TrainConfig) -> list[str]:
-    """Return the plan's short form for `train`, and refuse what cannot fit on this machine.
-
-    An architecture of which nothing is known is said, and not refused.
-    """
+    """Return the plan's short form for `train`, and refuse what cannot fit on this machine."""
     settings, hardware = default_settings(), config.hardware
     chip = accelerator_of(hardware, GLANCE_S, here=True)
     try:
         job = job_of(config, settings, chip)
-    except UnknownCostError as error:
+    except UnknownCostError as error:  # which is no reason to refuse
         return [f"plan: none, {error}"]
     own, placement = _sharding(config.deepspeed), hardware.target_placement
     features = config.features
@@ -88,29 +82,30 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
             f"drafter={config.drafter.name} has nothing to train, and so nothing to plan; "
             "choose another drafter"
         )
-    hardware = config.hardware
+    hardware, data = config.hardware, config.data
     ranks, here = ranks_of(hardware, chip)
+    dtype = name_of(choose_train_dtype(hardware, torch.device("cpu")))
+    if hardware.train_dtype == "auto" and not chip.is_cpu:
+        dtype = "bfloat16"
+    limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unread
     return describe_job(
         config.model,
         config.drafter,
         hardware,
         settings,
         chip,
-        dtype=_dtype(hardware, chip.is_cpu),
+        dtype=dtype,
         ranks=ranks,
         ranks_here=here,
-        max_length=config.data.max_length,
-        conversations=_conversations(config.data),
+        max_length=data.max_length,
+        conversations=data.num_conversations if isinstance(data, SelfgenConfig) else limit,
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
     )
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
-    """Return the ranks of the run, and how many of them are on this machine.
-
-    As launched; else hardware.ranks of them, or with auto one per GPU found, all here.
-    """
+    """Return the ranks of the run, as launched or else as they would be, and how many are here."""
     launched = int(os.environ.get("WORLD_SIZE", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or launched
     if hardware.ranks != "auto":  # of each machine
@@ -125,8 +120,7 @@ def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
 def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:
     """Return what hardware.accelerator names, or what this machine has for hardware.device.
 
-    here: the run is about to start on this machine, so the memory is what is found, whatever is
-    named. ValueError where neither says what to plan for.
+    here: the run is about to start on this machine, so the memory is what is found.
     """
     name, device = hardware.accelerator, hardware.device
     gpu = device != "cpu" and torch.cuda.is_available()
@@ -162,22 +156,21 @@ class _HardwareProvenance:
 
 
 def measured_efficiency(folder: Path, chip: Accelerator) -> float:
-    """Return the share of the peak that a run reached: its tokens/s over the roofline's.
+    """Return the share of the peak that a run reached: its median tokens/s over the roofline's.
 
-    The median of its lines of metrics, the first ones left out. ValueError where the folder has
-    none, or its run was on another kind of machine.
+    ValueError where the folder has none, or its run was on another kind of machine.
     """
     config = recorded(folder, TrainConfig, "plan.measured")
     file = folder / METRICS_FILE
     rows = read_metrics(file) if file.is_file() else []
     told = [row.get("perf/tokens_per_s") for row in rows]
     speeds = [x for x in told if isinstance(x, int | float) and 0 < x < FASTEST]
-    if not speeds:
-        raise ValueError(
-            f"plan.measured must be a run with tokens/s in its {METRICS_FILE}, got {folder}"
-        )
-    if not (folder / PROVENANCE).is_file():
-        raise ValueError(f"plan.measured must be a run with a {PROVENANCE}, got {folder}")
+    for holds, what in (
+        (speeds, f"tokens/s in its {METRICS_FILE}"),
+        ((folder / PROVENANCE).is_file(), f"a {PROVENANCE}"),
+    ):
+        if not holds:
+            raise ValueError(f"plan.measured must be a run with {what}, got {folder}")
     machine = read_typed(_HardwareProvenance, folder / PROVENANCE).hardware
     if bool(machine.gpus) == chip.is_cpu:
         raise ValueError(
@@ -191,27 +184,12 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     return float(median(speeds[SETTLING:] or speeds)) / ideal
 
 
-def _conversations(data: DataConfig) -> int | None:
-    """Return how many conversations there are at most, None where only reading them would say."""
-    if isinstance(data, SelfgenConfig):
-        return data.num_conversations
-    return data.limit if isinstance(data, JsonlConfig | HubConfig) else None
-
-
-def _dtype(hardware: HardwareConfig, is_cpu: bool) -> str:
-    if hardware.train_dtype == "auto" and not is_cpu:
-        return "bfloat16"
-    chosen = choose_train_dtype(hardware, torch.device("cpu"))
-    return str(chosen).removeprefix("torch.")
-
-
 def _sharding(section: DeepSpeedConfig) -> Sharding:
     return Sharding.of(section.name, section.enabled, section.config)
 
 
 def _entry(name: str) -> AcceleratorConfig:
-    found = load_choice("accelerator", name)
-    assert isinstance(found, AcceleratorConfig)
+    found: AcceleratorConfig = load_choice("accelerator", name)
     return found
 
 

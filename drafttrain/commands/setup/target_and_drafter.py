@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drafttrain.commands.setup.store_contents import refuse_without_store
+from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec
 from drafttrain.data.chat import encode, within_positions
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
-from drafttrain.data.template import Template, template_fingerprint
+from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.formats.read.admit import AdmittedConfig, admit
@@ -33,12 +35,11 @@ from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.target.served import ServedTarget, open_served
-from drafttrain.target.store.config import FeaturesConfig, StoredFeaturesConfig
+from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.target.store.shards import wrong_spec
-from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import require_vllm
-from drafttrain.training.checkpoint import Checkpoints
+from drafttrain.training.checkpoint import Checkpoints, TrainState
 
 
 def read_samples(
@@ -46,8 +47,7 @@ def read_samples(
 ) -> tuple[list[Sample], SkipReport] | None:
     """Return conversations as tokens, the same on every rank, and what was skipped.
 
-    Before the target is loaded, so that bad records are answered at once; None where it is to
-    write them itself. ValueError where nothing can be used.
+    None where the target is to write them itself. ValueError where nothing can be used.
     """
     config.check_text()
     if isinstance(config, SelfgenConfig):
@@ -86,22 +86,15 @@ def refuse_selfgen(config: DataConfig) -> None:
 
 
 def open_features(
-    features: FeaturesConfig,
-    model: ModelConfig,
-    drafter: DrafterConfig,
-    fresh: bool,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    placement: str,
-    text_format: Template,
+    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
-    Online features come from the target; with features.validate=false only the store is there.
     ValueError where a store is of another target, or cannot train the drafter: before the target
-    is loaded, which takes its time. fresh: whether the drafter has no weights yet. placement:
-    where the target is to live, or "auto". text_format: how this run writes prompts.
+    is loaded. fresh: whether the drafter has no weights yet.
     """
+    features, model, drafter = config.features, config.model, config.drafter
+    placement = config.hardware.target_placement
     if not isinstance(features, StoredFeaturesConfig):
         return None, load_on_ranks(model, dtype, ranks, placement)
     assert features.dir is not None
@@ -122,7 +115,7 @@ def open_features(
             )
         return store, None
     target = load_on_ranks(model, dtype, ranks, placement)
-    template = template_fingerprint(target.tokenizer, text_format)
+    template = template_fingerprint(target.tokenizer, config.data.text_format)
     store.check_target(target.spec.fingerprint, template, model.origin)
     return store, target
 
@@ -144,37 +137,33 @@ def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
 @contextmanager
 def source_of_features(
     source: FeatureSource,
-    hardware: HardwareConfig,
-    model: ModelConfig,
-    vllm: VllmConfig,
-    *,
+    config: TrainConfig,
     captures: tuple[int, ...],
     samples: Iterable[Sample],
     ranks: Ranks,
-    folder: Path,
 ) -> Iterator[FeatureSource]:
     """Give what features are read from: the target, or an engine that holds it in its own process.
 
     source: the target, or a store, which is all that is read. Each rank has an engine of its own;
-    the target is here all the same, to validate in the real decode loop. samples: all that will be
-    read. folder: the run's, for the engine's log.
+    the target is here all the same, to validate in the real decode loop.
     """
-    if hardware.target_placement != "vllm" or not isinstance(source, Target):
+    if config.hardware.target_placement != "vllm" or not isinstance(source, Target):
         yield source
         return
-    longest = max(len(sample.tokens) for sample in samples)
-    with served_to(ranks, model, vllm, source.dtype, captures, longest, folder) as served:
+    longest, folder = max(len(sample.tokens) for sample in samples), Path(config.run.dir)
+    with served_to(ranks, config, source.dtype, captures, longest, folder) as served:
         if ranks.is_main:
             console.print(f"features: by vLLM {served.engine.version}")
         yield served
 
 
-def check_engine(hardware: HardwareConfig, vllm: VllmConfig, ranks: Ranks) -> None:
+def check_engine(config: TrainConfig | CaptureConfig, ranks: Ranks) -> None:
     """Raise ValueError, before anything is loaded, where an engine is asked for that cannot start.
 
     It needs an interpreter that has vLLM, and is one on each rank.
     """
-    if hardware.target_placement != "vllm":
+    vllm = config.vllm
+    if config.hardware.target_placement != "vllm":
         return
     if ranks.world_size > 1 and vllm.tensor_parallel > 1:
         raise ValueError(
@@ -186,22 +175,17 @@ def check_engine(hardware: HardwareConfig, vllm: VllmConfig, ranks: Ranks) -> No
 
 def served_to(
     ranks: Ranks,
-    model: ModelConfig,
-    vllm: VllmConfig,
+    config: TrainConfig | CaptureConfig,
     dtype: torch.dtype,
     captures: tuple[int, ...],
     longest: int,
     folder: Path,
 ) -> ServedTarget:
     """Start this rank's engine, with the target in it; its log goes to `folder`."""
+    logs = folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}")
+    place = str(ranks.device)
     return open_served(
-        model,
-        vllm,
-        dtype,
-        str(ranks.device),
-        captures=captures,
-        longest=longest,
-        folder=folder / ("vllm" if ranks.is_main else f"vllm_rank{ranks.rank}"),
+        config.model, config.vllm, dtype, place, captures=captures, longest=longest, folder=logs
     )
 
 
@@ -227,25 +211,28 @@ def recorded_spec(run: Path) -> TargetSpec:
 
 
 def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Drafter, Path | None]:
-    """Return a run's drafter with the weights of its best checkpoint, in float32 on the CPU.
+    """Return a run's drafter with the weights of its best checkpoint, if it has any, on the CPU.
 
-    A drafter without weights comes as it is. ValueError where the run has no checkpoint, or was
-    trained on another target.
+    ValueError where the run has no checkpoint, or was trained on another target.
     """
     drafter = config.build(spec)
     if not drafter.config.trainable:
         return drafter, None
-    checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    chosen = checkpoints.load_chosen()
+    checkpoint, state, weights = best_of(run, "run.dir")
+    check_fingerprint(checkpoint, state.fingerprint, spec)
+    drafter.load_weights(weights)
+    return drafter, checkpoint
+
+
+def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:
+    """Return a run's best checkpoint; ValueError, by the setting that names the run, without."""
+    chosen = Checkpoints(run / CHECKPOINTS, keep=1).load_chosen()
     if chosen is None:
         raise ValueError(
-            f"run.dir={run} has no checkpoint yet; train it first, or wait for its first one "
-            "(trainer.save_every)"
+            f"{key}={run} must hold a trained drafter, but has no checkpoint yet; train it first, "
+            "or wait for its first one (trainer.save_every)"
         )
-    folder, state, weights = chosen
-    check_fingerprint(folder, state.fingerprint, spec)
-    drafter.load_weights(weights)
-    return drafter, folder
+    return chosen
 
 
 def expected_spec(model: ModelConfig) -> TargetSpec:
@@ -256,7 +243,7 @@ def expected_spec(model: ModelConfig) -> TargetSpec:
 
 @dataclass(frozen=True)
 class GivenDrafter:
-    """A drafter to measure, in float32 on the CPU."""
+    """A drafter to measure or to train further, in float32 on the CPU."""
 
     drafter: Drafter
     checkpoint: Path | None  # of a run
@@ -271,21 +258,14 @@ def drafter_to_evaluate(
     model: ModelConfig,
     choice: Callable[[str], DrafterConfig],
 ) -> GivenDrafter:
-    """Return the drafter that an evaluation is to measure.
+    """Return the drafter that an evaluation is to measure, before the target's weights are read.
 
-    One that others trained is checked against the target before the target's weights are read.
     choice: gives an entry of conf/drafter by name. ValueError for whatever does not fit.
     """
     if isinstance(config, AdmittedConfig):
-        tokenizer = load_tokenizer(model)
-        admitted = admit(config, expected_spec(model), tokenizer, choice)
-        return GivenDrafter(
-            admitted.drafter,
-            None,
-            admitted.origin,
-            tuple(admitted.lines()),
-            admitted.target_fingerprint,
-        )
+        found = admit(config, expected_spec(model), load_tokenizer(model), choice)
+        lines, fingerprint = tuple(found.lines()), found.target_fingerprint
+        return GivenDrafter(found.drafter, None, found.origin, lines, fingerprint)
     if not config.trainable:
         return GivenDrafter(config.build(expected_spec(model)), None, config.name, ())
     if not (run / CONFIG).is_file():
@@ -300,10 +280,7 @@ def drafter_to_evaluate(
 
 
 def record_evaluation(config: Any) -> None:
-    """Write the config.yaml of an evaluation without a run, so that run.dir=FOLDER repeats it.
-
-    config: everything `evaluate` is told. The config.yaml of a training run stays as it is.
-    """
+    """Write the config.yaml of an evaluation without a run, so that run.dir=FOLDER repeats it."""
     folder = Path(config.run.dir)
     if (folder / CONFIG).is_file() and "trainer" in load_config(folder):
         return
@@ -360,11 +337,9 @@ def load_target_to_decode(
 def load_alone(
     model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
 ) -> Target:
-    """Return the target of a command that is a single process, where there is room for it.
-
-    A run of several ranks records zero3, which one process cannot do: then as with "auto".
-    """
+    """Return the target of a command that is a single process, where there is room for it."""
     alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
+    # A run of several ranks records zero3, which one process cannot do.
     placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
@@ -372,19 +347,16 @@ def load_alone(
 
 
 def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) -> str | None:
-    """Widen drafters in place as `model.inflate` widened the target; return what reports must say.
-
-    None where nothing is inflated.
-    """
+    """Widen drafters in place as `model.inflate` widened the target; return what reports say."""
     if model.inflate is None:
         return None
     # The specification is of the weights that there are; the model's configuration, of what runs.
     width = target.model.config.get_text_config(decoder=True).intermediate_size
     ratio = width / target.spec.intermediate_size
-    size = target.num_parameters
+    size = parameters(target.num_parameters)
     drafted = "; ".join(inflate_drafter(drafter, ratio) for drafter in drafters)
     return (
-        f"cost without weights: {model.name} inflated to {model.inflate} ({parameters(size)}): "
+        f"cost without weights: {model.name} inflated to {model.inflate} ({size}): "
         f"feed-forward layers {ratio:.1f} times as wide behind zero columns, the same function up "
         f"to rounding; {drafted}"
     )

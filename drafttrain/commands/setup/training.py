@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from drafttrain.commands.setup.init_from import Start, coverage, what_is_started_from
+from drafttrain.commands.setup.init_from import changed_target, coverage
 from drafttrain.commands.setup.target_and_drafter import (
+    GivenDrafter,
     check_engine,
     describe_drafter,
     describe_target,
@@ -46,6 +47,11 @@ class Material:
     skipped: SkipReport
 
     @property
+    def everything(self) -> list[Sample]:
+        """All conversations that are read."""
+        return [*self.samples, *self.held_out]
+
+    @property
     def source(self) -> FeatureSource:
         """Where features come from; training does not know which it is."""
         source = self.store or self.target
@@ -64,19 +70,10 @@ def gather(
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
         check_holdout(config.data.num_conversations, config.data.holdout)
     if online:  # else no engine is started
-        check_engine(config.hardware, config.vllm, ranks)
+        check_engine(config, ranks)
     ready = read_samples(config.data, config.model, ranks) if online else None
     started = time.monotonic()
-    store, target = open_features(
-        config.features,
-        config.model,
-        config.drafter,
-        fresh,
-        dtype,
-        ranks,
-        config.hardware.target_placement,
-        config.data.text_format,
-    )
+    store, target = open_features(config, fresh, dtype, ranks)
     if target is not None:
         say(describe_target(target, started))
     if store is not None:
@@ -93,13 +90,13 @@ def gather(
 
 
 def first_weights(
-    config: TrainConfig, start: Start | None, material: Material, say: Say
+    config: TrainConfig, start: GivenDrafter | None, material: Material, say: Say
 ) -> Drafter:
     """Return the drafter as training begins with it: as it was elsewhere, or fresh."""
     spec = material.source.spec
     counts = token_counts(material.samples, spec.vocab_size)
     if start is not None:
-        for line in what_is_started_from(start, spec):
+        for line in [*start.lines, *changed_target(start.origin, start.fingerprint, spec)]:
             say(line)
         say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
         return start.drafter
