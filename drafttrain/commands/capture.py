@@ -1,6 +1,5 @@
 """Features on the disk, for many runs and several drafters."""
 
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -84,7 +83,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
             asked,
             config.store,
             template=template_fingerprint(target.tokenizer, config.data.text_format),
-            record=provenance(sys.argv[1:]) | {"data": skipped.to_dict()},
+            record=provenance() | {"data": skipped.to_dict()},
             micro_batch=config.hardware.micro_batch,
             ranks=ranks,
             stop=stop,

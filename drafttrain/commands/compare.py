@@ -1,6 +1,5 @@
 """Evaluated runs side by side."""
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +19,7 @@ def compare(config: CompareConfig) -> None:
     settings = config.compare
     place = Path(settings.dir)
     require_writable(place, "compare.dir")
-    comparison = compare_runs(settings, provenance(sys.argv[1:]))
+    comparison = compare_runs(settings, provenance())
     with hold(place, "compare.dir", "compare", console.print):
         write_comparison(comparison, place)
         console.print(rich_table(comparison_summary(comparison)))

@@ -1,6 +1,5 @@
 """A drafter measured in the whole speculative loop."""
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     settings = setup.settings
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
-    report, results, journals = measured(config, setup, place, provenance(sys.argv[1:]))
+    report, results, journals = measured(config, setup, place, provenance())
     keep(place, settings_of(config, setup.subject))
     write_report(report, place)
     if served is not None:  # what we measured is on the disk, whatever becomes of vLLM

@@ -90,9 +90,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     console.print(f"next: {call('train', 'data=jsonl', f'data.path={out}')}")
 
 
-def prepare(
-    config: RegenerateConfig,
-) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
+def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
     """Return what the answers depend on beside the settings, and the backend, not yet opened."""
     settings, model, template = config.regenerate, config.model, config.data.text_format
     if settings.backend == OPENAI:

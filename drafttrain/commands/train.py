@@ -1,7 +1,6 @@
 """From data to the best checkpoint of a drafter."""
 
 import json
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -133,7 +132,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
-        record = provenance(sys.argv[1:]) | {
+        record = provenance() | {
             "target": asdict(material.source.spec),
             "data": material.skipped.to_dict(),
             "features": store.manifest.settings if store else {},

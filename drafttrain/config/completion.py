@@ -3,13 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from drafttrain.config.groups import (
-    choices,
-    command_groups,
-    keys_of,
-    own_choices,
-    own_groups,
-)
+from drafttrain.config.groups import choices, command_groups, keys_of, own_choices, own_groups
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -95,19 +96,12 @@ def _written(text: str) -> str:
     return text if re.fullmatch(r"[\w./+-]+", text) else quoted(text)
 
 
-class _Groups:
-    """What Hydra's glob(...) asks for the choices of a group."""
-
-    def get_group_options(self, group_name: str, results_filter: object = None) -> list[str]:
-        return sorted(choices(group_name))
-
-
 def _values(override: Override) -> list[str]:
     """Return what one override stands for, each as it would be typed alone."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    loader: Any = _Groups()
-    override.config_loader = loader
+    loader: Any = SimpleNamespace(get_group_options=lambda group, **_: sorted(choices(group)))
+    override.config_loader = loader  # what glob(...) asks for the choices of a group
     try:
         if not override.is_discrete_sweep():
             raise HydraException("an interval has no end of values")

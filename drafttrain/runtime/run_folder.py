@@ -4,6 +4,7 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -143,13 +144,10 @@ def check_run_folder(config: Any) -> None:
         )
 
 
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Return what made a result: commit, versions, hardware, command and date.
-
-    argv: the arguments after `python -m drafttrain`.
-    """
+def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what made a result: commit, versions, hardware, date and command (this process's)."""
     return {
-        "command": call(*argv),
+        "command": call(*(sys.argv[1:] if argv is None else argv)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **_commit(),
         "versions": {

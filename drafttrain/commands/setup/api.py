@@ -8,7 +8,6 @@ import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,7 +22,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     load_target_to_decode,
     name_of,
 )
-from drafttrain.config.compose import compose, load_choice, typed
+from drafttrain.config.compose import compose, typed
 from drafttrain.config.groups import choices, own_choices
 from drafttrain.config.overrides import UsageError, spelled
 from drafttrain.config.sections import EvaluateConfig
@@ -93,11 +92,7 @@ def load_target(
 
 
 def load_drafter(
-    drafter: str | Path,
-    target: Target,
-    *,
-    config_dir: str | Path | None = None,
-    **settings: object,
+    drafter: str | Path, target: Target, *, config_dir: str | Path | None = None, **settings: object
 ) -> Drafter:
     """Load a drafter for a target, in float32 where the target is.
 
@@ -120,9 +115,7 @@ def load_drafter(
                 "python -m drafttrain train run.name=demo, then load_drafter('outputs/demo', ...)"
             )
         config = _composed(chosen, **_keys("drafter", settings))
-        given = drafter_to_evaluate(
-            folder, config.drafter, _config_of(target), partial(load_choice, "drafter")
-        )
+        given = drafter_to_evaluate(folder, config.drafter, _config_of(target))
     for line in given.lines:
         console.print(line)
     meet(given, target, target.device)

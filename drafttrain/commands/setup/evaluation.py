@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,8 +89,7 @@ def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
     """Load the drafter, then the target, which takes its time. ValueError for what does not fit."""
     model = config.model
     device = torch.device(choose_device(config.hardware))
-    choice_of = partial(load_choice, "drafter")
-    given = drafter_to_evaluate(Path(config.run.dir), config.drafter, model, choice_of)
+    given = drafter_to_evaluate(Path(config.run.dir), config.drafter, model)
     for line in given.lines:
         console.print(line)
     check_depths(given.drafter, settings)

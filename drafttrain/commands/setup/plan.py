@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +17,7 @@ from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, find_accelerator
 from drafttrain.plan.build import build_plan
-from drafttrain.plan.config import AcceleratorConfig, PlanSettings
+from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.job import Job, Plan, cost, describe_job, place
 from drafttrain.plan.memory import Sharding
@@ -137,7 +138,15 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
             f"hardware.device={device}, got null; as in hardware.accelerator=h100"
         )
     dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
-    found = find_accelerator(name, device, dtype, _entry, _entries, measure_s)
+    entry = partial(load_choice, "accelerator")
+    found = find_accelerator(
+        name,
+        device,
+        dtype,
+        entry,
+        lambda: {each: entry(each) for each in choices("accelerator")},
+        measure_s,
+    )
     if here and gpu:
         place = torch.device("cuda" if device == "auto" else device)
         found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
@@ -186,12 +195,3 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
 
 def _sharding(section: DeepSpeedConfig) -> Sharding:
     return Sharding.of(section.name, section.enabled, section.config)
-
-
-def _entry(name: str) -> AcceleratorConfig:
-    found: AcceleratorConfig = load_choice("accelerator", name)
-    return found
-
-
-def _entries() -> dict[str, AcceleratorConfig]:
-    return {name: _entry(name) for name in choices("accelerator")}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.commands.setup.store_contents import refuse_without_store
+from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import CaptureConfig, TrainConfig
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec
 from drafttrain.data.chat import encode, within_positions
@@ -252,18 +254,14 @@ class GivenDrafter:
     fingerprint: str | None = None  # of the target it was trained on, where its files say so
 
 
-def drafter_to_evaluate(
-    run: Path,
-    config: DrafterConfig,
-    model: ModelConfig,
-    choice: Callable[[str], DrafterConfig],
-) -> GivenDrafter:
+def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) -> GivenDrafter:
     """Return the drafter that an evaluation is to measure, before the target's weights are read.
 
-    choice: gives an entry of conf/drafter by name. ValueError for whatever does not fit.
+    ValueError for whatever does not fit.
     """
     if isinstance(config, AdmittedConfig):
-        found = admit(config, expected_spec(model), load_tokenizer(model), choice)
+        own = partial(load_choice, "drafter")
+        found = admit(config, expected_spec(model), load_tokenizer(model), own)
         lines, fingerprint = tuple(found.lines()), found.target_fingerprint
         return GivenDrafter(found.drafter, None, found.origin, lines, fingerprint)
     if not config.trainable:

@@ -110,11 +110,7 @@ def first_weights(
 
 
 def validation_of(
-    config: TrainConfig,
-    material: Material,
-    engine: Engine,
-    stop: StopRequest,
-    dtype: torch.dtype,
+    config: TrainConfig, material: Material, engine: Engine, stop: StopRequest, dtype: torch.dtype
 ) -> Validation | TeacherForced:
     """Return what judges the drafter: the real decode loop, or without a target the stored text."""
     trainer = config.trainer
