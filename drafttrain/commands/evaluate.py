@@ -22,9 +22,9 @@ def evaluate(config: EvaluateConfig) -> None:
     folder = Path(config.run.dir)
     place = folder / "evaluations" / config.eval.name
     config = replace(config, eval=tuned(config.eval, folder))
-    kept = None if config.eval.overwrite else place / "report.json"
+    result, overwrite = place / "report.json", config.eval.overwrite
     ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"
-    with held_setup(config, place, "eval.name", "evaluate", kept, ways) as setup:
+    with held_setup(config, place, "eval.name", result, overwrite, ways) as setup:
         evaluate_held(config, setup, place)
 
 

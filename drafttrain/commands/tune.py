@@ -17,8 +17,8 @@ def tune(config: TuneConfig) -> None:
     """Predict every depth's speedup on this machine, measure it, choose, and write the choice."""
     file = Path(config.run.dir) / TUNED
     ways = f"move {file} elsewhere to keep both, or replace it by tune.overwrite=true"
-    kept, place = None if config.tune.overwrite else file, file.parent / "tune"
-    with held_setup(config, place, "run.dir", "tune", kept, ways) as setup:
+    place, overwrite = file.parent / "tune", config.tune.overwrite
+    with held_setup(config, place, "run.dir", file, overwrite, ways) as setup:
         tune_held(config, setup)
 
 

@@ -109,23 +109,18 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
 
 @contextmanager
 def held_setup(
-    config: EvaluateConfig, place: Path, key: str, command: str, kept: Path | None, ways: str
+    config: EvaluateConfig, place: Path, key: str, result: Path, overwrite: bool, ways: str
 ) -> Iterator[Setup]:
     """Set up a measurement, and give it while its place is this command's own.
 
-    kept: the result that one of other settings, weights or prompts must not replace. ways: what
-    else the user can do then.
+    result: what one of other settings, weights or prompts replaces only by `overwrite`. ways: what
+    else the user can do.
     """
-
-    def require_kept(subject: Mapping[str, str]) -> None:
-        if kept is not None:
-            require_same(place, kept, settings_of(config, subject), False, ways)
-
     require_free(place, key)
-    require_kept({})
+    require_same(place, result, settings_of(config, {}), overwrite, ways)
     setup = set_up(config)
-    with hold(place, key, command, console.print):
-        require_kept(setup.subject)
+    with hold(place, key, "tune" if isinstance(config, TuneConfig) else "evaluate", console.print):
+        require_same(place, result, settings_of(config, setup.subject), overwrite, ways)
         yield setup
 
 
