@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 
 def compose(command: str, overrides: Sequence[str]) -> DictConfig:
-    """Return the resolved configuration of a command, its texts `hidden`, heavy imports apart.
+    """Return the resolved configuration of a command, its texts `hidden`; imports nothing heavy.
 
     The choice `saved` of a group is what run.dir/config.yaml holds, whose texts stay as they are;
     what was typed and the user's own yaml may ask for other values, as in ${oc.env:USER}. Raises
