@@ -26,7 +26,6 @@ from drafttrain.report.results import (
     ExtraMemory,
     Flag,
     LimitedSampling,
-    Lossless,
     LosslessCheck,
     MethodRow,
     MethodRows,
@@ -35,14 +34,13 @@ from drafttrain.report.results import (
     Point,
     Report,
     Table,
-    Timing,
     TimingInfo,
     depths_of,
 )
 from drafttrain.report.tables import adaptation_table
-from drafttrain.report.totals import PromptTotals, Totals, by_task, collect
+from drafttrain.report.totals import Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, disturbance, handicap, headline, verdicts_of
-from drafttrain.report.wording import TOO_FEW, between, number, rule_statement
+from drafttrain.report.wording import bounds, number, rule_statement
 
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio
 
@@ -72,11 +70,9 @@ def build_report(
 ) -> Report:
     """Return everything a report says.
 
-    `results` has every prompt, turn and block by every method; `drafter` is the method whose rows
-    head the report, all others but the plain loop stand under `methods`. `tables` are shown beside
-    the report's own. Intervals are by bootstrap, with so many `resamples` drawn from `seed`.
-    `memory` is what the drafter takes, where that is known. Raises ValueError when the results
-    cannot be compared as pairs.
+    results: every prompt, turn and block by every method; drafter: the method whose rows head the
+    report, all others but the plain loop stand under `methods`; tables: shown beside the report's
+    own. ValueError when the results cannot be compared as pairs.
     """
     totals = collect(results)
     if drafter not in totals or drafter == PLAIN:
@@ -92,22 +88,25 @@ def build_report(
             f"the results have {blocks}"
         )
     resampling = Resampling(resamples, seed)
-    rows = {
-        method: method_rows(totals, method, depth, resampling)
-        for method in totals
-        if method != PLAIN
-    }
+    drafting = [method for method in totals if method != PLAIN]
+    rows = {method: method_rows(totals, method, depth, resampling) for method in drafting}
     measured = depths_of(sweep, sampling.temperature, batch_size) | {depth: rows[drafter]}
     prompts_by_name = {"all": list(totals[drafter].values()), **by_task(totals[drafter])}
     longest = {name: max(p.num_positions for p in of) for name, of in prompts_by_name.items()}
     verdicts = verdicts_of(measured, depth, batch_size, longest, verdict, memory)
     beats_ngram = _beats_ngram(totals, drafter, resampling)
     if verdicts["all"].depth != depth:
-        both = f"{beats_ngram.statement} Both at depth {depth}."
-        beats_ngram = replace(beats_ngram, statement=both)
+        statement = f"{beats_ngram.statement} Both at depth {depth}."
+        beats_ngram = replace(beats_ngram, statement=statement)
     measurements = [row for prompts in totals.values() for row in rows_of(prompts.values())]
     adapted = adaptation(measurements, drafter, resampling)
-    checked = Lossless(**vars(lossless), statement=_lossless_statement(lossless))
+    told = "greedy outputs were not checked"
+    if lossless.greedy_total:
+        counted = f"{lossless.greedy_identical} of {lossless.greedy_total} greedy outputs identical"
+        told = f"{counted} to plain decoding in {lossless.dtype}"
+    rule = rule_statement(lossless.rule, lossless.lossless)
+    lossless = replace(lossless, statement=f"{rule}; {told}")
+    repeats = min(len(prompt.block_seconds) for prompt in plain.values())
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
@@ -125,14 +124,12 @@ def build_report(
             ),
             **{method: rows[method] for method in rows if method != drafter},
         },
-        lossless=checked,
+        lossless=lossless,
         certificate=certificate,
         sweep=list(sweep),
         tables=[*tables, *([adaptation_table(adapted)] if adapted else [])],
         beats_ngram=beats_ngram,
-        timing=Timing(
-            **vars(timing), repeats=min(len(prompt.block_seconds) for prompt in plain.values())
-        ),
+        timing=replace(timing, repeats=repeats),
         prompts=dict(prompts),
         notes=list(notes),
         measurements=measurements,
@@ -141,7 +138,7 @@ def build_report(
             "verdicts": verdict_definition(verdict.marginal_speedup),
         },
         provenance=dict(provenance),
-        flags=_flags(drafter, rows, checked, totals, sampling, timing),
+        flags=_flags(drafter, rows, lossless, totals, sampling, timing),
         verdicts=verdicts,
         verdict=headline(verdicts["all"], target, drafter, lossless.lossless),
         adaptation=adapted,
@@ -167,12 +164,12 @@ def row_of(
     task: str | None = None,
 ) -> MethodRow:
     """Return a method on one task, or on all, beside plain decoding and prompt lookup."""
-
-    def prompts(name: str) -> list[PromptTotals]:
-        return [prompt for (own, _), prompt in totals[name].items() if task in (None, own)]
-
-    ngram = None if method == LOOKUP or LOOKUP not in totals else prompts(LOOKUP)
-    return method_row(prompts(method), prompts(PLAIN), depth, resampling, ngram)
+    prompts = {
+        name: [prompt for (own, _), prompt in found.items() if task in (None, own)]
+        for name, found in totals.items()
+    }
+    ngram = None if method == LOOKUP else prompts.get(LOOKUP)
+    return method_row(prompts[method], prompts[PLAIN], depth, resampling, ngram)
 
 
 def sweep_point(
@@ -212,14 +209,6 @@ def certified(
     return Certificate(statement, rule, lossless, sound, dtype, num_prompts, list(checks))
 
 
-def _lossless_statement(check: LosslessCheck) -> str:
-    rule = rule_statement(check.rule, check.lossless)
-    if not check.greedy_total:
-        return f"{rule}; greedy outputs were not checked"
-    counted = f"{check.greedy_identical} of {check.greedy_total} greedy outputs identical"
-    return f"{rule}; {counted} to plain decoding in {check.dtype}"
-
-
 def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampling) -> NgramAnswer:
     unknown = "Not compared with prompt lookup (ngram)"
     if drafter == LOOKUP or LOOKUP not in totals:
@@ -229,22 +218,20 @@ def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampl
     difference = speedup_difference(mine, theirs, plain, resampling)
     if difference.value is None:
         return NgramAnswer(None, difference, f"{unknown}: nothing timed.")
-    answer, which, ci95 = None, TOO_FEW, difference.ci95
-    if ci95 is not None:
-        which = f"95 % interval {between(ci95)}"
-        answer = "yes" if ci95[0] > 0 else "no" if ci95[1] < 0 else "undecided"
+    answer = difference.decides("yes", "no", "undecided")
     words = {
         "yes": f"{drafter} beats prompt lookup (ngram)",
         "no": f"{drafter} does not beat prompt lookup (ngram), which needs no training",
     }.get(answer or "", f"Whether {drafter} beats prompt lookup (ngram) is undecided")
-    statement = f"{words}: speedup difference {number(difference.value)}, {which}."
+    told = f"speedup difference {number(difference.value)}, {bounds(difference.ci95)}"
+    statement = f"{words}: {told}."
     return NgramAnswer(answer, difference, statement)
 
 
 def _flags(
     drafter: str,
     rows: Mapping[str, MethodRows],
-    lossless: Lossless,
+    lossless: LosslessCheck,
     totals: Mapping[str, Totals],
     sampling: Sampling,
     timing: TimingInfo,

@@ -9,9 +9,9 @@ from typing import Any
 
 from drafttrain.drafters.base import About
 from drafttrain.report.definitions import DEFINITIONS
-from drafttrain.report.markdown import LONGEST_TEXT, escaped, table
+from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
 from drafttrain.report.results import Cell, Report
-from drafttrain.report.tables import MEASURED, certificate_table, depth_shown
+from drafttrain.report.tables import MEASURED, certificate_table, depth_shown, table
 from drafttrain.report.wording import flat
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
@@ -190,9 +190,7 @@ def _measured(reports: Mapping[str, Report]) -> list[str]:
 def _evaluation(name: str, report: Report) -> list[str]:
     (drafter, own), *others = report.drafting.items()
     lines = own.by_name | {f"all, by {method}": rows.summary for method, rows in others}
-    rows: list[list[Cell]] = [
-        [task, *(column.cell(row) for column in MEASURED)] for task, row in lines.items()
-    ]
+    measured = table("", "", "task", MEASURED, lines.items())
     sampling, timing = report.sampling, report.timing
     settings = ", ".join(f"{key} {value}" for key, value in vars(sampling).items())
     drawn = "greedy" if sampling.temperature == 0 else settings
@@ -200,11 +198,11 @@ def _evaluation(name: str, report: Report) -> list[str]:
     return [
         f"Evaluation **{escaped(name)}**: {escaped(drafter)} at {depth_shown(report)}, {drawn}, "
         f"batch {report.batch_size}. {escaped(report.verdict)}",
-        "\n".join(table(["task", *(column.heading for column in MEASURED)], rows)),
+        "\n".join(cells(measured.columns, measured.rows)),
         f"Lossless: {escaped(report.lossless.statement)}.",
         *(
             f"Certificate: {escaped(checks.caption)}\n\n"
-            + "\n".join(table(checks.columns, checks.rows))
+            + "\n".join(cells(checks.columns, checks.rows))
             for checks in certificate
         ),
         f"Timed in {escaped(timing.dtype)} on {escaped(timing.device)} with {timing.threads} "
@@ -215,4 +213,4 @@ def _evaluation(name: str, report: Report) -> list[str]:
 
 def _listed(columns: list[str], tree: Mapping[str, Any]) -> str:
     rows = [list[Cell](row) for row in flat(public(tree))]
-    return "\n".join(table(columns, rows)) if rows else "Not recorded."
+    return "\n".join(cells(columns, rows)) if rows else "Not recorded."

@@ -14,7 +14,7 @@ from drafttrain.report.pairs import (
     by_scope,
     mean_ratio,
 )
-from drafttrain.report.results import ByTask, Change, Flag, Interval, Speeds, Timing
+from drafttrain.report.results import ByTask, Change, Flag, Speeds, TimingInfo
 from drafttrain.report.runs import (
     Method,
     RunReport,
@@ -22,12 +22,11 @@ from drafttrain.report.runs import (
     conditions,
     find_method,
     methods_of,
-    prompts_of,
     shared_prompts,
     training_statement,
 )
 from drafttrain.report.totals import Key
-from drafttrain.report.wording import between, rule_statement, signed, speed
+from drafttrain.report.wording import bounds, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
@@ -105,7 +104,7 @@ class ComparedRun:
     drafter_parameters: int | None
     training_tokens: int | None
     lossless: str
-    timing: Timing
+    timing: TimingInfo
     provenance: Mapping[str, Any]
 
 
@@ -180,12 +179,26 @@ def build_comparison(
         prompts=SharedPrompts(
             len(keys),
             {task: len(scope) for task, scope in scopes.items() if task != "all"},
-            {run.name: len(prompts_of(run)) for run in runs},
+            {run.name: len(run.plain) for run in runs},
             _shared_statement(runs, keys),
         ),
         rows=[_row(method, scopes, resampling) for method in methods],
         differences=[_difference(one, two, scopes, resampling) for one, two in pairs],
-        runs=[_run(run) for run in runs],
+        runs=[
+            ComparedRun(
+                name=run.name,
+                folder=run.folder,
+                drafter=run.report.drafter,
+                depth=run.report.depth,
+                seed=run.seed,
+                drafter_parameters=run.parameters,
+                training_tokens=run.training_tokens,
+                lossless=run.report.lossless.statement,
+                timing=run.report.timing,
+                provenance=run.report.provenance,
+            )
+            for run in runs
+        ],
         definitions=comparison_definitions(resamples),
         provenance=dict(provenance),
         flags=_flags(runs, methods, keys),
@@ -194,9 +207,9 @@ def build_comparison(
 
 def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     left = [
-        f"{run.name} has {len(prompts_of(run)) - len(keys)} more"
+        f"{run.name} has {len(run.plain) - len(keys)} more"
         for run in runs
-        if len(prompts_of(run)) > len(keys)
+        if len(run.plain) > len(keys)
     ]
     used = f"{len(keys)} prompts, shared by all runs"
     return f"{used}; {', '.join(left)}, left out here" if left else used
@@ -204,19 +217,19 @@ def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
 
 def _row(method: Method, scopes: Scopes, resampling: Resampling) -> ComparedMethod:
     numbers = {name: _numbers(method.columns(keys), resampling) for name, keys in scopes.items()}
-    tokens = [run.training_tokens for run in method.runs if run.training_tokens is not None]
-    sizes = {run.parameters for run in method.runs}
-    known = not method.reference
+    own = [] if method.reference else method.runs
+    tokens = [run.training_tokens for run in own if run.training_tokens is not None]
+    sizes = {run.parameters for run in own}
     return ComparedMethod(
         method=method.label,
         reference=method.reference,
         drafter=method.drafter,
         depth=method.runs[0].report.depth,
         runs=[run.folder for run in method.runs],
-        seeds=[run.seed for run in method.runs] if known else [],
+        seeds=[run.seed for run in own],
         training=training_statement(method),
-        drafter_parameters=sizes.pop() if known and len(sizes) == 1 else None,
-        training_tokens=sum(tokens) / len(tokens) if known and tokens else None,
+        drafter_parameters=sizes.pop() if len(sizes) == 1 else None,
+        training_tokens=sum(tokens) / len(tokens) if tokens else None,
         lossless=_lossless(method),
         summary=numbers.pop("all"),
         tasks=numbers,
@@ -249,40 +262,34 @@ def _lossless(method: Method) -> RuleCheck:
         elif certificate is not None and certificate.statement:
             text = f"{text}; certificate: {certificate.statement}"
         texts[run.name] = text
-    named = "; ".join(f"{name}: {text}" for name, text in texts.items())
-    return RuleCheck(
-        all(run.report.lossless.lossless for run in method.runs),
-        next(iter(texts.values())) if len(set(texts.values())) == 1 else named,
-    )
+    statement = "; ".join(f"{name}: {text}" for name, text in texts.items())
+    if len(set(texts.values())) == 1:
+        statement = texts[method.runs[0].name]
+    return RuleCheck(all(run.report.lossless.lossless for run in method.runs), statement)
 
 
 def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling) -> Pair:
-    sides = {name: (one.columns(keys), two.columns(keys)) for name, keys in scopes.items()}
-    found = {
-        name: Both(
-            ACCEPTANCE_LENGTH.difference(*columns, resampling),
-            SPEEDUP.difference(*columns, resampling),
-        )
-        for name, columns in sides.items()
-    }
+    found = {}
+    for name, keys in scopes.items():
+        sides = one.columns(keys), two.columns(keys)
+        length = ACCEPTANCE_LENGTH.difference(*sides, resampling)
+        found[name] = Both(length, SPEEDUP.difference(*sides, resampling))
     summary = found.pop("all")
     answer, statement = _answer(one, two, summary, scopes["all"])
     return Pair(one.label, two.label, summary, found, answer, statement)
 
 
 def _answer(one: Method, two: Method, both: Both, keys: Sequence[Key]) -> tuple[str | None, str]:
-    ci95: Interval | None = both.speedup.ci95
     apart = plain_loops_apart([*one.runs, *two.runs], keys)
-    answer = None
-    if ci95 is not None:
-        answer = "faster" if ci95[0] > 0 else "slower" if ci95[1] < 0 else "undecided"
-        answer = "undecided" if apart else answer
+    answer = both.speedup.decides("faster", "slower", "undecided")
+    if apart and answer is not None:
+        answer = "undecided"
     words = f"{one.label} is {answer} than {two.label}"
     if answer not in ("faster", "slower"):
         words = f"Whether {one.label} is faster than {two.label} is undecided"
     shown = [
         f"{name} difference {signed(change.value)}"
-        + (f" (95 % interval {between(change.ci95)})" if change.ci95 else " (no interval)")
+        + (f" ({bounds(change.ci95)})" if change.ci95 else " (no interval)")
         for name, change in (
             ("speedup", both.speedup),
             ("acceptance length", both.acceptance_length),
@@ -293,21 +300,6 @@ def _answer(one: Method, two: Method, both: Both, keys: Sequence[Key]) -> tuple[
     if apart:
         warning += "; their plain loops ran at clearly different speeds"
     return answer, f"{words}: {', '.join(shown)}{warning}."
-
-
-def _run(run: RunReport) -> ComparedRun:
-    return ComparedRun(
-        name=run.name,
-        folder=run.folder,
-        drafter=run.report.drafter,
-        depth=run.report.depth,
-        seed=run.seed,
-        drafter_parameters=run.parameters,
-        training_tokens=run.training_tokens,
-        lossless=run.report.lossless.statement,
-        timing=run.report.timing,
-        provenance=run.report.provenance,
-    )
 
 
 def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[Key]) -> list[Flag]:
@@ -326,7 +318,7 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
             flag("certificate", method.label, lossless.statement)
         elif not all(report.lossless.identical for report in checked):
             flag("lossless", method.label, lossless.statement)
-    if any(len(prompts_of(run)) > len(keys) for run in runs):
+    if any(len(run.plain) > len(keys) for run in runs):
         flag("prompts", "all", _shared_statement(runs, keys))
     for what, values in _machines(runs).items():
         if len(set(values.values())) > 1:
@@ -336,8 +328,9 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
     if apart:
         flag("plain_loops", "all", apart)
     if runs[0].report.sampling.temperature == 0:
+        first = runs[0].plain
         for run in runs[1:]:
-            num = _texts_differing(runs[0], run, keys)
+            num = sum(first[k].num_output_tokens != run.plain[k].num_output_tokens for k in keys)
             if num:
                 text = (
                     f"plain greedy decoding gave answers of another length than in "
@@ -368,7 +361,7 @@ def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     """
     speeds = {}
     for run in runs:
-        plain = [next(iter(run.measured.values())).plain[key] for key in keys]
+        plain = [run.plain[key] for key in keys]
         seconds = sum(row.seconds.total for row in plain)
         if seconds > 0:
             speeds[run.name] = sum(row.num_output_tokens for row in plain) / seconds
@@ -392,8 +385,3 @@ def _machines(runs: Sequence[RunReport]) -> dict[str, dict[str, str]]:
         hardware = {run.name: run.report.provenance.get("hardware") or {} for run in runs}
         found[key] = {name: str(value.get(key)) for name, value in hardware.items()}
     return found
-
-
-def _texts_differing(one: RunReport, two: RunReport, keys: Sequence[Key]) -> int:
-    first, second = (next(iter(run.measured.values())).plain for run in (one, two))
-    return sum(first[key].num_output_tokens != second[key].num_output_tokens for key in keys)

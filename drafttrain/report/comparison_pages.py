@@ -1,16 +1,14 @@
-"""A comparison on disk and on the terminal: JSON, Markdown, one HTML file, a table."""
+"""A comparison on disk and on the terminal: what its pages say, in order."""
 
 from pathlib import Path
 
-from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison, Numbers
-from drafttrain.report.document import Document, Listing, notes
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
+from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
+from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.pairs import Spread
 from drafttrain.report.results import Cell, Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed
-from drafttrain.report.write import as_data, as_json, write_texts
+from drafttrain.report.write import as_data, write_pages
 
 FILES = ("compare.json", "compare.md", "compare.html")
 QUANTITIES = ("acceptance_length", "speedup")
@@ -18,42 +16,28 @@ QUANTITIES = ("acceptance_length", "speedup")
 
 def write_comparison(comparison: Comparison, folder: Path) -> None:
     """Write compare.json, compare.md and compare.html; each appears whole or not at all."""
-    texts = (
-        as_json(as_data(comparison)),
-        comparison_markdown(comparison),
-        comparison_html(comparison),
-    )
-    write_texts(dict(zip(FILES, texts, strict=True)), folder)
-
-
-def comparison_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown."""
-    return markdown(comparison_document(comparison))
-
-
-def comparison_html(comparison: Comparison) -> str:
-    """Return the comparison as one HTML file."""
     from drafttrain.report.plots import comparison_figures  # matplotlib takes a second
 
-    return html(comparison_document(comparison), comparison_figures(comparison))
+    document, figures = comparison_document(comparison), comparison_figures(comparison)
+    write_pages(folder, "compare", document, figures, comparison)
 
 
 def comparison_document(comparison: Comparison) -> Document:
     """Return what the pages of a comparison say."""
     versus = list(comparison.versus.values())
     others = [pair.statement for pair in comparison.differences if pair not in versus]
+    methods = [(row.method, row) for row in comparison.rows]
     return Document(
         "drafters compared",
         f"{comparison.name}: drafters of {comparison.target}",
         [pair.statement for pair in versus],
         conditions_line(comparison),
-        [],
-        [
-            Listing("Read with care", [(f.row, f.text) for f in comparison.flags], "flags"),
+        first=[
+            flagged("Read with care", comparison.flags),
             _numbers_table(comparison),
-            _methods_table(comparison),
+            table("Methods, on all prompts", "", "method", METHODS, methods),
         ],
-        [
+        rest=[
             notes("Other differences", others),
             _runs_table(comparison),
             Listing("Definitions", list(comparison.definitions.items())),
@@ -89,13 +73,6 @@ def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity
         return "baseline"
     difference: Cell = getattr(pair.by_name[task], quantity)
     return difference
-
-
-def _range(numbers: Numbers, quantity: str) -> str:
-    measured: Spread = getattr(numbers, quantity)
-    if len(measured.by_run) < 2 or measured.range is None:
-        return NOTHING
-    return " to ".join(map(number, measured.range))
 
 
 def comparison_summary(comparison: Comparison) -> Table:
@@ -149,8 +126,10 @@ def _numbers_table(comparison: Comparison) -> Table:
             numbers = row.by_name[task]
             line: list[Cell] = [task, row.method, count(numbers.num_prompts)]
             for quantity in QUANTITIES:
-                line += [getattr(numbers, quantity), _range(numbers, quantity)]
-                line.append(_difference(comparison, row, task, quantity))
+                measured: Spread = getattr(numbers, quantity)
+                several = len(measured.by_run) > 1 and measured.range is not None
+                spread = " to ".join(map(number, measured.range or [])) if several else NOTHING
+                line += [measured, spread, _difference(comparison, row, task, quantity)]
             rows.append(line)
     caption = (
         "Intervals: 95 %, bootstrap over prompts; differences are paired by prompt. range: over "
@@ -159,50 +138,45 @@ def _numbers_table(comparison: Comparison) -> Table:
     return Table("Methods, task by task", caption, columns, rows, [])
 
 
-def _methods_table(comparison: Comparison) -> Table:
-    columns = [
-        Column[ComparedMethod]("drafter", lambda row: row.drafter),
-        Column[ComparedMethod]("depth", lambda row: count(row.depth)),
-        Column[ComparedMethod]("training", lambda row: row.training),
-        Column[ComparedMethod]("parameters", lambda row: size(row.drafter_parameters)),
-        Column[ComparedMethod]("training tokens", lambda row: size(row.training_tokens)),
-        Column[ComparedMethod]("rate", lambda row: number(row.summary.acceptance_rate)),
-        Column[ComparedMethod]("draft ms", lambda row: number(row.summary.draft_ms)),
-        Column[ComparedMethod](
-            "tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)
-        ),
-        Column[ComparedMethod](
-            "tokens/s drafted", lambda row: speed(row.summary.tokens_per_second.speculative)
-        ),
-        Column[ComparedMethod]("losslessness", lambda row: row.lossless.statement),
-    ]
-    rows = {row.method: row for row in comparison.rows}
-    return table("Methods, on all prompts", "", "method", columns, rows)
+METHODS: list[Column[ComparedMethod]] = [
+    ("drafter", lambda row: row.drafter),
+    ("depth", lambda row: count(row.depth)),
+    ("training", lambda row: row.training),
+    ("parameters", lambda row: size(row.drafter_parameters)),
+    ("training tokens", lambda row: size(row.training_tokens)),
+    ("rate", lambda row: number(row.summary.acceptance_rate)),
+    ("draft ms", lambda row: number(row.summary.draft_ms)),
+    ("tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)),
+    ("tokens/s drafted", lambda row: speed(row.summary.tokens_per_second.speculative)),
+    ("losslessness", lambda row: row.lossless.statement),
+]
 
 
 def _runs_table(comparison: Comparison) -> Table:
     own = {
-        folder: (row, place)
+        folder: (row.summary, place)
         for row in comparison.rows
         if not row.reference
         for place, folder in enumerate(row.runs)
     }
 
-    def alone(quantity: str) -> Column[ComparedRun]:
-        def value(run: ComparedRun) -> Cell:
-            row, place = own[run.folder]
-            return number(getattr(row.summary, quantity).by_run[place])
+    def length(run: ComparedRun) -> str:
+        numbers, place = own[run.folder]
+        return number(numbers.acceptance_length.by_run[place])
 
-        return Column(quantity.replace("_", " "), value)
+    def speedup(run: ComparedRun) -> str:
+        numbers, place = own[run.folder]
+        return number(numbers.speedup.by_run[place])
 
-    columns = [
-        Column[ComparedRun]("drafter", lambda run: run.drafter),
-        Column[ComparedRun]("depth", lambda run: count(run.depth)),
-        Column[ComparedRun]("seed", lambda run: count(run.seed)),
-        *map(alone, QUANTITIES),
-        Column[ComparedRun]("parameters", lambda run: size(run.drafter_parameters)),
-        Column[ComparedRun]("training tokens", lambda run: size(run.training_tokens)),
-        Column[ComparedRun]("losslessness", lambda run: run.lossless),
+    columns: list[Column[ComparedRun]] = [
+        ("drafter", lambda run: run.drafter),
+        ("depth", lambda run: count(run.depth)),
+        ("seed", lambda run: count(run.seed)),
+        ("acceptance length", length),
+        ("speedup", speedup),
+        ("parameters", lambda run: size(run.drafter_parameters)),
+        ("training tokens", lambda run: size(run.training_tokens)),
+        ("losslessness", lambda run: run.lossless),
     ]
-    runs = {run.folder: run for run in comparison.runs}
-    return table("Runs", "Each run by itself, on the shared prompts.", "run", columns, runs)
+    lines = [(run.folder, run) for run in comparison.runs]
+    return table("Runs", "Each run by itself, on the shared prompts.", "run", columns, lines)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from drafttrain.report.results import Table
+from drafttrain.report.results import Flag, Table
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Document:
     tiles: list[Tile] = field(default_factory=list)
     first: list[Table | Listing] = field(default_factory=list)
     rest: list[Table | Listing] = field(default_factory=list)
+
+
+def flagged(title: str, flags: list[Flag], look: str = "flags") -> Listing:
+    """Return flags by their rows, in colour."""
+    return Listing(title, [(flag.row, flag.text) for flag in flags], look)
 
 
 def notes(title: str, sentences: list[str]) -> Listing:

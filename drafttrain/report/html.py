@@ -53,8 +53,7 @@ def _cell(value: Cell, widest: float) -> Markup:
             width, told
         )
     if isinstance(value, Badge):
-        kind = value.word.replace(" ", "-")
-        return Markup('<span class="badge {}">{}</span>').format(kind, value.word)
+        return Markup('<span class="badge {}">{}</span>').format(value.replace(" ", "-"), value)
     if isinstance(value, str):
         text = escape(_text(value))
         return Markup('<span class="long">{}</span>').format(text) if len(value) > LONG else text

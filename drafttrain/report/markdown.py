@@ -18,13 +18,13 @@ def escaped(value: object) -> str:
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text) or NOTHING
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+def cells(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
     """Return a Markdown table; the brackets of an interval are no link."""
     aligned = ["---", *["---:"] * (len(columns) - 1)]
-    cells = [
+    texts = [
         [escaped(value) if isinstance(value, str) else cell(value) for value in row] for row in rows
     ]
-    return [f"| {' | '.join(line)} |" for line in (map(escaped, columns), aligned, *cells)]
+    return [f"| {' | '.join(line)} |" for line in (map(escaped, columns), aligned, *texts)]
 
 
 def markdown(document: Document) -> str:
@@ -40,7 +40,7 @@ def markdown(document: Document) -> str:
 def _table(content: Table) -> list[str]:
     caption = [escaped(content.caption), ""] if content.caption else []
     lines = [f"## {escaped(content.title)}", "", *caption]
-    lines += [*table(content.columns, content.rows), ""]
+    lines += [*cells(content.columns, content.rows), ""]
     return [
         *lines,
         *(f"- {escaped(note)}" for note in content.notes),

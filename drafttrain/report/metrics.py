@@ -4,8 +4,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 
@@ -13,9 +11,9 @@ from drafttrain.core.types import Counters
 from drafttrain.report.results import (
     NOT_COMPARED,
     AcceptanceLength,
+    Change,
     Differences,
     Differing,
-    Estimate,
     Interval,
     Measurement,
     MethodRow,
@@ -102,6 +100,11 @@ def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statisti
     return combined
 
 
+def length(accepted: int, drafts: int) -> float | None:
+    """Return the acceptance length, or None without a draft."""
+    return 1 + accepted / drafts if drafts else None
+
+
 def length_statistic(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Values:
     """Return the acceptance length of resampled prompts, all their drafts taken together."""
     return 1 + accepted.sum(axis) / drafts.sum(axis)
@@ -130,11 +133,9 @@ def acceptance_length(rows: Sequence[Measurement], resampling: Resampling) -> Ac
     if not drafted:
         return AcceptanceLength(None, None, None)
     accepted, drafts = zip(*drafted, strict=True)
-    return AcceptanceLength(
-        micro=1 + sum(accepted) / sum(drafts),
-        macro=statistics.fmean(1 + a / d for a, d in drafted),
-        ci95=interval(length_statistic, [accepted, drafts], resampling),
-    )
+    macro = statistics.fmean(1 + a / d for a, d in drafted)
+    ci95 = interval(length_statistic, [accepted, drafts], resampling)
+    return AcceptanceLength(length(sum(accepted), sum(drafts)), macro, ci95)
 
 
 def speed(rows: Sequence[Measurement]) -> float | None:
@@ -164,24 +165,18 @@ def speedup(
     if not (fast and slow and _timed(mine) and _timed(theirs)):
         return Speedup(None, None, [], 0)
     columns = [*_tokens_and_seconds(mine), *_tokens_and_seconds(theirs)]
+
+    def in_block(prompts: Sequence[PromptTotals], block: int) -> float:
+        timed = [prompt for prompt in prompts if block in prompt.block_seconds]
+        tokens = sum(prompt.row.num_output_tokens for prompt in timed)
+        return ratio(tokens, sum(prompt.block_seconds[block] for prompt in timed)) or 0.0
+
     blocks = sorted({block for prompt in plain for block in prompt.block_seconds})
-    pairs = zip(mine, theirs, strict=True)
     return Speedup(
-        value=fast / slow,
-        ci95=interval(speedup_statistic, columns, resampling),
-        blocks=[
-            ratio(_block_speed(prompts, block) or 0.0, _block_speed(plain, block) or 0.0)
-            for block in blocks
-        ],
-        num_disturbed=sum(one.disturbed or other.disturbed for one, other in pairs),
-    )
-
-
-def _block_speed(prompts: Sequence[PromptTotals], block: int) -> float | None:
-    timed = [prompt for prompt in prompts if block in prompt.block_seconds]
-    return ratio(
-        sum(prompt.row.num_output_tokens for prompt in timed),
-        sum(prompt.block_seconds[block] for prompt in timed),
+        fast / slow,
+        interval(speedup_statistic, columns, resampling),
+        [ratio(in_block(prompts, block), in_block(plain, block)) for block in blocks],
+        sum(one.disturbed or two.disturbed for one, two in zip(mine, theirs, strict=True)),
     )
 
 
@@ -190,7 +185,7 @@ def speedup_difference(
     theirs: Sequence[Measurement],
     plain: Sequence[Measurement],
     resampling: Resampling,
-) -> Estimate:
+) -> Change:
     """Return speedup minus the other method's speedup, paired by prompt."""
     fast, other, slow = speed(mine), speed(theirs), speed(plain)
     if not (fast and other and slow and all(map(_timed, (mine, theirs, plain)))):
@@ -198,10 +193,10 @@ def speedup_difference(
     base = _tokens_and_seconds(plain)
     columns = [*_tokens_and_seconds(mine), *base, *_tokens_and_seconds(theirs), *base]
     statistic = of_sides(speedup_statistic, [1, 1], width=4)
-    return Estimate((fast - other) / slow, interval(statistic, columns, resampling))
+    return Change((fast - other) / slow, interval(statistic, columns, resampling))
 
 
-def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resampling) -> Estimate:
+def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resampling) -> Change:
     """Return 1 + accepted / drafts (or passes) minus the other method's, paired by prompt.
 
     A method that made no draft has length 1. None where neither did, or one was not recorded.
@@ -214,7 +209,7 @@ def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resa
     columns = [np.array(column, dtype=np.float64) for column in zip(*drafted, strict=True)]
     statistic = of_sides(length_or_one, [1, 1], width=2)
     value = float(statistic(*columns, axis=-1))
-    return Estimate(value, interval(statistic, columns, resampling))  # type: ignore[arg-type]
+    return Change(value, interval(statistic, columns, resampling))  # type: ignore[arg-type]
 
 
 def outside_of(rows: Sequence[Measurement]) -> list[OutsideCounts] | None:
@@ -228,20 +223,15 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
     found = outside_of(rows)
     if found is None:
         return Outside()
-    passes, drafts, drafted, accepted = (
-        sum(getattr(counts, name) for counts in found) for name in OutsideCounts.__annotations__
-    )
-    rate = ratio(accepted, drafts)
+    sums = {name: sum(getattr(one, name) for one in found) for name in vars(found[0])}
+    accepted, drafts = sums["num_accepted_tokens"], sums["num_drafts"]
     some = [(one.num_accepted_tokens, one.num_drafts) for one in found if one.num_drafts]
     columns = list(zip(*some, strict=True))
     return Outside(
-        num_target_passes=passes,
-        num_drafts=drafts,
-        num_draft_tokens=drafted,
-        num_accepted_tokens=accepted,
-        acceptance_length=None if rate is None else 1 + rate,
+        **sums,
+        acceptance_length=length(accepted, drafts),
         ci95=interval(length_or_one, columns, resampling) if some else None,
-        acceptance_rate=ratio(accepted, drafted),
+        acceptance_rate=ratio(accepted, sums["num_draft_tokens"]),
         share_of_drafts=ratio(drafts, sum(row.num_drafts for row in rows)),
     )
 
@@ -256,15 +246,17 @@ def _differences(
     if theirs is None:
         return Differences(NOT_COMPARED, NOT_COMPARED)
 
-    def pairs(counts: Sequence[Any] | None) -> Pairs | None:
-        if counts is None:
-            return None
-        return [(one.num_accepted_tokens, getattr(one, per)) for one in counts]
+    def difference(
+        mine: Sequence[Measurement | OutsideCounts] | None,
+        theirs: Sequence[Measurement | OutsideCounts] | None,
+    ) -> Change:
+        pairs = [
+            None if rows is None else [(row.num_accepted_tokens, getattr(row, per)) for row in rows]
+            for rows in (mine, theirs)
+        ]
+        return length_difference(*pairs, resampling)
 
-    return Differences(
-        length_difference(pairs(mine), pairs(theirs), resampling),
-        length_difference(pairs(outside_of(mine)), pairs(outside_of(theirs)), resampling),
-    )
+    return Differences(difference(mine, theirs), difference(outside_of(mine), outside_of(theirs)))
 
 
 def plain_row(prompts: Sequence[PromptTotals]) -> PlainRow:
@@ -291,28 +283,26 @@ def method_row(
     Rates per position have `depth` entries. What has nothing to be computed from is None.
     """
     rows, lookup = rows_of(prompts), None if ngram is None else rows_of(ngram)
-    counters = sum((prompt.trimmed for prompt in prompts), Counters())
-    untrimmed = sum((prompt.untrimmed for prompt in prompts), Counters())
-    drafts, per_position = counters.num_drafts, _padded(counters, depth)
+    none = Counters(num_accepted_tokens_per_position=[0] * depth)
+    counters = sum((prompt.trimmed for prompt in prompts), none)
+    untrimmed = sum((prompt.untrimmed for prompt in prompts), none)
+    per_position = counters.num_accepted_tokens_per_position
+    reached = [counters.num_drafts, *per_position]  # how many drafts got to each position
     outputs = [
         (mine, theirs)
         for prompt, other in zip(prompts, plain, strict=True)
         for mine, theirs in zip(prompt.outputs, other.outputs, strict=True)
     ]
     times = _times(prompts)
-    untrimmed_rate = ratio(untrimmed.num_accepted_tokens, untrimmed.num_drafts)
     return MethodRow(
         **_sizes(prompts),
-        num_drafts=drafts,
+        num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
         acceptance_length=acceptance_length(rows, resampling),
         acceptance_rate=ratio(counters.num_accepted_tokens, counters.num_draft_tokens),
-        acceptance_per_position=[ratio(accepted, drafts) for accepted in per_position],
-        conditional_acceptance=[
-            ratio(accepted, before)
-            for accepted, before in zip(per_position, [drafts, *per_position], strict=False)
-        ],
+        acceptance_per_position=[ratio(count, counters.num_drafts) for count in per_position],
+        conditional_acceptance=list(map(ratio, per_position, reached)),
         tokens_per_second=Speeds(speed(rows_of(plain)), speed(rows)),
         speedup=speedup(prompts, plain, resampling),
         predicted_speedup=_predicted(rows, times, _times(plain).verify),
@@ -325,11 +315,8 @@ def method_row(
         ),
         outputs_differing=Differing(sum(a != b for a, b in outputs), len(outputs)),
         untrimmed=Untrimmed(
-            num_drafts=untrimmed.num_drafts,
-            num_draft_tokens=untrimmed.num_draft_tokens,
-            num_accepted_tokens=untrimmed.num_accepted_tokens,
-            num_accepted_tokens_per_position=_padded(untrimmed, depth),
-            acceptance_length=None if untrimmed_rate is None else 1 + untrimmed_rate,
+            **vars(untrimmed),
+            acceptance_length=length(untrimmed.num_accepted_tokens, untrimmed.num_drafts),
         ),
     )
 
@@ -341,11 +328,6 @@ def _sizes(prompts: Sequence[PromptTotals]) -> dict[str, int]:
         "num_output_tokens": sum(prompt.row.num_output_tokens for prompt in prompts),
         "num_target_passes": sum(prompt.row.num_target_passes for prompt in prompts),
     }
-
-
-def _padded(counters: Counters, depth: int) -> list[int]:
-    counts = counters.num_accepted_tokens_per_position
-    return [count for count, _ in zip_longest(counts, range(depth), fillvalue=0)]
 
 
 def _times(prompts: Sequence[PromptTotals]) -> Times:

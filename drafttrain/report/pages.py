@@ -1,51 +1,37 @@
-"""A report on disk: JSON, Markdown and one HTML file, which say the same."""
+"""A report on disk: what its pages say, in order."""
 
 from pathlib import Path
 
-from drafttrain.report.document import Document, Listing, Tile, notes
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
+from drafttrain.report.document import Document, Listing, Tile, flagged, notes
 from drafttrain.report.results import Report
 from drafttrain.report.tables import depth_shown, measured_tables, verdict_table
 from drafttrain.report.verdict import is_serious
 from drafttrain.report.wording import (
     NOTHING,
-    TOO_FEW,
-    between,
+    bounds,
     flat,
     number,
     rule_statement,
     shortened,
     speed,
+    things,
 )
-from drafttrain.report.write import as_data, as_json, write_texts
+from drafttrain.report.write import write_pages
 
 REPORT_FILES = ("report.json", "report.md", "report.html")
 
 
 def write_report(report: Report, folder: Path) -> None:
     """Write report.json, report.md and report.html; each appears whole or not at all."""
-    texts = (as_json(as_data(report)), report_markdown(report), report_html(report))
-    write_texts(dict(zip(REPORT_FILES, texts, strict=True)), folder)
+    from drafttrain.report.plots import report_figures  # matplotlib takes a second
 
-
-def report_markdown(report: Report) -> str:
-    """Return the report as Markdown."""
-    return markdown(report_document(report))
-
-
-def report_html(report: Report) -> str:
-    """Return the report as one HTML file."""
-    from drafttrain.report import plots  # matplotlib takes a second
-
-    return html(report_document(report), plots.report_figures(report))
+    write_pages(folder, "report", report_document(report), report_figures(report), report)
 
 
 def report_document(report: Report) -> Document:
     """Return what the pages of a report say."""
-    flags = {True: list[tuple[str, str]](), False: list[tuple[str, str]]()}
-    for flag in report.flags:
-        flags[is_serious(flag, report.lossless)].append((flag.row, flag.text))
+    serious = [flag for flag in report.flags if is_serious(flag, report.lossless)]
+    mild = [flag for flag in report.flags if flag not in serious]
     divergences = [
         ("", ", ".join(f"{key} {value}" for key, value in flat(divergence)))
         for divergence in report.lossless.divergences
@@ -58,8 +44,8 @@ def report_document(report: Report) -> Document:
         _tiles(report),
         [
             verdict_table(report),
-            Listing("Read with care", flags[True], "flags"),
-            Listing("Good to know", flags[False], "mild"),
+            flagged("Read with care", serious),
+            flagged("Good to know", mild, "mild"),
         ],
         [
             *measured_tables(report),
@@ -73,24 +59,20 @@ def report_document(report: Report) -> Document:
     )
 
 
-def _things(num: int, name: str) -> str:
-    return f"{num} {name}{'s' * (num != 1)}"
-
-
 def _conditions(report: Report) -> str:
     sampling, timing, row = report.sampling, report.timing, report.summary
     drawn = f"temperature {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}"
-    blocks = _things(timing.blocks, "interleaved block")
+    blocks = things(timing.blocks, "interleaved block")
     if timing.repeats < timing.blocks:
         blocks += f", each prompt in {timing.repeats} of them"
     return " · ".join(
         [
-            f"{_things(row.num_prompts, 'prompt')} in {_things(len(report.tasks), 'task')}",
+            f"{things(row.num_prompts, 'prompt')} in {things(len(report.tasks), 'task')}",
             depth_shown(report),
             "greedy" if sampling.temperature == 0 else drawn,
             f"at most {sampling.max_new_tokens} new tokens",
             f"batch {report.batch_size}",
-            f"timed in {timing.dtype} on {timing.device}, {_things(timing.threads, 'thread')}, "
+            f"timed in {timing.dtype} on {timing.device}, {things(timing.threads, 'thread')}, "
             f"{blocks}",
         ]
     )
@@ -98,10 +80,8 @@ def _conditions(report: Report) -> str:
 
 def _tiles(report: Report) -> list[Tile]:
     row, check = report.drafting[report.drafter].summary, report.lossless
-    ci95 = row.speedup.ci95
-    interval = f"95 % interval {between(ci95)}" if ci95 else TOO_FEW
     length = row.acceptance_length
-    bounds = f"; 95 % interval {between(length.ci95)}" if length.ci95 else ""
+    of_length = f"; {bounds(length.ci95)}" if length.ci95 else ""
     exact = check.lossless and check.greedy_total and check.identical
     told = "greedy outputs not checked"
     if check.greedy_total:
@@ -109,9 +89,9 @@ def _tiles(report: Report) -> list[Tile]:
     unknown = check.lossless and not check.greedy_total
     return [
         Tile("Speedup", number(row.speedup.value), "\N{MULTIPLICATION SIGN}",
-             f"{interval}; predicted {number(row.predicted_speedup)}"),
+             f"{bounds(row.speedup.ci95)}; predicted {number(row.predicted_speedup)}"),
         Tile("Acceptance length", number(length.micro), "tokens",
-             f"per target pass, bonus counted{bounds}; macro {number(length.macro)}"),
+             f"per target pass, bonus counted{of_length}; macro {number(length.macro)}"),
         Tile("Tokens per second", speed(row.tokens_per_second.speculative), "",
              f"{speed(row.tokens_per_second.autoregressive)} without the drafter; prefill "
              "included"),

@@ -25,7 +25,7 @@ from drafttrain.report.results import (
     Measurement,
 )
 from drafttrain.report.totals import Key
-from drafttrain.report.wording import TOO_FEW, change, number
+from drafttrain.report.wording import bounds, cell, number
 
 BEFORE = "before"  # the method that decodes with what training started from
 ADAPTATION = (
@@ -199,8 +199,7 @@ def _statement(row: AdaptationRow) -> str:
         f"acceptance length {number(length.before.value)} before, {number(length.after.value)} "
         f"after adapting, on {row.num_prompts} prompts"
     )
-    ci95 = length.difference.ci95
-    if ci95 is None or length.difference.value is None:
-        return f"{statement}; {TOO_FEW}"
-    answer = "better" if ci95[0] > 0 else "worse" if ci95[1] < 0 else "not decided"
-    return f"{statement}: {answer} ({change(length.difference)}, 95 %)"
+    answer = length.difference.decides("better", "worse", "not decided")
+    if answer is None:
+        return f"{statement}; {bounds(None)}"
+    return f"{statement}: {answer} ({cell(length.difference)}, 95 %)"

@@ -19,17 +19,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.document import Figure as Picture
-from drafttrain.report.results import Estimate, MethodRow, Point, Report
+from drafttrain.report.results import PLAIN, Estimate, MethodRow, Point, Report
 from drafttrain.report.tables import best_depths
-from drafttrain.report.wording import Number, cell, number, speed
+from drafttrain.report.wording import cell, number, speed
 
 WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
-FAR = 0.6  # of the range of the values: how far beyond them an axis goes for intervals
-HEIGHT = 300  # of a plot with two scales
-WIDEST = 1.5  # of the memory there is: a bar that is longer is cut, its number is not
-LEGEND_LIMIT = 50  # characters of all names that fit in one line
 
 # Names of the page's CSS variables. matplotlib draws with stand-ins that say which is meant, so
 # that the page decides the colours, for light and dark.
@@ -42,6 +38,13 @@ STAGES = {"draft": "draft", "verify": "verify", "other": "rest"}
 KINDS = ("drafter", "other", "third", "conditional", "verify", "plain")  # in the order of the rows
 MARKS = "osD^vP*X"
 DASHED: dict[str, Any] = {"linewidth": 1.25, "linestyle": (0, (4, 3)), "zorder": 1}
+HOLLOW: dict[str, Any] = {  # a second, lesser mark
+    "marker": "D",
+    "markersize": 6,
+    "linestyle": "",
+    "markerfacecolor": "none",
+    "markeredgewidth": 1.5,
+}
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text; the style sheet gives it the font of the page
@@ -128,14 +131,22 @@ def _short(name: str) -> str:
 
 def legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
     """Explain above the picture what each mark stands for."""
+    if not items:
+        return
     names = [_short(name) for name in items]
-    columns = len(names) if sum(map(len, names)) <= LEGEND_LIMIT else 2
+    columns = len(names) if sum(map(len, names)) <= 50 else 2  # what fits in one line
     assert axes.figure is not None
     axes.figure.legend(items.values(), names, loc="outside upper left", ncols=columns)
 
 
-def _patch(colour: str) -> Patch:
-    return Patch(facecolor=STAND_IN[colour])
+def patches(colours: Mapping[str, str]) -> dict[str, Patch | Line2D]:
+    """Return for a legend what is filled with each colour."""
+    return {name: Patch(facecolor=STAND_IN[colour]) for name, colour in colours.items()}
+
+
+def weight(name: str) -> str:
+    """Return the weight of a row's texts."""
+    return "bold" if name == "all" else "normal"
 
 
 def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> None:
@@ -144,7 +155,7 @@ def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> No
     axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.tick_params(axis="y", labelcolor=STAND_IN["ink"], pad=8)
     for name, tick in zip(names, axes.get_yticklabels(), strict=True):
-        tick.set_fontweight("bold" if name == "all" else "normal")
+        tick.set_fontweight(weight(name))
     axes.set_xlim(0, highest * 1.02 or 1.0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
@@ -157,28 +168,31 @@ def height_of(names: Collection[str], bars: int) -> int:
     return 74 + (12 + 12 * bars) * len(names)
 
 
-def beside(axes: Axes, x: Number, y: Number, words: str, **look: Any) -> None:
-    """Write to the right of a point."""
-    axes.annotate(words, (x, y), (5, 0), textcoords="offset points", va="center_baseline", **look)
+def write(
+    axes: Axes, x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
+) -> None:
+    """Write beside a point: to its right, or where `shift` says."""
+    look = {"va": "center_baseline", **look}
+    axes.annotate(words, (x, y), shift, textcoords="offset points", **look)
 
 
-def bounds(values: Sequence[Number], ends: Sequence[Number]) -> tuple[float, float]:
+def bounds(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
     """Return from where to where an axis goes that shows every value.
 
     An end of an interval far beyond the values does not stretch it: the other intervals would be
     too short to see. It is cut (`cut_interval`); the number stands beside it.
     """
-    low, high = float(min(values)), float(max(values))
-    room = FAR * max(high - low, 0.25 * abs(high), 1e-9)
+    low, high = min(values), max(values)
+    room = 0.6 * max(high - low, 0.25 * abs(high), 1e-9)
     return max(min([low, *ends]), low - room), min(max([high, *ends]), high + room)
 
 
 def cut_interval(
-    axes: Axes, ci95: Sequence[Number], y: Number, kind: str, shown: tuple[float, float]
+    axes: Axes, ci95: Sequence[float], y: float, colour: str, span: tuple[float, float]
 ) -> None:
     """Draw an interval, with an arrow where it goes on beyond the axis."""
-    low, high = max(ci95[0], shown[0]), min(ci95[1], shown[1])
-    look: dict[str, Any] = {"color": STAND_IN[kind], "alpha": 0.55}
+    low, high = max(ci95[0], span[0]), min(ci95[1], span[1])
+    look: dict[str, Any] = {"color": colour, "alpha": 0.55}
     axes.plot([low, high], [y, y], linewidth=2.5, **look)
     for end, at, mark in ((ci95[0], low, "<"), (ci95[1], high, ">")):
         if end != at:
@@ -217,30 +231,28 @@ def dots(
     known = [value for one in series for value in one.values.values() if value.value is not None]
     points = [0.0, even, *(value.value for value in known if value.value is not None)]
     points += [p for one in series for marks in one.lesser.values() for p in marks if p is not None]
-    span = bounds(points, [end for value in known for end in value.ci95 or []])
-    span = (0.0, span[1]) if from_zero else span
-    told = alone or from_zero
+    low, high = bounds(points, [end for value in known for end in value.ci95 or []])
+    low = 0.0 if from_zero else low
 
     def draw(axes: Axes) -> None:
-        for index, row in enumerate(rows):
-            for place, one in enumerate(on[row]):
-                y = index + (place - (len(on[row]) - 1) / 2) * min(0.32, 0.72 / len(on[row]))
-                value = one.values[row]
+        for index, (row, sharing) in enumerate(on.items()):
+            for place, one in enumerate(sharing):
+                y = index + (place - (len(sharing) - 1) / 2) * min(0.32, 0.72 / len(sharing))
+                value, colour = one.values[row], STAND_IN[one.colour]
                 if value.value is not None:
                     if value.ci95:
-                        cut_interval(axes, value.ci95, y, one.colour, span)
-                    axes.plot(value.value, y, one.mark, color=STAND_IN[one.colour])
+                        cut_interval(axes, value.ci95, y, colour, (low, high))
+                    axes.plot(value.value, y, one.mark, color=colour)
                 for mark in one.lesser.get(row, ()):
                     if mark is not None:
-                        axes.plot(mark, y + 0.26 * alone, **hollow(one.colour))
-            if told:
-                weight = "bold" if row == "all" else "normal"
-                where = {"xycoords": axes.get_yaxis_transform(), "fontweight": weight}
-                beside(axes, 1.0, index, cell(on[row][0].values[row]), **where)
-        rows_axis(axes, rows, span[1], unit)
+                        axes.plot(mark, y + 0.26 * alone, **HOLLOW, markeredgecolor=colour)
+            if alone or from_zero:
+                where = {"xycoords": axes.get_yaxis_transform(), "fontweight": weight(row)}
+                write(axes, 1.0, index, cell(sharing[0].values[row]), **where)
+        rows_axis(axes, rows, high, unit)
         if not from_zero:
-            room = 0.04 * (span[1] - span[0]) or 1.0
-            axes.set_xlim(span[0] - room, span[1] + room)
+            room = 0.04 * (high - low) or 1.0
+            axes.set_xlim(low - room, high + room)
         axes.axvline(even, color=STAND_IN["ink"], **DASHED)
         marks = {
             one.name: Line2D([], [], color=STAND_IN[one.colour], marker=one.mark, linewidth=2.5)
@@ -248,24 +260,11 @@ def dots(
             if not (alone and len(series) > 1)  # the rows are their names
         }
         if lesser and any(one.lesser for one in series):
-            marks[lesser] = Line2D([], [], **hollow("soft"))
-        if marks:
-            legend(axes, marks)
+            marks[lesser] = Line2D([], [], **HOLLOW, markeredgecolor=STAND_IN["soft"])
+        legend(axes, marks)
 
     height = height_of(rows, bars=1 if alone else 1 + len(series))
     return picture(name, label, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
-
-
-def hollow(kind: str) -> dict[str, Any]:
-    """Return the look of a second, lesser mark."""
-    return {
-        "marker": "D",
-        "markersize": 6,
-        "linestyle": "",
-        "markerfacecolor": "none",
-        "markeredgecolor": STAND_IN[kind],
-        "markeredgewidth": 1.5,
-    }
 
 
 def stacked(
@@ -283,34 +282,25 @@ def stacked(
 
     end: where bars are cut, their numbers are not; limit: drawn as a dashed line.
     """
-    totals = [sum(parts.values()) for parts in bars.values()]
-    end = end or max(totals)
+    end = end or max(sum(parts.values()) for parts in bars.values())
+    rest = {part: "rest" for parts in bars.values() for part in parts if part not in colours}
 
     def draw(axes: Axes) -> None:
         rows_axis(axes, list(bars), end, unit)
         for index, parts in enumerate(bars.values()):
             left = 0.0
-            for part in [*colours, *(part for part in parts if part not in colours)]:
-                width = min(parts[part], max(end - left, 0.0))
-                colour = colours.get(part, "rest")
+            for part, colour in (colours | rest).items():
+                width = min(parts.get(part, 0.0), max(end - left, 0.0))
                 axes.barh(index, width, 0.62, left, color=STAND_IN[colour])
                 if limit is None and width > 0.1 * end:
-                    axes.annotate(
-                        number(width, digits),
-                        (left + width / 2, index),
-                        ha="center",
-                        va="center_baseline",
-                        fontsize=11,
-                        color=STAND_IN["ink" if colour == "rest" else "on-bar"],
-                    )
+                    words, middle = number(width, digits), left + width / 2
+                    look = {"color": STAND_IN["ink" if colour == "rest" else "on-bar"]}
+                    write(axes, middle, index, words, (0, 0), ha="center", fontsize=11, **look)
                 left += width
-            beside(axes, left, index, number(totals[index], digits), fontweight="bold")
-        marks = {part: _patch(colour) for part, colour in colours.items()}
-        if any(part not in colours for parts in bars.values() for part in parts):
-            marks["the rest"] = _patch("rest")
+            write(axes, left, index, number(sum(parts.values()), digits), fontweight="bold")
         if limit is not None:
             axes.axvline(limit, color=STAND_IN["ink"], **DASHED)
-        legend(axes, marks)
+        legend(axes, patches(colours | ({"the rest": "rest"} if rest else {})))
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
     return picture(name, label, height, draw)
@@ -321,7 +311,8 @@ def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     parts = {way: {name: of[name] for name in largest} for way, of in ways.items()}
-    end = min(max(limit, *(sum(of.values()) for of in parts.values())), WIDEST * limit)
+    # A bar that is much longer than what there is is cut, its number is not.
+    end = min(max(limit, *(sum(of.values()) for of in parts.values())), 1.5 * limit)
     label = "Memory by component for every way to shard"
     colours = dict(zip(largest, KINDS, strict=False))
     return stacked("memory", label, parts, colours, "GiB", digits=1, end=end, limit=limit)
@@ -331,8 +322,8 @@ def report_figures(report: Report) -> list[Picture]:
     """Return the figures of a report: of what was measured, and no others."""
     rows = {method: found.by_name for method, found in report.drafting.items()}
     colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
-    summaries, plain = {method: found["all"] for method, found in rows.items()}, report.plain
-    main, found = summaries[report.drafter], []
+    summaries = {method: found["all"] for method, found in rows.items()}
+    main, plain, found = summaries[report.drafter], report.methods[PLAIN].summary, []
     if any(row.speedup.value for row in summaries.values()):
         series = [
             Series(
@@ -360,9 +351,20 @@ def report_figures(report: Report) -> list[Picture]:
         )
         drawn = acceptance_plot(summaries, colours)
         found.append(Picture("Acceptance by position", caption, drawn))
-    found += sweep_figures(report.sweep)
-    if plain.summary.num_target_passes:
-        times = {"plain step": plain.summary.time_ms}
+    if len({point.depth for point in report.sweep}) > 1:
+        found.append(
+            depth_figure(
+                [
+                    (p.temperature, p.batch_size, p.depth, p.summary.speedup.value,
+                     p.summary.predicted_speedup)
+                    for p in report.sweep
+                ]
+            )
+        )  # fmt: skip
+    if len({point.batch_size for point in report.sweep}) > 1:
+        found.append(batch_figure(report.sweep))
+    if plain.num_target_passes:
+        times = {"plain step": plain.time_ms}
         times |= {f"{method} cycle": row.time_ms for method, row in summaries.items()}
         bars = {
             name: {stage: getattr(time, stage) or 0.0 for stage in STAGES}
@@ -385,38 +387,27 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
     drafter = next(iter(rows.values()))
     width = 0.68 / len(kinds)
     labelled = WIDTH * width / depth >= 26.0
+    words: dict[str, Any] = {"ha": "center", "va": "baseline", "fontsize": 11}
+
+    def known(rates: Sequence[float | None]) -> list[tuple[int, float]]:
+        return [(at, rate) for at, rate in enumerate(rates, start=1) if rate is not None]
 
     def draw(axes: Axes) -> None:
         for place, (method, kind) in enumerate(kinds.items()):
-            for position, rate in _known(rows[method].acceptance_per_position):
+            for position, rate in known(rows[method].acceptance_per_position):
                 x = position + (place - (len(kinds) - 1) / 2) * width
                 axes.bar(x, rate, width * 0.94, color=STAND_IN[kind])
                 if labelled:  # at the foot, out of the line's way
-                    inside = rate > 0.09
-                    axes.annotate(
-                        f"{100 * rate:.0f}",
-                        (x, 0.0 if inside else rate),
-                        (0, 5 if inside else 3),
-                        textcoords="offset points",
-                        ha="center",
-                        fontsize=11,
-                        color=STAND_IN["on-bar" if inside else "ink"],
-                    )
-        points = _known(drafter.conditional_acceptance)
+                    foot, shift, colour = (0.0, 5, "on-bar") if rate > 0.09 else (rate, 3, "ink")
+                    look = {**words, "color": STAND_IN[colour]}
+                    write(axes, x, foot, f"{100 * rate:.0f}", (0, shift), **look)
         line: dict[str, Any] = {"color": STAND_IN["conditional"], "linewidth": 2, "marker": "o"}
+        points = known(drafter.conditional_acceptance)
         axes.plot([x for x, _ in points], [rate for _, rate in points], clip_on=False, **line)
         for x, rate in points:
-            axes.annotate(
-                f"{100 * rate:.0f}",
-                (x, rate),
-                (0, 7),
-                textcoords="offset points",
-                ha="center",
-                fontsize=11,
-                fontweight="bold",
-                color=STAND_IN["conditional"],
-                gid=f"halo-{x}",  # the style sheet gives it one
-            )
+            look = {**words, "fontweight": "bold", "color": STAND_IN["conditional"]}
+            look["gid"] = f"halo-{x}"  # the style sheet gives it one
+            write(axes, x, rate, f"{100 * rate:.0f}", (0, 7), **look)
         axes.set_xlim(0.5, depth + 0.5)
         axes.set_ylim(0.0, 1.0)
         axes.set_xticks(range(1, depth + 1, math.ceil(depth / 16)))
@@ -424,59 +415,33 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
         axes.grid(visible=False, axis="x")
         axes.set_xlabel("drafted token", loc="right")
-        bars = {method: _patch(kind) for method, kind in kinds.items()}
-        legend(axes, {**bars, "conditional": Line2D([], [], **line)})
+        legend(axes, {**patches(kinds), "conditional": Line2D([], [], **line)})
 
     return picture("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
-
-
-def _known(rates: Sequence[Number | None]) -> list[tuple[int, Number]]:
-    """Return (position, rate) of the positions that have one; positions count from 1."""
-    return [(position, rate) for position, rate in enumerate(rates, start=1) if rate is not None]
 
 
 def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Markup:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
     drafter = next(iter(rows.values()))
-    names = list(drafter)
-    plain = [row.tokens_per_second.autoregressive for row in drafter.values()]
-    bars = [("plain decoding", "plain", plain)]
-    for method, kind in kinds.items():
-        fast = [rows[method][name].tokens_per_second.speculative for name in names]
-        bars.append((method, kind, fast))
+    bars = {"plain decoding": [r.tokens_per_second.autoregressive for r in drafter.values()]} | {
+        method: [by_name[name].tokens_per_second.speculative for name in drafter]
+        for method, by_name in rows.items()
+    }
+    colours = {"plain decoding": "plain", **kinds}
     thick = 0.84 / len(bars)
 
     def draw(axes: Axes) -> None:
-        for place, (_, kind, values) in enumerate(bars):
+        for place, (method, values) in enumerate(bars.items()):
             for index, value in enumerate(values):
                 y = index + (place - (len(bars) - 1) / 2) * thick
-                axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[kind])
-                words = speed(value)
-                beside(axes, value or 0.0, y, words, fontsize=10, color=STAND_IN["soft"])
-        highest = max(value or 0.0 for _, _, values in bars for value in values)
-        rows_axis(axes, names, highest, "tokens per second")
-        legend(axes, {method: _patch(kind) for method, kind, _ in bars})
+                axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[colours[method]])
+                look = {"fontsize": 10, "color": STAND_IN["soft"]}
+                write(axes, value or 0.0, y, speed(value), **look)
+        highest = max(value or 0.0 for values in bars.values() for value in values)
+        rows_axis(axes, list(drafter), highest, "tokens per second")
+        legend(axes, patches(colours))
 
-    height = height_of(names, len(bars))
-    return picture("speed", "Tokens per second by task", height, draw)
-
-
-def sweep_figures(points: Sequence[Point]) -> list[Picture]:
-    """Return speedup by depth and by batch, each where more than one was measured."""
-    found = []
-    curves = [
-        (p.temperature, p.batch_size, p.depth, p.summary.speedup.value, p.summary.predicted_speedup)
-        for p in points
-    ]
-    if len({point.depth for point in points}) > 1:
-        found.append(depth_figure(curves))
-    if len({point.batch_size for point in points}) > 1:
-        caption = (
-            "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
-            "dotted line, speculation stops paying."
-        )
-        found.append(Picture("Speedup by batch size", caption, batch_plot(points)))
-    return found
+    return picture("speed", "Tokens per second by task", height_of(drafter, len(bars)), draw)
 
 
 def depth_figure(
@@ -494,27 +459,26 @@ def depth_figure(
     def draw(axes: Axes) -> None:
         for place, ((temperature, size), line) in enumerate(lines.items()):
             depths, values, expected = zip(*line, strict=True)
-            shade = 1 - 0.7 * place / max(len(lines) - 1, 1)
-            look: dict[str, Any] = {"color": STAND_IN["drafter"], "alpha": shade}
+            look: dict[str, Any] = {"color": STAND_IN["drafter"]}
+            look["alpha"] = 1 - 0.7 * place / max(len(lines) - 1, 1)
+            solid = {"linewidth": 2, "marker": MARKS[place % len(MARKS)], "markersize": 6}
             name = f"batch {size}" + (f", T {temperature:g}" if several else "")
-            look |= {"linewidth": 2, "label": name, "marker": MARKS[place % len(MARKS)]}
-            axes.plot(depths, expected if None in values else values, markersize=6, **look)
-            axes.plot(depths, expected, **look | {"linestyle": "--", "linewidth": 1,
-                                                  "label": None, "marker": ""})  # fmt: skip
+            axes.plot(depths, expected if None in values else values, label=name, **look, **solid)
+            axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
         axes.set_xticks(sorted({point[2] for point in points}))
         assert axes.figure is not None
         axes.figure.legend(loc="outside upper left", ncols=4)
-        _gain_axes(axes, "depth: drafted tokens a cycle", "speedup")
+        gain_axes(axes, "depth: drafted tokens a cycle", "speedup")
 
     caption = (
         "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
         "Dotted: no gain."
     )
-    drawn = picture("sweep-depth", "Speedup by depth", HEIGHT, draw)
+    drawn = picture("sweep-depth", "Speedup by depth", 300, draw)
     return Picture("Speedup by depth", caption, drawn)
 
 
-def batch_plot(points: Sequence[Point]) -> Markup:
+def batch_figure(points: Sequence[Point]) -> Picture:
     """Return the speedup of the best depth by batch size, with its interval."""
     best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
     temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
@@ -522,34 +486,47 @@ def batch_plot(points: Sequence[Point]) -> Markup:
     def draw(axes: Axes) -> None:
         for place, temperature in enumerate(temperatures):
             here = {str(size): best[t, size] for t, size in sorted(best) if t == temperature}
-            values = [point.summary.speedup.value or 0.0 for point in here.values()]
-            ends = [
-                point.summary.speedup.ci95 or (value, value)
-                for point, value in zip(here.values(), values, strict=True)
-            ]
-            errors = [
-                [max(side * (end[at] - value), 0.0)
-                 for value, end in zip(values, ends, strict=True)]
-                for at, side in ((0, -1), (1, 1))
-            ]  # fmt: skip
+            found = [point.summary.speedup for point in here.values()]
+            values = [speedup.value or 0.0 for speedup in found]
+            ends = [speedup.ci95 or [speedup.value or 0.0] * 2 for speedup in found]
+            below = [max(value - low, 0.0) for value, (low, _) in zip(values, ends, strict=True)]
+            above = [max(high - value, 0.0) for value, (_, high) in zip(values, ends, strict=True)]
             look: dict[str, Any] = {"color": STAND_IN["drafter"], "marker": MARKS[place]}
             look["alpha"] = 1 - 0.5 * place / len(temperatures)
-            axes.errorbar(list(here), values, yerr=errors, capsize=3, **look)
+            axes.errorbar(list(here), values, yerr=[below, above], capsize=3, **look)
             for (x, point), value in zip(here.items(), values, strict=True):
                 told: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "va": "bottom"}
                 axes.annotate(f"  depth {point.depth}", (x, value), **told)
         axes.margins(x=0.15)
-        _gain_axes(axes, "prompts decoded together", "speedup of the best depth")
+        gain_axes(axes, "prompts decoded together", "speedup of the best depth")
 
-    return picture("sweep-batch", "Speedup by batch size", HEIGHT, draw)
+    caption = (
+        "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
+        "dotted line, speculation stops paying."
+    )
+    drawn = picture("sweep-batch", "Speedup by batch size", 300, draw)
+    return Picture("Speedup by batch size", caption, drawn)
 
 
-def _gain_axes(axes: Axes, x: str, y: str) -> None:
+def gain_axes(axes: Axes, x: str, y: str) -> None:
+    """Name the axes, and draw where nothing is gained."""
     # Closer dots look like a thin line.
     axes.axhline(1.0, color=STAND_IN["soft"], linestyle=(0, (1, 2.5)), linewidth=1.5)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+
+
+QUANTITIES = {
+    "speedup": (
+        "times plain decoding, 95 % interval",
+        "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
+    ),
+    "acceptance_length": (
+        "tokens per target pass, 95 % interval",
+        "Tokens per target pass, bonus counted; the dashed line is plain decoding.",
+    ),
+}
 
 
 def comparison_figures(comparison: Comparison) -> list[Picture]:
@@ -559,50 +536,31 @@ def comparison_figures(comparison: Comparison) -> list[Picture]:
         for i, row in enumerate(comparison.rows)
     }
     found = []
-    against = f"difference to {comparison.baseline}, 95 % interval"
-    for quantity, unit, caption in (
-        (
-            "speedup",
-            "times plain decoding, 95 % interval",
-            "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
-        ),
-        (
-            "acceptance_length",
-            "tokens per target pass, 95 % interval",
-            "Tokens per target pass, bonus counted; the dashed line is plain decoding.",
-        ),
-    ):
+    for quantity, (unit, caption) in QUANTITIES.items():
         title = quantity.replace("_", " ").capitalize()
         of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
-        values = [
-            Series(
-                method,
-                *looks[method],
-                {method: value},
-                {method: value.by_run} if len(value.by_run) > 1 else {},
-            )
-            for method, value in of_all.items()
-        ]
         if any(value.value is not None for value in of_all.values()):
+            series = [
+                Series(
+                    method,
+                    *looks[method],
+                    {method: value},
+                    {method: value.by_run} if len(value.by_run) > 1 else {},
+                )
+                for method, value in of_all.items()
+            ]
             label = f"{title} of each method"
-            drawn = dots(f"all-{quantity}", label, values, unit, even=1.0, lesser="single runs")
+            drawn = dots(f"all-{quantity}", label, series, unit, even=1.0, lesser="single runs")
             found.append(Picture(title, caption, drawn))
-        differences = [
-            Series(
-                pair.method,
-                *looks[pair.method],
-                {
-                    task: getattr(part, quantity)
-                    for task, part in pair.by_name.items()
-                    if getattr(part, quantity).value is not None
-                },
-            )
-            for pair in comparison.versus.values()
-        ]
+        differences = []
+        for pair in comparison.versus.values():
+            of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
+            known = {task: value for task, value in of_tasks.items() if value.value is not None}
+            differences.append(Series(pair.method, *looks[pair.method], known))
         if any(one.values for one in differences):
-            label = f"Difference in {title.lower()} by task"
-            drawn = dots(f"difference-{quantity}", label, differences, against, even=0.0,
-                         from_zero=False)  # fmt: skip
+            name, against = f"difference-{quantity}", f"difference to {comparison.baseline}"
+            label, unit = f"Difference in {title.lower()} by task", f"{against}, 95 % interval"
+            drawn = dots(name, label, differences, unit, even=0.0, from_zero=False)
             caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(Picture(f"{title}: difference to {comparison.baseline}", caption, drawn))
+            found.append(Picture(f"{title}: {against}", caption, drawn))
     return found

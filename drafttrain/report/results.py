@@ -23,23 +23,31 @@ class Estimate:
     value: float | None
     ci95: Interval | None
 
+    @property
+    def estimate(self) -> "Estimate":
+        """The value and its interval alone."""
+        return Estimate(self.value, self.ci95)
+
 
 @dataclass(frozen=True)
 class Change(Estimate):
     """A difference, written with its sign."""
 
+    def decides(self, above: str, below: str, neither: str) -> str | None:
+        """Return on which side of zero the interval lies, None without one."""
+        if self.ci95 is None:
+            return None
+        return above if self.ci95[0] > 0 else below if self.ci95[1] < 0 else neither
 
-NOT_COMPARED = Estimate(None, None)
+
+NOT_COMPARED = Change(None, None)
 
 
-@dataclass(frozen=True)
-class Badge:
+class Badge(str):
     """A word of a table that a page sets off in colour."""
 
-    word: str
 
-
-Cell = str | Estimate | Rates | Badge
+Cell = str | Estimate | Rates
 
 
 @dataclass(frozen=True)
@@ -134,11 +142,6 @@ class Speedup(Estimate):
     blocks: Rates
     num_disturbed: int
 
-    @property
-    def estimate(self) -> Estimate:
-        """The value and its interval alone."""
-        return Estimate(self.value, self.ci95)
-
 
 @dataclass(frozen=True)
 class PlainSpeed:
@@ -182,8 +185,8 @@ class Outside:
 class Differences:
     """A difference to prompt lookup, of all drafts and of those outside repetition."""
 
-    all_text: Estimate
-    outside_repetition: Estimate
+    all_text: Change
+    outside_repetition: Change
 
 
 @dataclass(frozen=True)
@@ -326,18 +329,12 @@ class LosslessCheck:
     greedy_identical: Count
     greedy_total: Count
     divergences: list[dict[str, Any]]
+    statement: str = ""
 
     @property
     def identical(self) -> bool:
         """Whether no greedy output differed."""
         return self.greedy_identical == self.greedy_total
-
-
-@dataclass(frozen=True)
-class Lossless(LosslessCheck):
-    """The same with a sentence that says so."""
-
-    statement: str
 
 
 @dataclass(frozen=True)
@@ -349,22 +346,13 @@ class TimingInfo:
     blocks: int
     device: str
     draft_dtype: str | None = None  # of the drafter, where it is not the target's
+    repeats: int = 0  # how many blocks timed each prompt, at the least; a report fills it in
 
 
 @dataclass(frozen=True)
-class Timing(TimingInfo):
-    """The same, and how many blocks timed each prompt, at the least."""
-
-    repeats: int = 0
-
-
-@dataclass(frozen=True)
-class LimitedSampling:
+class LimitedSampling(Sampling):
     """How tokens were drawn, and how many at most."""
 
-    temperature: float
-    top_k: int
-    top_p: float
     max_new_tokens: int
 
 
@@ -373,7 +361,7 @@ class NgramAnswer:
     """Whether the drafter beats prompt lookup: yes, no or undecided; None: not compared."""
 
     answer: str | None
-    speedup_difference: Estimate
+    speedup_difference: Change
     statement: str
 
 
@@ -586,13 +574,13 @@ class Report:
     summary: MethodRow
     tasks: dict[str, MethodRow]
     methods: dict[str, MethodRows | PlainRows]
-    lossless: Lossless
+    lossless: LosslessCheck
     certificate: Certificate | None = None
     sweep: list[Point]
     vllm: WitnessSection | None = None
     tables: list[Table]
     beats_ngram: NgramAnswer
-    timing: Timing
+    timing: TimingInfo
     prompts: Mapping[str, Any]
     notes: list[str]
     measurements: list[Measurement]
@@ -602,13 +590,6 @@ class Report:
     verdicts: dict[str, TaskVerdict]
     verdict: str
     adaptation: Adaptation | None = None
-
-    @property
-    def plain(self) -> PlainRows:
-        """The rows of plain decoding."""
-        rows = self.methods[PLAIN]
-        assert isinstance(rows, PlainRows)
-        return rows
 
     @property
     def by_depth(self) -> dict[int, MethodRows]:

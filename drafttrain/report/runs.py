@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from drafttrain.report.pairs import Columns, Measured
-from drafttrain.report.results import Report
+from drafttrain.report.results import Measurement, Report
 from drafttrain.report.totals import Key
 
 
@@ -27,6 +27,11 @@ class RunReport:
     seed: int | None
     parameters: int | None
     training_tokens: int | None
+
+    @property
+    def plain(self) -> Mapping[Key, Measurement]:
+        """The plain loop's measurements, in the order of the prompts."""
+        return next(iter(self.measured.values())).plain
 
 
 @dataclass(frozen=True)
@@ -59,31 +64,24 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
     wanted = conditions(first.report)
     for run in rest:
         got = conditions(run.report)
-        for key in {**wanted, **got}:
-            if wanted.get(key) != got.get(key):
-                raise ValueError(
-                    f"runs must have the same {key} to be compared, but {first.folder} has "
-                    f"{_short(wanted.get(key))} and {run.folder} has {_short(got.get(key))}; "
-                    "evaluate both in the same way, or compare them apart"
+        for key in wanted:
+            if wanted[key] != got[key]:
+                one, two = (
+                    "none" if value is None else str(value)[: 16 if "fingerprint" in key else None]
+                    for value in (wanted[key], got[key])
                 )
-
-
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text[:16] if len(text) == 64 else text  # a fingerprint, as other messages show it
-
-
-def prompts_of(run: RunReport) -> list[Key]:
-    """Return the prompts of a run, in its order."""
-    return list(next(iter(run.measured.values())).plain)
+                raise ValueError(
+                    f"runs must have the same {key} to be compared, but {first.folder} has {one} "
+                    f"and {run.folder} has {two}; evaluate both in the same way, or compare them "
+                    "apart"
+                )
 
 
 def shared_prompts(runs: Sequence[RunReport]) -> list[Key]:
     """Return the prompts that every run decoded, by task and id, in the first run's order."""
-    known = [set(prompts_of(run)) for run in runs]
-    keys = [key for key in prompts_of(runs[0]) if all(key in prompts for prompts in known)]
+    keys = [key for key in runs[0].plain if all(key in run.plain for run in runs)]
     if not keys:
-        counts = ", ".join(f"{run.folder} {len(prompts_of(run))}" for run in runs)
+        counts = ", ".join(f"{run.folder} {len(run.plain)}" for run in runs)
         raise ValueError(
             f"runs must share prompts (task and id) to be compared, got none in common: {counts}; "
             "evaluate them on the same eval.prompts and eval.prompts_per_task"
@@ -124,8 +122,8 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     for (drafter, *told), group in references.items():
         alike = [key[1:] for key in references if key[0] == drafter]
         apart = [
-            mine
-            for mine, all_of in zip(told, zip(*alike, strict=True), strict=True)
+            one
+            for one, all_of in zip(told, zip(*alike, strict=True), strict=True)
             if len(set(all_of)) > 1
         ]
         full = ", ".join((drafter, *told, "reference"))

@@ -1,8 +1,7 @@
 """The tables of a report, each laid out once: terminal, Markdown and HTML show the same cells."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from drafttrain.report.results import (
     Adaptation,
@@ -10,7 +9,6 @@ from drafttrain.report.results import (
     Badge,
     Cell,
     Certificate,
-    Change,
     Check,
     Disagreement,
     Estimate,
@@ -32,17 +30,11 @@ from drafttrain.report.wording import (
     number,
     percent,
     speed,
+    things,
 )
 
 Line = TypeVar("Line")
-
-
-@dataclass(frozen=True)
-class Column(Generic[Line]):
-    """One column: its heading, and its cell of a line."""
-
-    heading: str
-    cell: Callable[[Line], Cell]
+Column = tuple[str, Callable[[Line], Cell]]  # its heading, and its cell of a line
 
 
 def table(
@@ -50,17 +42,13 @@ def table(
     caption: str,
     first: str,
     columns: Sequence[Column[Line]],
-    lines: Mapping[str, Line],
+    lines: Iterable[tuple[str, Line]],
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return the table of lines by name; `first` heads the column of their names."""
-    return Table(
-        title,
-        caption,
-        [first, *(column.heading for column in columns)],
-        [[name, *(column.cell(line) for column in columns)] for name, line in lines.items()],
-        list(notes),
-    )
+    """Return the table of named lines; `first` heads the column of their names."""
+    headings = [first, *(heading for heading, _ in columns)]
+    rows = [[name, *(cell_of(line) for _, cell_of in columns)] for name, line in lines]
+    return Table(title, caption, headings, rows, list(notes))
 
 
 def texts(content: Table) -> list[list[str]]:
@@ -68,78 +56,96 @@ def texts(content: Table) -> list[list[str]]:
     return [[cell(value) for value in row] for row in content.rows]
 
 
-LENGTH = Column[MethodRow]("acceptance length, 95 %", lambda row: row.acceptance_length.estimate)
-POSITIONS = Column[MethodRow]("per position", lambda row: row.acceptance_per_position)
-PLAIN_SPEED = Column[MethodRow](
-    "tokens/s plain", lambda row: speed(row.tokens_per_second.autoregressive)
+Timed = MethodRow | WitnessRow
+LENGTH: Column[MethodRow] = (
+    "acceptance length, 95 %",
+    lambda row: row.acceptance_length.estimate,
 )
-SPEED = Column[MethodRow]("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
-SPEEDUP = Column[MethodRow]("speedup, 95 %", lambda row: row.speedup)
-PREDICTED = Column[MethodRow]("predicted speedup", lambda row: number(row.predicted_speedup))
-REPEATS = Column[MethodRow]("text repeats", lambda row: percent(row.repetition_rate))
+PLAIN_SPEED: Column[Timed] = (
+    "tokens/s plain",
+    lambda row: speed(row.tokens_per_second.autoregressive),
+)
+SPEED: Column[Timed] = ("tokens/s drafted", lambda row: speed(row.tokens_per_second.speculative))
+SPEEDUP: Column[MethodRow] = ("speedup, 95 %", lambda row: row.speedup)
+PREDICTED: Column[MethodRow] = ("predicted speedup", lambda row: number(row.predicted_speedup))
+REPEATS: Column[MethodRow] = ("text repeats", lambda row: percent(row.repetition_rate))
 
-MEASURED = [
+MEASURED: list[Column[MethodRow]] = [
     LENGTH,
-    Column[MethodRow]("macro", lambda row: number(row.acceptance_length.macro)),
-    POSITIONS,
+    ("macro", lambda row: number(row.acceptance_length.macro)),
+    ("per position", lambda row: row.acceptance_per_position),
     PLAIN_SPEED,
     SPEED,
     SPEEDUP,
 ]
-BRIEF = [
-    Column[MethodRow]("accept. length", lambda row: number(row.acceptance_length.micro)),
-    Column[MethodRow]("acceptance per position", POSITIONS.cell),
-    Column[MethodRow]("tok/s plain", PLAIN_SPEED.cell),
-    Column[MethodRow]("tok/s with", SPEED.cell),
+BRIEF: list[Column[MethodRow]] = [
+    ("accept. length", lambda row: number(row.acceptance_length.micro)),
+    ("acceptance per position", lambda row: row.acceptance_per_position),
+    ("tok/s plain", PLAIN_SPEED[1]),
+    ("tok/s with", SPEED[1]),
     SPEEDUP,
 ]
-COUNTS = [
-    Column[MethodRow]("prompts", lambda row: count(row.num_prompts)),
-    Column[MethodRow]("tokens", lambda row: count(row.num_output_tokens)),
-    Column[MethodRow]("drafts", lambda row: count(row.num_drafts)),
-    Column[MethodRow]("drafted", lambda row: count(row.num_draft_tokens)),
-    Column[MethodRow]("accepted", lambda row: count(row.num_accepted_tokens)),
-    Column[MethodRow]("rate", lambda row: number(row.acceptance_rate)),
-    Column[MethodRow]("draft ms", lambda row: number(row.time_ms.draft)),
-    Column[MethodRow]("verify ms", lambda row: number(row.time_ms.verify)),
-    Column[MethodRow]("other ms", lambda row: number(row.time_ms.other)),
-    Column[MethodRow]("prefill ms", lambda row: number(row.time_ms.prefill)),
+COUNTS: list[Column[MethodRow]] = [
+    ("prompts", lambda row: count(row.num_prompts)),
+    ("tokens", lambda row: count(row.num_output_tokens)),
+    ("drafts", lambda row: count(row.num_drafts)),
+    ("drafted", lambda row: count(row.num_draft_tokens)),
+    ("accepted", lambda row: count(row.num_accepted_tokens)),
+    ("rate", lambda row: number(row.acceptance_rate)),
+    ("draft ms", lambda row: number(row.time_ms.draft)),
+    ("verify ms", lambda row: number(row.time_ms.verify)),
+    ("other ms", lambda row: number(row.time_ms.other)),
+    ("prefill ms", lambda row: number(row.time_ms.prefill)),
     PREDICTED,
     REPEATS,
 ]
-
-
-def _outside_length(row: MethodRow) -> Cell:
-    return Estimate(row.outside_repetition.acceptance_length, row.outside_repetition.ci95)
-
-
-def _beside(difference: Estimate) -> Cell:
-    return Change(difference.value, difference.ci95)
-
-
-OUTSIDE = [
+OUTSIDE: list[Column[MethodRow]] = [
     REPEATS,
-    Column[MethodRow]("acceptance length outside, 95 %", _outside_length),
-    Column[MethodRow]("rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
-    Column[MethodRow](
-        "share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)
+    (
+        "acceptance length outside, 95 %",
+        lambda row: Estimate(row.outside_repetition.acceptance_length, row.outside_repetition.ci95),
     ),
-    Column[MethodRow](
+    ("rate outside", lambda row: number(row.outside_repetition.acceptance_rate)),
+    ("share of drafts", lambda row: percent(row.outside_repetition.share_of_drafts)),
+    (
         "acceptance length minus ngram's, 95 %",
-        lambda row: _beside(row.acceptance_length_difference_to_ngram.all_text),
+        lambda row: row.acceptance_length_difference_to_ngram.all_text,
     ),
-    Column[MethodRow](
+    (
         "outside repetition, 95 %",
-        lambda row: _beside(row.acceptance_length_difference_to_ngram.outside_repetition),
+        lambda row: row.acceptance_length_difference_to_ngram.outside_repetition,
     ),
-    Column[MethodRow](
+    (
         "tokens per pass minus ngram's, 95 %",
-        lambda row: _beside(row.tokens_per_pass_difference_to_ngram.all_text),
+        lambda row: row.tokens_per_pass_difference_to_ngram.all_text,
     ),
-    Column[MethodRow](
+    (
         "outside repetition, 95 %",
-        lambda row: _beside(row.tokens_per_pass_difference_to_ngram.outside_repetition),
+        lambda row: row.tokens_per_pass_difference_to_ngram.outside_repetition,
     ),
+]
+CHECKED: list[Column[Check]] = [
+    ("outcome", lambda check: {True: "passed", False: "FAILED", None: "reported"}[check.passed]),
+    ("measured", lambda check: check.text),
+    ("bound", lambda check: check.bound),
+]
+ADAPTED: list[Column[AdaptationRow]] = [
+    ("prompts", lambda row: str(row.num_prompts)),
+    ("acceptance length before", lambda row: row.acceptance_length.before),
+    ("after", lambda row: row.acceptance_length.after),
+    ("difference [95 %]", lambda row: row.acceptance_length.difference),
+    ("speedup before", lambda row: row.speedup.before),
+    ("after", lambda row: row.speedup.after),
+    ("difference [95 %]", lambda row: row.speedup.difference),
+]
+WITNESSED: list[Column[WitnessRow]] = [
+    ("acceptance length, vLLM", lambda row: row.acceptance_length),
+    ("ours", lambda row: number(row.ours.acceptance_length if row.ours else None)),
+    ("per position, vLLM", lambda row: row.acceptance_per_position),
+    PLAIN_SPEED,
+    SPEED,
+    ("speedup, vLLM, 95 %", lambda row: row.speedup),
+    ("ours, 95 %", lambda row: row.ours.speedup if row.ours else NOTHING),
 ]
 
 
@@ -159,30 +165,32 @@ def summary_table(report: Report) -> Table:
     notes += [report.beats_ngram.statement, f"Lossless: {report.lossless.statement}."]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in report.flags]
     title = f"{drafter} on {report.target}, {depth_shown(report)}"
-    return table(title, "", "task", BRIEF, lines, notes)
+    return table(title, "", "task", BRIEF, lines.items(), notes)
 
 
 def verdict_table(report: Report) -> Table:
     """Return the verdict by task: what to do, what it brings, what it costs."""
     verdicts = report.verdicts
-    columns = [
-        Column[TaskVerdict]("verdict", lambda verdict: Badge(verdict.decision)),
-        Column[TaskVerdict]("depth", lambda verdict: str(verdict.depth)),
-        Column[TaskVerdict](SPEEDUP.heading, lambda verdict: verdict.speedup),
-        Column[TaskVerdict]("acceptance rate", lambda verdict: number(verdict.acceptance_rate)),
+    columns: list[Column[TaskVerdict]] = [
+        ("verdict", lambda verdict: Badge(verdict.decision)),
+        ("depth", lambda verdict: str(verdict.depth)),
+        (SPEEDUP[0], lambda verdict: verdict.speedup),
+        ("acceptance rate", lambda verdict: number(verdict.acceptance_rate)),
     ]
     currencies = [verdict.money.currency for verdict in verdicts.values() if verdict.money]
     if currencies:
-        price = f"{currencies[0]} per million tokens, plain"
         columns += [
-            Column[TaskVerdict](price, lambda verdict: money_cells(verdict)[0]),
-            Column[TaskVerdict]("drafted", lambda verdict: money_cells(verdict)[1]),
-            Column[TaskVerdict]("saving, 95 %", lambda verdict: money_cells(verdict)[2]),
+            (
+                f"{currencies[0]} per million tokens, plain",
+                lambda verdict: money_cells(verdict)[0],
+            ),
+            ("drafted", lambda verdict: money_cells(verdict)[1]),
+            ("saving, 95 %", lambda verdict: money_cells(verdict)[2]),
         ]
     if any(verdict.extra_memory for verdict in verdicts.values()):
-        columns.append(Column[TaskVerdict]("extra memory", _extra_memory))
+        columns.append(("extra memory", _extra_memory))
     caption = " ".join([report.definitions["verdicts"], *bill(verdicts["all"])])
-    return table("Verdict", caption, "task", columns, verdicts)
+    return table("Verdict", caption, "task", columns, verdicts.items())
 
 
 def money_cells(verdict: TaskVerdict) -> tuple[str, str, str]:
@@ -194,97 +202,75 @@ def money_cells(verdict: TaskVerdict) -> tuple[str, str, str]:
     return money(price.autoregressive), money(price.speculative), percent(saving.value) + bounds
 
 
-def _extra_memory(verdict: TaskVerdict) -> Cell:
-    return memory(verdict.extra_memory.total_bytes if verdict.extra_memory else None)
+def _extra_memory(verdict: TaskVerdict) -> str:
+    return memory(verdict.extra_memory.total_bytes) if verdict.extra_memory else NOTHING
 
 
 def measured_tables(report: Report) -> list[Table]:
     """Return what was measured of every method, its text outside repetition, and its counters."""
     found = []
     for method, rows in report.drafting.items():
-        own = method == report.drafter
-        found.append(
-            table(
-                f"{method}, task by task" if own else f"{method}, the reference",
-                "Intervals: 95 %, bootstrap over prompts, paired with plain decoding."
-                if own
-                else "The same prompts, loop and blocks. A drafter that does not beat prompt "
-                "lookup is not worth its cost.",
-                "task",
-                MEASURED,
-                rows.by_name,
-            )
+        title = f"{method}, the reference"
+        caption = (
+            "The same prompts, loop and blocks. A drafter that does not beat prompt lookup is not "
+            "worth its cost."
         )
         outside = "Acceptance where the text says something new: text in loops is easy to draft."
-        if own:
+        if method == report.drafter:
+            title = f"{method}, task by task"
+            caption = "Intervals: 95 %, bootstrap over prompts, paired with plain decoding."
             outside += " Differences are paired by prompt."
-        found.append(
-            table(f"{method}: outside repetition, and beside prompt lookup", outside, "task",
-                  OUTSIDE, rows.by_name)
-        )  # fmt: skip
-    own_rows = report.drafting[report.drafter].by_name
+        lines = rows.by_name.items()
+        found.append(table(title, caption, "task", MEASURED, lines))
+        title = f"{method}: outside repetition, and beside prompt lookup"
+        found.append(table(title, outside, "task", OUTSIDE, lines))
+    own_rows = report.drafting[report.drafter].by_name.items()
     found.append(table(f"{report.drafter}: counters and times", "", "task", COUNTS, own_rows))
     return found
 
 
 def certificate_table(section: Certificate) -> Table:
     """Return the certificate as a table of the report."""
-    outcome = {True: "passed", False: "FAILED", None: "reported"}
-    columns = [
-        Column[Check]("outcome", lambda check: outcome[check.passed]),
-        Column[Check]("measured", lambda check: check.text),
-        Column[Check]("bound", lambda check: check.bound),
-    ]
     caption = (
         f"{section.statement[0].upper()}{section.statement[1:]}. Rule: {section.rule}; "
         f"checked in {section.dtype} on {section.num_prompts} prompts."
     )
-    checks = {check.name: check for check in section.checks}
-    return table("Certificate", caption, "check", columns, checks)
+    checks = [(check.name, check) for check in section.checks]
+    return table("Certificate", caption, "check", CHECKED, checks)
 
 
 def adaptation_table(section: Adaptation) -> Table:
     """Return the section as a table: a row for all prompts and one per task."""
-    columns = [
-        Column[AdaptationRow]("prompts", lambda row: str(row.num_prompts)),
-        Column[AdaptationRow]("acceptance length before", lambda row: row.acceptance_length.before),
-        Column[AdaptationRow]("after", lambda row: row.acceptance_length.after),
-        Column[AdaptationRow]("difference [95 %]", lambda row: row.acceptance_length.difference),
-        Column[AdaptationRow]("speedup before", lambda row: row.speedup.before),
-        Column[AdaptationRow]("after", lambda row: row.speedup.after),
-        Column[AdaptationRow]("difference [95 %]", lambda row: row.speedup.difference),
-    ]
     caption = f"{section.statement[0].upper()}{section.statement[1:]}. {section.definition}"
-    return table("Before and after adapting", caption, "task", columns, section.rows)
+    return table("Before and after adapting", caption, "task", ADAPTED, section.rows.items())
 
 
 def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
     """Return the sweep as a table of the report; rules: by temperature, how drafts are accepted."""
-    columns = ["temperature", "batch", "depth", "acceptance length, 95 %", PLAIN_SPEED.heading]
-    columns += [SPEED.heading, "speedup, 95 %", PREDICTED.heading, "speedup of ngram"]
+    of_summary = (LENGTH, PLAIN_SPEED, SPEED, SPEEDUP, PREDICTED)
+    headings = [heading for heading, _ in of_summary]
     rows: list[list[Cell]] = [
         [
             f"{point.temperature:g}",
             str(point.batch_size),
             str(point.depth),
-            *(one.cell(point.summary) for one in (LENGTH, PLAIN_SPEED, SPEED, SPEEDUP, PREDICTED)),
+            *(cell_of(point.summary) for _, cell_of in of_summary),
             point.ngram.speedup if point.ngram else NOTHING,
         ]
         for point in points
     ]
-    notes = [
-        f"Fastest at temperature {temperature:g}, batch {size}: depth {best['all'].depth} in all; "
-        "by task " + ", ".join(f"{task} {p.depth}" for task, p in best.items() if task != "all")
-        + "."
-        for (temperature, size), best in best_depths(points).items()
-    ]  # fmt: skip
+    notes = []
+    for (temperature, size), best in best_depths(points).items():
+        by_task = ", ".join(f"{task} {p.depth}" for task, p in best.items() if task != "all")
+        at = f"Fastest at temperature {temperature:g}, batch {size}"
+        notes.append(f"{at}: depth {best['all'].depth} in all; by task {by_task}.")
     if len(set(rules.values())) > 1:
         notes += [f"Rule at temperature {where:g}: {rule}." for where, rule in rules.items()]
     return Table(
         "Depth, temperature and batch",
         "Rows of a batch are decoded together and leave as they end; tokens per second are of the "
         "whole batch. Ngram drafts at the report's depth.",
-        columns,
+        ["temperature", "batch", "depth", *headings, "speedup of ngram"],
         rows,
         [*notes, *stops_paying(points)],
     )
@@ -296,8 +282,8 @@ def best_depths(points: Sequence[Point]) -> dict[tuple[float, int], dict[str, Po
     for point in points:
         best = chosen.setdefault((point.temperature, point.batch_size), {})
         for name, row in point.by_name.items():
-            speedup = best[name].by_name[name].speedup.value if name in best else None
-            if name not in best or (row.speedup.value or 0.0) > (speedup or 0.0):
+            fastest = best.setdefault(name, point).by_name[name].speedup.value
+            if (row.speedup.value or 0.0) > (fastest or 0.0):
                 best[name] = point
     return chosen
 
@@ -312,58 +298,42 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
             continue
         pays = [size for size, speedup in here.items() if speedup.ci95 and speedup.ci95[0] > 1]
         others = [size for size in here if size not in pays]
-        at = f"At temperature {temperature:g}, over batches of {', '.join(map(str, here))}"
         if not others:
-            sentences.append(f"{at}, speculation pays at every size.")
+            told = "pays at every size"
         elif not pays:
-            sentences.append(
-                f"{at}, speculation pays at none (lower bound of the speedup above 1)."
-            )
+            told = "pays at none (lower bound of the speedup above 1)"
         elif min(others) < max(pays):  # no single size from which on it pays no more
-            sentences.append(
-                f"{at}, speculation pays at {', '.join(map(str, pays))} only: elsewhere the "
-                "speedup of the best depth is not above 1 with 95 % confidence."
+            told = (
+                f"pays at {', '.join(map(str, pays))} only: elsewhere the speedup of the best "
+                "depth is not above 1 with 95 % confidence"
             )
         else:
-            sentences.append(
-                f"{at}, speculation stops paying at {min(others)}: there the speedup of the "
-                "best depth is no longer above 1 with 95 % confidence."
+            told = (
+                f"stops paying at {min(others)}: there the speedup of the best depth is no longer "
+                "above 1 with 95 % confidence"
             )
+        over = f"over batches of {', '.join(map(str, here))}"
+        sentences.append(f"At temperature {temperature:g}, {over}, speculation {told}.")
     return sentences
 
 
 def witness_table(section: WitnessSection) -> Table:
     """Return vLLM's numbers beside ours as a table: a row per batch size."""
-    columns = [
-        Column[WitnessRow]("acceptance length, vLLM", lambda row: row.acceptance_length),
-        Column[WitnessRow](
-            "ours", lambda row: number(row.ours.acceptance_length if row.ours else None)
-        ),
-        Column[WitnessRow]("per position, vLLM", lambda row: row.acceptance_per_position),
-        Column[WitnessRow](
-            PLAIN_SPEED.heading, lambda row: speed(row.tokens_per_second.autoregressive)
-        ),
-        Column[WitnessRow](SPEED.heading, lambda row: speed(row.tokens_per_second.speculative)),
-        Column[WitnessRow]("speedup, vLLM, 95 %", lambda row: row.speedup),
-        Column[WitnessRow]("ours, 95 %", lambda row: row.ours.speedup if row.ours else NOTHING),
-    ]
     temperature = section.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     turns = "in turns" if section.interleaved else "one after the other: memory holds but one"
+    caption = (
+        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, {how}, "
+        f"{section.dtype} on {section.device}, {things(section.threads, 'thread')}; "
+        f"{section.num_outputs} outputs, both engines {turns}; drafts: {section.draft_sampling}. "
+        "Tokens per second are vLLM's."
+    )
     notes = [section.agreement.statement, *map(_disagreement, section.agreement.disagreements)]
     if section.prediction is not None:
         notes.append(section.prediction.statement)
-    return table(
-        "vLLM beside our loop",
-        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, {how}, "
-        f"{section.dtype} on {section.device}, {section.threads} thread"
-        f"{'s' if section.threads != 1 else ''}; {section.num_outputs} outputs, both engines "
-        f"{turns}; drafts: {section.draft_sampling}. Tokens per second are vLLM's.",
-        "batch",
-        columns,
-        {str(row.batch_size): row for row in section.batches},
-        [*notes, *section.notes],
-    )
+    lines = [(str(row.batch_size), row) for row in section.batches]
+    notes += section.notes
+    return table("vLLM beside our loop", caption, "batch", WITNESSED, lines, notes)
 
 
 def _disagreement(one: Disagreement) -> str:

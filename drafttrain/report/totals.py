@@ -73,14 +73,11 @@ def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
         method: {key: _totals(prompts[key]) for key in measured[PLAIN]}
         for method, prompts in measured.items()
     }
-    paces = {
-        method: {
-            key: (prompt.row.seconds.total - prompt.row.seconds.prefill)
-            / max(prompt.row.num_target_passes, 1)
-            for key, prompt in prompts.items()
-        }
-        for method, prompts in totals.items()
-    }
+    paces: dict[str, dict[Key, float]] = {method: {} for method in totals}
+    for method, found in totals.items():
+        for key, prompt in found.items():
+            seconds, passes = prompt.row.seconds, max(prompt.row.num_target_passes, 1)
+            paces[method][key] = (seconds.total - seconds.prefill) / passes
     for method, promised in disturbed(paces).items():
         for key, pace in promised.items():
             prompt = totals[method][key]
@@ -136,22 +133,16 @@ def _at_pace(row: Measurement, pace: float) -> Measurement:
     seconds = row.seconds
     spent = pace * max(row.num_target_passes, 1)
     share = spent / (seconds.total - seconds.prefill)
-    settled = Seconds(
-        total=seconds.prefill + spent,
-        prefill=seconds.prefill,
-        draft=share * seconds.draft,
-        verify=share * seconds.verify,
-        other=share * seconds.other,
-    )
+    parts = (share * part for part in (seconds.draft, seconds.verify, seconds.other))
+    settled = Seconds(seconds.prefill + spent, seconds.prefill, *parts)
     return replace(row, seconds=settled, disturbed=True)
 
 
 def _totals(cells: Mapping[tuple[int, int], PromptResult]) -> PromptTotals:
     turns: dict[int, list[PromptResult]] = defaultdict(list)
-    for _, result in sorted(cells.items()):
-        turns[result.turn].append(result)
     blocks: dict[int, float] = defaultdict(float)
-    for (_, block), result in cells.items():
+    for (turn, block), result in sorted(cells.items()):
+        turns[turn].append(result)
         blocks[block] += result.stats.total_s
     first = [results[0] for results in turns.values()]
     trimmed = sum((result.stats.trimmed for result in first), Counters())
@@ -173,13 +164,7 @@ def _totals(cells: Mapping[tuple[int, int], PromptResult]) -> PromptTotals:
         num_accepted_tokens=trimmed.num_accepted_tokens,
         num_repeated_tokens=sum(repeated_tokens(result.tokens) for result in first),
         outside_repetition=_outside(first),
-        seconds=Seconds(
-            total=seconds("total_s"),
-            prefill=seconds("prefill_s"),
-            draft=seconds("draft_s"),
-            verify=seconds("verify_s"),
-            other=seconds("other_s"),
-        ),
+        seconds=Seconds(*(seconds(f"{part}_s") for part in Seconds.__annotations__)),
         disturbed=False,
     )
     return PromptTotals(

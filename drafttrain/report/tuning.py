@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.report.document import Document, notes
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
 from drafttrain.report.results import Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import number
-from drafttrain.report.write import write_texts
+from drafttrain.report.write import write_pages
 
 DEFINITIONS = (
     "predicted: acceptance_length * t_plain / (t_draft + t_verify), by the times of this machine, "
@@ -55,14 +53,12 @@ class TunedChoice:
     tasks: dict[str, ChosenDepth]
 
 
-COLUMNS = [
-    Column[DepthPrediction]("depth", lambda p: str(p.depth)),
-    Column[DepthPrediction]("acceptance length", lambda p: number(p.acceptance_length)),
-    Column[DepthPrediction]("predicted", lambda p: number(p.predicted)),
-    Column[DepthPrediction]("measured", lambda p: number(p.measured)),
-    Column[DepthPrediction](
-        "error", lambda p: "" if p.error is None else f"{100 * p.error:+.1f} %"
-    ),
+COLUMNS: list[Column[DepthPrediction]] = [
+    ("depth", lambda p: str(p.depth)),
+    ("acceptance length", lambda p: number(p.acceptance_length)),
+    ("predicted", lambda p: number(p.predicted)),
+    ("measured", lambda p: number(p.measured)),
+    ("error", lambda p: "" if p.error is None else f"{100 * p.error:+.1f} %"),
 ]
 
 
@@ -79,27 +75,21 @@ def tune_tables(
             f"{100 * max(errors):.1f} % at most, over {len(errors)} points"
         )
 
-    def batch(size: str, place: int) -> Column[list[ChosenDepth]]:
-        def told(depths: list[ChosenDepth]) -> str:
-            depth = str(depths[place].depth) if depths[place].speculate else "none"
-            return f"{depth} ({number(depths[place].speedup)}x)"
-
-        return Column(f"batch {size}", told)
-
-    tasks = next(iter(choices.values())).tasks
-    chosen = {"all": [choice.all for choice in choices.values()]}
-    chosen |= {task: [choice.tasks[task] for choice in choices.values()] for task in tasks}
-    batches = [batch(size, place) for place, size in enumerate(choices)]
+    lines = [(str(p.batch_size), p) for p in everywhere]
+    by_name = [{"all": choice.all, **choice.tasks} for choice in choices.values()]
+    chosen = [
+        [
+            task,
+            *(f"{c[task].depth if c[task].speculate else 'none'} ({number(c[task].speedup)}x)"
+              for c in by_name),
+        ]
+        for task in by_name[0]
+    ]  # fmt: skip
     caption = "The fastest depth and its speedup; none: do not speculate."
+    batches = ["task", *(f"batch {size}" for size in choices)]
     return [
-        Table(
-            "Speedup by depth",
-            "In all tasks.",
-            ["batch", *(column.heading for column in COLUMNS)],
-            [[str(p.batch_size), *(column.cell(p) for column in COLUMNS)] for p in everywhere],
-            explained,
-        ),
-        table("Chosen depths", caption, "task", batches, chosen),
+        table("Speedup by depth", "In all tasks.", "batch", COLUMNS, lines, explained),
+        Table("Chosen depths", caption, batches, chosen, []),
     ]
 
 
@@ -126,12 +116,11 @@ def write_tuning(
     """Write tuned.md and tuned.html into the run's folder; return the page."""
     from drafttrain.report.plots import depth_figure  # matplotlib takes a second
 
-    tables = tune_tables(predictions, choices)
     document = Document(
         "depths, predicted and measured",
         title,
         [headline(choices)],
-        rest=[*tables, notes("Notes", remarks)],
+        rest=[*tune_tables(predictions, choices), notes("Notes", remarks)],
     )
     points = [
         (0.0, p.batch_size, p.depth, p.measured, p.predicted)
@@ -139,6 +128,4 @@ def write_tuning(
         if p.task == "all"
     ]
     figures = [depth_figure(points)] if len({point[2] for point in points}) > 1 else []
-    pages = {"tuned.md": markdown(document), "tuned.html": html(document, figures)}
-    write_texts(pages, folder)
-    return folder / "tuned.html"
+    return write_pages(folder, "tuned", document, figures)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from drafttrain.report import wording
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.results import (
     Estimate,
@@ -18,7 +17,7 @@ from drafttrain.report.results import (
     TaskVerdict,
 )
 from drafttrain.report.totals import DISTURBED
-from drafttrain.report.wording import TOO_FEW, between, number, percent
+from drafttrain.report.wording import bounds, memory, money, number, percent
 
 SPECULATE, MARGINAL, DO_NOT, UNKNOWN = "speculate", "marginal", "do not", "unknown"
 IN_WORDS = {
@@ -52,10 +51,8 @@ def handicap(row: MethodRow) -> str:
     ci95, length = row.speedup.ci95, row.acceptance_length.micro
     if ci95 is None or length is None or ci95[0] <= length:
         return ""
-    return (
-        f"speedup is at least {number(ci95[0])} but acceptance length is {number(length)}: the "
-        f"plain loop was handicapped"
-    )
+    told = f"speedup is at least {number(ci95[0])} but acceptance length is {number(length)}"
+    return f"{told}: the plain loop was handicapped"
 
 
 def disturbance(row: MethodRow) -> str:
@@ -148,17 +145,16 @@ def call(verdict: TaskVerdict) -> str:
 
 def fastest_depth(verdict: TaskVerdict) -> str:
     """Return the depth, and of which it is the fastest: `depth 4, the fastest of 2, 4`."""
-    others = ", ".join(map(str, verdict.of_depths)) if len(verdict.of_depths) > 1 else ""
-    return f"depth {verdict.depth}" + (f", the fastest of {others}" if others else "")
+    others = f", the fastest of {', '.join(map(str, verdict.of_depths))}"
+    return f"depth {verdict.depth}{others * (len(verdict.of_depths) > 1)}"
 
 
 def _statement(verdict: TaskVerdict) -> str:
     value, ci95 = verdict.speedup.value, verdict.speedup.ci95
     if value is None:
         return f"{call(verdict)}: no speedup could be computed."
-    interval = f"95 % interval {between(ci95)}" if ci95 else TOO_FEW
     clauses = [
-        f"{call(verdict)}: {number(value)} times as fast ({interval})",
+        f"{call(verdict)}: {number(value)} times as fast ({bounds(ci95)})",
         f"acceptance rate {number(verdict.acceptance_rate)}",
         *(line.rstrip(".") for line in bill(verdict)),
     ]
@@ -173,16 +169,13 @@ def bill(verdict: TaskVerdict) -> list[str]:
     """Return what speculation costs and saves, as sentences: none of what is not known."""
     lines = []
     cost = verdict.money
-    if cost is not None and cost.saving.value is not None:
-        plain, fast = cost.per_million_tokens.autoregressive, cost.per_million_tokens.speculative
-        share = cost.saving.value
+    if cost is not None and (share := cost.saving.value) is not None:
+        price = cost.per_million_tokens
+        prices = f"{money(price.speculative)} instead of {money(price.autoregressive)}"
         change = f"{percent(abs(share))} {'less' if share >= 0 else 'more'}"
-        lines.append(
-            f"{cost.currency} {wording.money(fast)} instead of {wording.money(plain)} per "
-            f"million output tokens ({change})."
-        )
+        lines.append(f"{cost.currency} {prices} per million output tokens ({change}).")
     if verdict.extra_memory is not None:
-        lines.append(f"{wording.memory(verdict.extra_memory.total_bytes)} more memory.")
+        lines.append(f"{memory(verdict.extra_memory.total_bytes)} more memory.")
     return lines
 
 
@@ -192,7 +185,7 @@ def verdicts_of(
     batch_size: int,
     longest: Mapping[str, int],
     settings: VerdictSettings,
-    memory: ExtraMemory | None,
+    extra: ExtraMemory | None,
 ) -> dict[str, TaskVerdict]:
     """Return the verdict on the report's drafter, in all and by task, each at its fastest depth.
 
@@ -203,7 +196,7 @@ def verdicts_of(
     for name in measured[depth].by_name:
         rows = {each: measured[each].by_name[name] for each in sorted(measured)}
         best = max(rows, key=lambda each: rows[each].speedup.value or 0.0)
-        size = None if memory is None else memory.at(longest[name], batch_size)
+        size = None if extra is None else extra.at(longest[name], batch_size)
         found[name] = verdict_of(rows[best], name, best, list(rows), settings, size)
     return found
 
@@ -213,15 +206,12 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
     ci95 = verdict.speedup.ci95
     if verdict.decision == UNKNOWN:
         return f"No speedup could be computed for {drafter} on {target}."
-    times = (
-        f"{target} decodes {number(verdict.speedup.value)} times as fast with {drafter} as alone"
-    )
+    gain = f"{number(verdict.speedup.value)} times as fast with {drafter} as alone"
     law = "" if lossless else ", by a rule that changes what it writes"
     doubt = ", but its timings were disturbed" if verdict.disturbed else ""
-    if ci95 is None:
-        return f"{call(verdict)}: {times} ({TOO_FEW}){doubt}{law}."
-    sure = "" if ci95[0] > 1 or ci95[1] < 1 else ", which may be no difference at all"
-    return f"{call(verdict)}: {times} (95 % interval {between(ci95)}){sure}{doubt}{law}."
+    open_ = ci95 is not None and ci95[0] <= 1 <= ci95[1]
+    sure = ", which may be no difference at all" if open_ else ""
+    return f"{call(verdict)}: {target} decodes {gain} ({bounds(ci95)}){sure}{doubt}{law}."
 
 
 def is_serious(flag: Flag, check: LosslessCheck) -> bool:

@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drafttrain.report.results import Badge, Cell, Change, Estimate
+from drafttrain.report.results import Cell, Change, Estimate
 
 Number = int | float
 NOTHING = "\N{EN DASH}"
-TOO_FEW = "too few prompts for an interval"
 
 
 def number(value: Number | None, digits: int = 2) -> str:
@@ -38,32 +37,30 @@ def money(value: Number | None) -> str:
     return number(value, 3 if value is not None and abs(value) < 1 else 2)
 
 
-def memory(num_bytes: Number | None) -> str:
+def memory(num_bytes: Number) -> str:
     """Return bytes in MiB, or GiB from one on."""
-    if num_bytes is None:
-        return NOTHING
     large = num_bytes >= 2**30
     return f"{number(num_bytes / (2**30 if large else 2**20), 1)} {'GiB' if large else 'MiB'}"
 
 
-def between(interval: Sequence[Number] | None) -> str:
-    """Return the bounds of an interval in words."""
-    return NOTHING if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+def size(value: Number | None) -> str:
+    """Return a large count in few characters: `12.4M`."""
+    for least, unit, name in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if value is not None and value >= least:
+            return f"{number(value / unit, 1)}{name}"
+    return count(value)
+
+
+def bounds(ci95: Sequence[Number] | None) -> str:
+    """Return an interval in words, or why there is none."""
+    if ci95 is None:
+        return "too few prompts for an interval"
+    return f"95 % interval {number(ci95[0])} to {number(ci95[1])}"
 
 
 def signed(value: Number | None) -> str:
     """Return a difference with its sign, or a dash where there is none."""
     return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
-
-
-def estimate(measured: Estimate) -> str:
-    """Return value and 95 % interval: `1.52 [1.44, 1.60]`, or `1.52 [too few]` prompts for one."""
-    return " ".join(value_and_range(measured))
-
-
-def change(measured: Estimate) -> str:
-    """Return a difference and its 95 % interval: `+0.21 [+0.10, +0.31]`."""
-    return estimate(Change(measured.value, measured.ci95))
 
 
 def value_and_range(measured: Estimate) -> list[str]:
@@ -83,34 +80,25 @@ def positions(values: Sequence[Number | None]) -> str:
 
 
 def cell(value: Cell) -> str:
-    """Return what a cell of a table says, in every rendering of it."""
+    """Return what a cell says everywhere: `1.52 [1.44, 1.60]`, or `1.52 [too few]` prompts."""
     if isinstance(value, Estimate):
-        return estimate(value)
-    if isinstance(value, Badge):
-        return value.word
+        return " ".join(value_and_range(value))
     return value if isinstance(value, str) else positions(value)
+
+
+def things(num: int, name: str) -> str:
+    """Return how many there are of something: `1 prompt`, `2 prompts`."""
+    return f"{num} {name}{'s' * (num != 1)}"
 
 
 def rule_statement(rule: str, lossless: bool) -> str:
     """Return a rule and whether it is lossless, once: `decode` says it in the rule's own name."""
-    if "lossless" in rule:
-        return f"rule: {rule}"
-    return f"rule: {rule} ({'lossless' if lossless else 'NOT lossless'})"
-
-
-def size(value: Number | None) -> str:
-    """Return a large count in few characters: `12.4M`."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if value is not None and value >= unit:
-            return f"{number(value / (1e3 if name == 'k' else unit), 1)}{name}"
-    return count(value)
+    told = "" if "lossless" in rule else f" ({'lossless' if lossless else 'NOT lossless'})"
+    return f"rule: {rule}{told}"
 
 
 def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the leaves of nested mappings; a hash as its first digits, for it names and no more.
-
-    What is empty is left out.
-    """
+    """Return the leaves that are not empty; a hash, which only names, as its first digits."""
     return [
         (key, f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{40,}", text) else text)
         for key, text in flat(tree)
@@ -126,7 +114,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping) and value:
             leaves += flat(value, f"{name}.")
         elif isinstance(value, list | tuple):
-            leaves.append((name, ", ".join(str(item) for item in value) or NOTHING))
+            leaves.append((name, ", ".join(map(str, value)) or NOTHING))
         else:
             leaves.append((name, NOTHING if value is None or value == {} else str(value)))
     return leaves

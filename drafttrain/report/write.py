@@ -1,12 +1,15 @@
-"""Results as JSON, and files that appear whole or not at all."""
+"""Results as JSON, pages of a document, and files that appear whole or not at all."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from drafttrain.report.document import Document, Figure
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
 from drafttrain.report.results import Table
 from drafttrain.report.tables import texts
 from drafttrain.runtime.disk import write_whole, writing
@@ -36,6 +39,16 @@ def as_json(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     # Half a surrogate pair, which no file can hold, is written as JSON writes it.
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def write_pages(
+    folder: Path, name: str, document: Document, figures: Sequence[Figure], content: object = None
+) -> Path:
+    """Write a document as Markdown and HTML, its content as JSON beside them; return the page."""
+    texts = {} if content is None else {f"{name}.json": as_json(as_data(content))}
+    texts |= {f"{name}.md": markdown(document), f"{name}.html": html(document, figures)}
+    write_texts(texts, folder)
+    return folder / f"{name}.html"
 
 
 def write_texts(files: Mapping[str, str], folder: Path) -> None:

@@ -30,6 +30,9 @@ from drafttrain.report.build import build_report, certified
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
+from drafttrain.report.html import html as page_of
+from drafttrain.report.markdown import markdown as text_of
+from drafttrain.report.plots import comparison_figures
 from drafttrain.report.results import Change, Check, Estimate, LosslessCheck, TimingInfo
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.wording import cell
@@ -155,11 +158,12 @@ def read(comparison: dict[str, Any]) -> Comparison:
 
 
 def comparison_html(comparison: dict[str, Any]) -> str:
-    return pages.comparison_html(read(comparison))
+    compared = read(comparison)
+    return page_of(pages.comparison_document(compared), comparison_figures(compared))
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
-    return pages.comparison_markdown(read(comparison))
+    return text_of(pages.comparison_document(read(comparison)))
 
 
 def comparison_table(comparison: dict[str, Any]) -> Any:

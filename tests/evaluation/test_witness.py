@@ -44,7 +44,9 @@ from drafttrain.evaluation.witness.section import (
     check_witness,
     witness_section,
 )
-from drafttrain.report.pages import report_html, report_markdown
+from drafttrain.report.html import html
+from drafttrain.report.markdown import markdown
+from drafttrain.report.pages import report_document
 from drafttrain.report.results import BothSeconds, WitnessSection
 from drafttrain.report.tables import witness_table
 from drafttrain.report.witness import with_witness
@@ -580,7 +582,8 @@ def test_the_report_shows_the_table_in_every_form(
     shown = with_witness(report, section)
     assert shown.vllm == section
     assert report.tables == []
-    for text in (report_markdown(shown), report_html(shown)):
+    document = report_document(shown)
+    for text in (markdown(document), html(document)):
         assert "vLLM beside our loop" in text
         assert "vLLM 0.32.0 with ngram at depth 3" in text
     data = json.loads(as_json(as_data(shown)))

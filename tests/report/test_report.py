@@ -20,17 +20,18 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.report.build import build_report, sweep_point
 from drafttrain.report.config import VerdictSettings
+from drafttrain.report.html import html as page_of
+from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.metrics import Resampling, interval
-from drafttrain.report.pages import report_html, report_markdown
+from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
-from drafttrain.report.plots import bounds
+from drafttrain.report.plots import bounds, report_figures
 from drafttrain.report.repetition import repeated_tokens
 from drafttrain.report.results import Estimate, LosslessCheck, Report, TimingInfo
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect
-from drafttrain.report.wording import estimate as estimate_of
-from drafttrain.report.wording import speed
+from drafttrain.report.wording import cell, speed
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
@@ -78,12 +79,16 @@ def read(report: dict[str, Any]) -> Report:
     return typed(Report, as_json(report), "it")
 
 
+def report_html(report: Report) -> str:
+    return page_of(report_document(report), report_figures(report))
+
+
 def html(report: dict[str, Any]) -> str:
     return report_html(read(report))
 
 
 def markdown(report: dict[str, Any]) -> str:
-    return report_markdown(read(report))
+    return text_of(report_document(read(report)))
 
 
 def summary_table(report: dict[str, Any]) -> Any:
@@ -95,7 +100,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def estimate(measured: dict[str, Any]) -> str:
-    return estimate_of(Estimate(measured["value"], measured["ci95"]))
+    return cell(Estimate(measured["value"], measured["ci95"]))
 
 
 def report_of(results: list[PromptResult], **changes: Any) -> dict[str, Any]:
@@ -435,7 +440,7 @@ def test_every_page_shows_the_drafter_at_the_depth_of_the_headline(tmp_path: Pat
     row = next(
         line for line in text.split("## eagle3, task by task")[1].splitlines() if "| all |" in line
     )
-    assert estimate_of(points[1].summary.speedup) in row
+    assert cell(points[1].summary.speedup) in row
     console = Console(file=io.StringIO(), width=100)
     console.print(summary_table(report))
     assert "depth 2, the fastest of 2, 4" in console.file.getvalue()  # type: ignore[attr-defined]

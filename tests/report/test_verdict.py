@@ -26,7 +26,7 @@ from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.metrics import Resampling, length_difference
 from drafttrain.report.repetition import outside_repetition, repeated_tokens, repeats
-from drafttrain.report.results import Estimate, ExtraMemory, LosslessCheck, Point
+from drafttrain.report.results import Change, Estimate, ExtraMemory, LosslessCheck, Point
 from drafttrain.report.tables import stops_paying
 from drafttrain.report.totals import collect
 from drafttrain.report.verdict import decide
@@ -384,7 +384,7 @@ def test_prompts_on_which_one_method_drafts_nothing_still_give_an_interval() -> 
     low, high = difference.ci95
     assert 0 <= low <= high <= 2
     never = length_difference(ones, [nothing] * 6, Resampling(500, 0))
-    assert never == Estimate(2.0, [2.0, 2.0])
+    assert never == Change(2.0, [2.0, 2.0])
     assert length_difference([nothing], [nothing], Resampling(99, 0)).value is None
     assert length_difference(None, ones, Resampling(99, 0)).value is None
 
