@@ -149,11 +149,9 @@ def method_rows(
     totals: Mapping[str, Totals], method: str, depth: int, resampling: Resampling
 ) -> MethodRows:
     """Return the rows of a method on all prompts and by task."""
-    tasks = dict.fromkeys(task for task, _ in totals[method])
-    return MethodRows(
-        row_of(totals, method, depth, resampling),
-        {task: row_of(totals, method, depth, resampling, task) for task in tasks},
-    )
+    tasks = by_task(totals[method])
+    rows = {task: row_of(totals, method, depth, resampling, task) for task in tasks}
+    return MethodRows(row_of(totals, method, depth, resampling), rows)
 
 
 def row_of(
@@ -202,9 +200,8 @@ def certified(
     elif failed:
         statement = f"NOT certified: {', '.join(failed)} failed"
     else:
-        statement = (
-            f"certified: {len(judged)} of {len(judged)} checks passed on {num_prompts} prompts"
-        )
+        passed = f"{len(judged)} of {len(judged)} checks passed"
+        statement = f"certified: {passed} on {num_prompts} prompts"
     sound = lossless and not failed
     return Certificate(statement, rule, lossless, sound, dtype, num_prompts, list(checks))
 
@@ -250,18 +247,16 @@ def _flags(
     if not lossless.lossless or not lossless.identical:
         flags.append(Flag("lossless", "all", lossless.statement))
     if timing.blocks < ENOUGH_BLOCKS:
-        text = (
-            f"timing blocks: {timing.blocks}; fewer than {ENOUGH_BLOCKS} leave noise in the speedup"
-        )
-        flags.append(Flag("timing", "all", text))
+        text = f"fewer than {ENOUGH_BLOCKS} leave noise in the speedup"
+        flags.append(Flag("timing", "all", f"timing blocks: {timing.blocks}; {text}"))
     for method in (drafter, PLAIN, *others):
         where = f"{method}: all"
         unstable = sum(prompt.num_unstable_turns for prompt in totals[method].values())
         if unstable:
             text = f"{unstable} outputs were not the same in every timing block"
             flags.append(Flag("unstable_output", where, text))
-        if sampling.greedy and method != PLAIN and rows[method].summary.outputs_differing.num:
-            differing = rows[method].summary.outputs_differing
+        differing = rows[method].summary.outputs_differing if method != PLAIN else None
+        if sampling.greedy and differing and differing.num:
             text = (
                 f"{differing.num} of {differing.of} greedy outputs differ from the plain "
                 f"loop's in {timing.dtype}, the dtype of the timing"

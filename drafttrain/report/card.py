@@ -22,17 +22,7 @@ MADE_BY = "Made with drafttrain."
 TARGET, DRAFTER = "TARGET", "DRAFTER"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 # Settings and records of one machine alone: they say nothing of a drafter to its readers.
-PLACES = (
-    "command",
-    "checkpoint",
-    "examples",
-    "path",
-    "paths",
-    "dir",
-    "cache_dir",
-    "files",
-    "init_from",
-)
+PLACES = re.compile("command|checkpoint|examples|paths?|(cache_)?dir|files|init_from")
 A_PLACE = re.compile(r"(^|[\s=:'\"(\[,])(~?/[\w.]|~$|\.\.?/|[A-Za-z]:\\|[A-Za-z][\w+.-]*://)")
 
 
@@ -120,12 +110,10 @@ def public(tree: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             if inner := public(value):
                 kept[key] = inner
-            continue
-        if key.rpartition(".")[2] in PLACES or any(
+        elif not PLACES.fullmatch(key.rpartition(".")[2]) and not any(
             map(_is_place, value if isinstance(value, list) else [value])
         ):
-            continue
-        kept[key] = value
+            kept[key] = value
     return kept
 
 

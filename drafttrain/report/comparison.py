@@ -274,13 +274,8 @@ def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling
         sides = one.columns(keys), two.columns(keys)
         length = ACCEPTANCE_LENGTH.difference(*sides, resampling)
         found[name] = Both(length, SPEEDUP.difference(*sides, resampling))
-    summary = found.pop("all")
-    answer, statement = _answer(one, two, summary, scopes["all"])
-    return Pair(one.label, two.label, summary, found, answer, statement)
-
-
-def _answer(one: Method, two: Method, both: Both, keys: Sequence[Key]) -> tuple[str | None, str]:
-    apart = plain_loops_apart([*one.runs, *two.runs], keys)
+    both = found.pop("all")
+    apart = plain_loops_apart([*one.runs, *two.runs], scopes["all"])
     answer = both.speedup.decides("faster", "slower", "undecided")
     if apart and answer is not None:
         answer = "undecided"
@@ -299,7 +294,8 @@ def _answer(one: Method, two: Method, both: Both, keys: Sequence[Key]) -> tuple[
     warning = f"; NOT lossless: {', '.join(lossy)}" if lossy else ""
     if apart:
         warning += "; their plain loops ran at clearly different speeds"
-    return answer, f"{words}: {', '.join(shown)}{warning}."
+    statement = f"{words}: {', '.join(shown)}{warning}."
+    return Pair(one.label, two.label, both, found, answer, statement)
 
 
 def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[Key]) -> list[Flag]:

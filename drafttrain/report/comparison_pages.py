@@ -154,26 +154,18 @@ METHODS: list[Column[ComparedMethod]] = [
 
 def _runs_table(comparison: Comparison) -> Table:
     own = {
-        folder: (row.summary, place)
+        folder: [number(getattr(row.summary, quantity).by_run[place]) for quantity in QUANTITIES]
         for row in comparison.rows
         if not row.reference
         for place, folder in enumerate(row.runs)
     }
 
-    def length(run: ComparedRun) -> str:
-        numbers, place = own[run.folder]
-        return number(numbers.acceptance_length.by_run[place])
-
-    def speedup(run: ComparedRun) -> str:
-        numbers, place = own[run.folder]
-        return number(numbers.speedup.by_run[place])
-
     columns: list[Column[ComparedRun]] = [
         ("drafter", lambda run: run.drafter),
         ("depth", lambda run: count(run.depth)),
         ("seed", lambda run: count(run.seed)),
-        ("acceptance length", length),
-        ("speedup", speedup),
+        ("acceptance length", lambda run: own[run.folder][0]),
+        ("speedup", lambda run: own[run.folder][1]),
         ("parameters", lambda run: size(run.drafter_parameters)),
         ("training tokens", lambda run: size(run.training_tokens)),
         ("losslessness", lambda run: run.lossless),

@@ -250,11 +250,11 @@ def _differences(
         mine: Sequence[Measurement | OutsideCounts] | None,
         theirs: Sequence[Measurement | OutsideCounts] | None,
     ) -> Change:
-        pairs = [
+        one, two = (
             None if rows is None else [(row.num_accepted_tokens, getattr(row, per)) for row in rows]
             for rows in (mine, theirs)
-        ]
-        return length_difference(*pairs, resampling)
+        )
+        return length_difference(one, two, resampling)
 
     return Differences(difference(mine, theirs), difference(outside_of(mine), outside_of(theirs)))
 

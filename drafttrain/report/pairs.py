@@ -80,10 +80,10 @@ def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
 
 def by_scope(keys: Iterable[Key]) -> dict[str, list[Key]]:
     """Return the prompts of all tasks, under "all", and of each."""
-    scopes: dict[str, list[Key]] = {"all": list(keys)}
-    for key in scopes["all"]:
-        scopes.setdefault(key[0], []).append(key)
-    return scopes
+    tasks: dict[str, list[Key]] = {}
+    for key in (every := list(keys)):
+        tasks.setdefault(key[0], []).append(key)
+    return {"all": every, **tasks}
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ class Quantity:
         value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
         return Change(value, self._interval([runs, others], resampling))
 
-    def _interval(
-        self, sides: Sequence[Sequence[Columns]], resampling: Resampling
-    ) -> Interval | None:
+    def _interval(self, sides: list[Sequence[Columns]], resampling: Resampling) -> Interval | None:
         """Return the interval of the first side's mean, minus the second's if there is one."""
         columns = [run[name] for side in sides for run in side for name in self.columns]
         if not self.every_prompt:
@@ -174,32 +172,20 @@ def adaptation(
     found = {}
     for scope, keys in by_scope(measured[drafter].drafted).items():
         old, new = [measured[BEFORE].on(keys)], [measured[drafter].on(keys)]
-        found[scope] = AdaptationRow(
-            len(keys),
-            _before_and_after(ACCEPTANCE_LENGTH, old, new, resampling),
-            _before_and_after(SPEEDUP, old, new, resampling),
+        length, speedup = (
+            BeforeAfter(
+                quantity.mean(old, resampling).estimate,
+                quantity.mean(new, resampling).estimate,
+                quantity.difference(new, old, resampling),
+            )
+            for quantity in (ACCEPTANCE_LENGTH, SPEEDUP)
         )
-    return Adaptation(found, _statement(found["all"]), ADAPTATION)
-
-
-def _before_and_after(
-    quantity: Quantity, old: list[Columns], new: list[Columns], resampling: Resampling
-) -> BeforeAfter:
-    before, after = (quantity.mean(side, resampling) for side in (old, new))
-    return BeforeAfter(
-        Estimate(before.value, before.ci95),
-        Estimate(after.value, after.ci95),
-        quantity.difference(new, old, resampling),
-    )
-
-
-def _statement(row: AdaptationRow) -> str:
-    length = row.acceptance_length
+        found[scope] = AdaptationRow(len(keys), length, speedup)
+    length = found["all"].acceptance_length
     statement = (
         f"acceptance length {number(length.before.value)} before, {number(length.after.value)} "
-        f"after adapting, on {row.num_prompts} prompts"
+        f"after adapting, on {found['all'].num_prompts} prompts"
     )
     answer = length.difference.decides("better", "worse", "not decided")
-    if answer is None:
-        return f"{statement}; {bounds(None)}"
-    return f"{statement}: {answer} ({cell(length.difference)}, 95 %)"
+    told = f": {answer} ({cell(length.difference)}, 95 %)" if answer else f"; {bounds(None)}"
+    return Adaptation(found, statement + told, ADAPTATION)

@@ -289,18 +289,14 @@ def depths_of(sweep: Sequence[Point], temperature: float, batch_size: int) -> di
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was measured, what bounds it, and a sentence that says so.
-
-    passed: None where there is nothing to pass, because the rule is not lossless or the number is
-    only reported. Each divergence is a plain mapping (prompt, position, gap, noise, tie).
-    """
+    """One check: what was measured, what bounds it, and a sentence that says so."""
 
     name: str
-    passed: bool | None
+    passed: bool | None  # None: the rule is not lossless, or the number is only reported
     measured: float
     bound: str
     text: str
-    divergences: list[dict[str, Any]]
+    divergences: list[dict[str, Any]]  # of each: prompt, position, gap, noise, tie
 
 
 @dataclass(frozen=True)
@@ -318,17 +314,14 @@ class Certificate:
 
 @dataclass(frozen=True)
 class LosslessCheck:
-    """The verification rule, whether it is lossless by itself, and greedy beside plain outputs.
-
-    `dtype` is that of the check. Each divergence is a plain mapping (prompt, position, gap ...).
-    """
+    """The verification rule, whether it is lossless by itself, and greedy beside plain outputs."""
 
     rule: str
     lossless: bool
-    dtype: str
+    dtype: str  # of the check
     greedy_identical: Count
     greedy_total: Count
-    divergences: list[dict[str, Any]]
+    divergences: list[dict[str, Any]]  # of each: prompt, position, gap ...
     statement: str = ""
 
     @property
@@ -402,14 +395,11 @@ class Money:
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """What to do with the drafter on one task, or on all: in numbers and in a sentence.
-
-    of_depths: the depths that were measured, of which `depth` is the fastest.
-    """
+    """What to do with the drafter on one task, or on all: in numbers and in a sentence."""
 
     decision: str
     depth: int
-    of_depths: list[int]
+    of_depths: list[int]  # that were measured; `depth` is the fastest
     num_prompts: int
     speedup: Estimate
     acceptance_length: float | None
@@ -450,15 +440,11 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """An output on which vLLM and we counted or wrote something else.
-
-    position: of the first token that differs, None where the outputs are equal; gap: between the
-    target's two best logits there.
-    """
+    """An output on which vLLM and we counted or wrote something else."""
 
     name: str
-    position: int | None
-    gap: float | None
+    position: int | None  # of the first token that differs, None where the outputs are equal
+    gap: float | None  # between the target's two best logits there
     tie: bool
     ours: Counters
     theirs: Counters
@@ -481,22 +467,17 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """vLLM's speedup at batch 1 foretold, and measured on outputs that did not calibrate.
-
-    t_plain_s: a plain step; t_cycle_s: drafting and verification, which vLLM does not tell apart;
-    both without prefill, on the calibrating outputs. tokens_per_pass is our loop's on the others.
-    error: of the prediction with prefill, as a share of what was measured.
-    """
+    """vLLM's speedup at batch 1 foretold, and measured on outputs that did not calibrate."""
 
     num_calibration: int
     num_test: int
-    tokens_per_pass: float
-    t_plain_s: float
-    t_cycle_s: float
+    tokens_per_pass: float  # of our loop, on the outputs that did not calibrate
+    t_plain_s: float  # a plain step without prefill, on the calibrating outputs
+    t_cycle_s: float  # the same of drafting and verification, which vLLM does not tell apart
     predicted: float
     predicted_with_prefill: float
     measured: float
-    error: float
+    error: float  # of the prediction with prefill, as a share of what was measured
     statement: str
 
 

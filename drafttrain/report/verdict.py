@@ -9,7 +9,6 @@ from drafttrain.report.results import (
     ExtraMemory,
     Flag,
     LosslessCheck,
-    MemoryUse,
     MethodRow,
     MethodRows,
     Money,
@@ -75,52 +74,6 @@ def disagreement(row: MethodRow) -> str:
         f"the timing blocks disagree, {number(min(blocks))} to {number(max(blocks))} times as fast:"
         " measure again on a quiet machine, or in more blocks (eval.blocks, eval.repeats)"
     )
-
-
-def doubtful(row: MethodRow, name: str, settings: VerdictSettings) -> bool:
-    """Return whether the timings of a row are too disturbed to say that speculation pays.
-
-    A few prompts of many change little; blocks that disagree may each be above what is worth
-    having. The blocks of a single task hold few prompts each: only those of all are compared.
-    """
-    blocks = [value for value in row.speedup.blocks if value]
-    apart = name == "all" and bool(disagreement(row))
-    many = row.speedup.num_disturbed > FEW_DISTURBED * row.num_prompts
-    return many or (apart and min(blocks) <= settings.marginal_speedup)
-
-
-def verdict_of(
-    row: MethodRow,
-    name: str,
-    depth: int,
-    of_depths: list[int],
-    settings: VerdictSettings,
-    extra_memory: MemoryUse | None,
-) -> TaskVerdict:
-    """Return the verdict on one row of a report, in numbers and in a sentence.
-
-    of_depths: the depths that were measured, of which this is the fastest.
-    A row whose plain loop was handicapped, or whose timings were disturbed, has a speedup that
-    cannot be trusted: its verdict is at most marginal.
-    """
-    flagged, doubted = bool(handicap(row)), doubtful(row, name, settings)
-    decision = decide(row.speedup, settings.marginal_speedup)
-    if (flagged or doubted) and decision == SPECULATE:
-        decision = MARGINAL
-    verdict = TaskVerdict(
-        decision=decision,
-        depth=depth,
-        of_depths=of_depths,
-        num_prompts=row.num_prompts,
-        speedup=row.speedup.estimate,
-        acceptance_length=row.acceptance_length.micro,
-        acceptance_rate=row.acceptance_rate,
-        money=_money(row, settings),
-        extra_memory=extra_memory,
-        flagged=flagged,
-        disturbed=doubted,
-    )
-    return replace(verdict, statement=_statement(verdict))
 
 
 def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
@@ -191,13 +144,37 @@ def verdicts_of(
 
     measured: the drafter's rows by depth, at the report's own temperature and batch size.
     longest: the positions of the longest turn, in all and by task.
+    A row whose plain loop was handicapped, or whose timings were disturbed, has a speedup that
+    cannot be trusted: its verdict is at most marginal.
     """
     found = {}
     for name in measured[depth].by_name:
         rows = {each: measured[each].by_name[name] for each in sorted(measured)}
         best = max(rows, key=lambda each: rows[each].speedup.value or 0.0)
-        size = None if extra is None else extra.at(longest[name], batch_size)
-        found[name] = verdict_of(rows[best], name, best, list(rows), settings, size)
+        row = rows[best]
+        # A few prompts of many change little; blocks that disagree may each be above what is worth
+        # having. The blocks of a single task hold few prompts each: only those of all are compared.
+        disturbed = row.speedup.num_disturbed > FEW_DISTURBED * row.num_prompts
+        if name == "all" and disagreement(row):
+            slowest = min(value for value in row.speedup.blocks if value)
+            disturbed = disturbed or slowest <= settings.marginal_speedup
+        decision = decide(row.speedup, settings.marginal_speedup)
+        if (handicap(row) or disturbed) and decision == SPECULATE:
+            decision = MARGINAL
+        verdict = TaskVerdict(
+            decision=decision,
+            depth=best,
+            of_depths=list(rows),
+            num_prompts=row.num_prompts,
+            speedup=row.speedup.estimate,
+            acceptance_length=row.acceptance_length.micro,
+            acceptance_rate=row.acceptance_rate,
+            money=_money(row, settings),
+            extra_memory=extra.at(longest[name], batch_size) if extra else None,
+            flagged=bool(handicap(row)),
+            disturbed=disturbed,
+        )
+        found[name] = replace(verdict, statement=_statement(verdict))
     return found
 
 

@@ -32,12 +32,11 @@ def agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: 
         f"{num_equal} of {num_outputs} greedy outputs in {dtype} have vLLM's tokens and counters "
         "and ours alike"
     )
-    others = num_outputs - num_equal
-    if not others:
-        return f"{statement}."
-    statement += f"; {num_ties} of the other {others} part at a near tie of the target"
-    unexplained = others - num_ties
-    return f"{statement}, {unexplained} for another reason." if unexplained else f"{statement}."
+    if others := num_outputs - num_equal:
+        statement += f"; {num_ties} of the other {others} part at a near tie of the target"
+        if others > num_ties:
+            statement += f", {others - num_ties} for another reason"
+    return f"{statement}."
 
 
 def prediction_statement(found: Prediction) -> str:
