@@ -9,13 +9,7 @@ from drafttrain.core.types import PromptResult
 from drafttrain.drafters.references import LOOKUP
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
-from drafttrain.report.metrics import (
-    Resampling,
-    method_row,
-    plain_row,
-    rows_of,
-    speedup_difference,
-)
+from drafttrain.report.metrics import Resampling, method_row, plain_row, rows_of, speedup_difference
 from drafttrain.report.pairs import adaptation
 from drafttrain.report.results import (
     NOT_COMPARED,

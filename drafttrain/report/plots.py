@@ -444,9 +444,7 @@ def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, 
     return picture("speed", "Tokens per second by task", height_of(drafter, len(bars)), draw)
 
 
-def depth_figure(
-    points: Sequence[tuple[float, int, int, float | None, float | None]],
-) -> Picture:
+def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Picture:
     """Return speedup by depth, a line for each temperature and batch size.
 
     points: temperature, batch size, depth, measured and predicted speedup.

@@ -57,10 +57,7 @@ def texts(content: Table) -> list[list[str]]:
 
 
 Timed = MethodRow | WitnessRow
-LENGTH: Column[MethodRow] = (
-    "acceptance length, 95 %",
-    lambda row: row.acceptance_length.estimate,
-)
+LENGTH: Column[MethodRow] = ("acceptance length, 95 %", lambda row: row.acceptance_length.estimate)
 PLAIN_SPEED: Column[Timed] = (
     "tokens/s plain",
     lambda row: speed(row.tokens_per_second.autoregressive),
@@ -180,10 +177,7 @@ def verdict_table(report: Report) -> Table:
     currencies = [verdict.money.currency for verdict in verdicts.values() if verdict.money]
     if currencies:
         columns += [
-            (
-                f"{currencies[0]} per million tokens, plain",
-                lambda verdict: money_cells(verdict)[0],
-            ),
+            (f"{currencies[0]} per million tokens, plain", lambda verdict: money_cells(verdict)[0]),
             ("drafted", lambda verdict: money_cells(verdict)[1]),
             ("saving, 95 %", lambda verdict: money_cells(verdict)[2]),
         ]
