@@ -247,8 +247,8 @@ def dots(
                     if mark is not None:
                         axes.plot(mark, y + 0.26 * alone, **HOLLOW, markeredgecolor=colour)
             if alone or from_zero:
-                where = {"xycoords": axes.get_yaxis_transform(), "fontweight": weight(row)}
-                write(axes, 1.0, index, cell(sharing[0].values[row]), **where)
+                at, words = axes.get_yaxis_transform(), cell(sharing[0].values[row])
+                write(axes, 1.0, index, words, xycoords=at, fontweight=weight(row))
         rows_axis(axes, rows, high, unit)
         if not from_zero:
             room = 0.04 * (high - low) or 1.0
@@ -289,7 +289,7 @@ def stacked(
         rows_axis(axes, list(bars), end, unit)
         for index, parts in enumerate(bars.values()):
             left = 0.0
-            for part, colour in (colours | rest).items():
+            for part, colour in {**colours, **rest}.items():
                 width = min(parts.get(part, 0.0), max(end - left, 0.0))
                 axes.barh(index, width, 0.62, left, color=STAND_IN[colour])
                 if limit is None and width > 0.1 * end:
@@ -300,7 +300,7 @@ def stacked(
             write(axes, left, index, number(sum(parts.values()), digits), fontweight="bold")
         if limit is not None:
             axes.axvline(limit, color=STAND_IN["ink"], **DASHED)
-        legend(axes, patches(colours | ({"the rest": "rest"} if rest else {})))
+        legend(axes, patches({**colours, **({"the rest": "rest"} if rest else {})}))
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
     return picture(name, label, height, draw)
@@ -435,7 +435,7 @@ def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, 
             for index, value in enumerate(values):
                 y = index + (place - (len(bars) - 1) / 2) * thick
                 axes.barh(y, value or 0.0, thick * 0.86, color=STAND_IN[colours[method]])
-                look = {"fontsize": 10, "color": STAND_IN["soft"]}
+                look: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"]}
                 write(axes, value or 0.0, y, speed(value), **look)
         highest = max(value or 0.0 for values in bars.values() for value in values)
         rows_axis(axes, list(drafter), highest, "tokens per second")
@@ -459,7 +459,11 @@ def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | N
             depths, values, expected = zip(*line, strict=True)
             look: dict[str, Any] = {"color": STAND_IN["drafter"]}
             look["alpha"] = 1 - 0.7 * place / max(len(lines) - 1, 1)
-            solid = {"linewidth": 2, "marker": MARKS[place % len(MARKS)], "markersize": 6}
+            solid: dict[str, Any] = {
+                "linewidth": 2,
+                "marker": MARKS[place % len(MARKS)],
+                "markersize": 6,
+            }
             name = f"batch {size}" + (f", T {temperature:g}" if several else "")
             axes.plot(depths, expected if None in values else values, label=name, **look, **solid)
             axes.plot(depths, expected, linestyle="--", linewidth=1, **look)
