@@ -106,6 +106,8 @@ def _name(value: Any, key: str) -> str:
     text = checked_text(str(value), key)
     if len(text) > MAX_NAME or not text.isprintable():
         raise Unusable(f"{key} is no line of at most {MAX_NAME} characters")
+    if key in ("task", "category") and text == "all":
+        raise Unusable(f'{key} is "all", as reports call all tasks together')
     return text
 
 

@@ -117,6 +117,16 @@ def test_ids_that_no_report_could_print_are_counted_and_named(tmp_path: Path):
     assert report.examples["not JSON"][0].startswith(f"{path}:1 ")
 
 
+@pytest.mark.parametrize("key", ["task", "category"])
+def test_no_task_is_named_as_reports_call_all_tasks(key: str, tmp_path: Path):
+    names = {"task": "a", "category": "b", key: "all"}
+    lines = [json.dumps({"id": n, "turns": ["x"], **names}) for n in (1, 2)]
+    path = written(tmp_path, lines[0], lines[1].replace('"all"', '"overall"'))
+    prompts, report = read_prompts(path, None)
+    assert [prompt.id for prompt in prompts] == ["2"]
+    assert report.counts == {f'{key} is "all", as reports call all tasks together': 1}
+
+
 def test_conversations_that_training_takes_are_prompts(tmp_path: Path):
     parts = '[{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]'
     path = written(
