@@ -16,8 +16,7 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.plan.job import memory_of
-from drafttrain.plan.memory import Sharding
+from drafttrain.plan.memory import Sharding, memory_of
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
 

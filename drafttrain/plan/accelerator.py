@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from drafttrain.plan.config import AcceleratorConfig
+from drafttrain.plan.config import PEAKS, AcceleratorConfig
+from drafttrain.plan.units import GIB
 
-GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -52,14 +53,23 @@ def find_accelerator(
         return _known(entry(name), f"Peaks of conf/accelerator/{name}.yaml")
     if name is None and device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.device(device.replace("auto", "cuda")))
-        found = matching(properties.name, entries())
-        base = found or entry("a100_80gb")
-        how = f"{properties.name}, found here"
+        found, how = matching(properties.name, entries()), f"{properties.name}, found here"
         if found is None:
-            how += f"; not in conf/accelerator: peaks of {base.name} are assumed"
-        memory = properties.total_memory / GIB
-        return _known(replace(base, memory_gib=memory), how)
-    return _processor(entry("cpu"), dtype, measure_s)
+            found = entry("a100_80gb")
+            how += f"; not in conf/accelerator: peaks of {found.name} are assumed"
+        return _known(replace(found, memory_gib=properties.total_memory / GIB), how)
+    config = entry("cpu")
+    flops, bandwidth = measured_peaks(dtype, measure_s)
+    threads = torch.get_num_threads()
+    here = (host_memory() / GIB, flops / 1e12, flops / 1e12, bandwidth / 1e9)
+    peaks = dict(zip(PEAKS, here, strict=True))
+    stated: dict[str, Any] = {key: getattr(config, key) or peaks[key] for key in PEAKS}
+    return _known(
+        replace(config, **stated),
+        f"This machine's processor, measured now in {str(dtype).removeprefix('torch.')} with "
+        f"{threads} thread{'s' if threads > 1 else ''}: {flops / 1e9:,.0f} GFLOP/s, "
+        f"{bandwidth / 1e9:.0f} GB/s",
+    )
 
 
 def matching(name: str, entries: Mapping[str, AcceleratorConfig]) -> AcceleratorConfig | None:
@@ -69,13 +79,10 @@ def matching(name: str, entries: Mapping[str, AcceleratorConfig]) -> Accelerator
 
 
 def _known(config: AcceleratorConfig, how: str) -> Accelerator:
-    numbers = (config.memory_gib, config.bf16_tflops, config.fp32_tflops, config.bandwidth_gb_s)
-    for key, value in zip(
-        ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s"), numbers, strict=True
-    ):
-        if value is None:
+    for key in PEAKS:
+        if getattr(config, key) is None:
             raise ValueError(f"accelerator={config.name} must state {key}, got null")
-    memory, bf16, fp32, bandwidth = (float(value or 0) for value in numbers)
+    memory, bf16, fp32, bandwidth = (float(getattr(config, key)) for key in PEAKS)
     return Accelerator(
         name=config.name,
         how=how,
@@ -92,26 +99,6 @@ def _known(config: AcceleratorConfig, how: str) -> Accelerator:
         pass_s=config.pass_us / 1e6,
         collective_s=config.collective_us / 1e6,
         is_cpu=config.name == "cpu",
-    )
-
-
-def _processor(config: AcceleratorConfig, dtype: torch.dtype, measure_s: float) -> Accelerator:
-    flops, bandwidth = measured_peaks(dtype, measure_s)
-    threads = torch.get_num_threads()
-    how = (
-        f"This machine's processor, measured now in {str(dtype).removeprefix('torch.')} with "
-        f"{threads} thread{'s' if threads > 1 else ''}: {flops / 1e9:,.0f} GFLOP/s, "
-        f"{bandwidth / 1e9:.0f} GB/s"
-    )
-    return _known(
-        replace(
-            config,
-            memory_gib=config.memory_gib or host_memory() / GIB,
-            bf16_tflops=config.bf16_tflops or flops / 1e12,
-            fp32_tflops=config.fp32_tflops or flops / 1e12,
-            bandwidth_gb_s=config.bandwidth_gb_s or bandwidth / 1e9,
-        ),
-        how,
     )
 
 

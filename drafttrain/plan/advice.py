@@ -1,12 +1,22 @@
-"""What follows from a plan: where the target goes, what fits, which drafter pays."""
+"""A whole plan, and what follows from it: where the target goes, what fits, which drafter pays."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from drafttrain.plan.config import PlanSettings
-from drafttrain.plan.job import Job, Plan, cost, memory_of
-from drafttrain.plan.memory import Memory
-from drafttrain.plan.serving import affordable, fitting
+from drafttrain.plan.job import Job
+from drafttrain.plan.memory import Memory, Sharding, combinations, memory_of, place
+from drafttrain.plan.serving import (
+    Host,
+    Serving,
+    affordable,
+    break_even,
+    fitting,
+    host_of,
+    serve,
+)
+from drafttrain.plan.throughput import Cost, cost
 from drafttrain.plan.units import count, disk, gib
 
 OVERRIDES = {
@@ -15,34 +25,70 @@ OVERRIDES = {
     "zero3": "hardware.target_placement=zero3",
     "stored": "features=stored features.validate=false",
 }
-LARGEST_MICRO_BATCH = 256
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # that are tried
 CHEAP_DRAFT = 0.1  # of a target pass: what a drafted token should cost at most
 COSTLY_DRAFT = 0.15  # of a target pass: a drafted token that costs more wants another drafter
 SMALL_VOCABULARY = 8_000  # what a draft vocabulary can be cut to
 WHOLE_VOCABULARY = 50_000  # draft vocabularies beyond it are worth a word
 
 
-def advise(plan: Plan, settings: PlanSettings) -> Iterator[str]:
-    """Yield sentences that say what to do, numbers in them."""
-    yield from about_target(plan)
-    yield from about_micro_batch(plan)
-    yield from about_features(plan)
-    yield from about_drafter(plan, settings)
-    yield from about_speculation(plan, settings)
+@dataclass(frozen=True)
+class Plan:
+    """All that `plan` says."""
+
+    job: Job
+    chosen: Cost
+    others: tuple[Cost, ...]
+    store_tokens: int
+    depth: int  # asked for while serving
+    host: Host
+    serving: tuple[Serving, ...]
+    break_even: int | None
+    advice: tuple[str, ...] = ()
+
+
+def build_plan(
+    job: Job,
+    settings: PlanSettings,
+    sharding: Sharding,
+    placement: str,
+    shardings: Sequence[Sharding],
+) -> Plan:
+    """Return the plan of a job: its own way to shard, all others, serving, and advice."""
+    ways = combinations(shardings, job.load.ranks)
+    host = host_of(job, settings)
+    acceptance = settings.depth, settings.acceptance_rate, settings.acceptance_length
+    once = min(job.trained_tokens, job.data_tokens or job.trained_tokens)
+    plan = Plan(
+        job=job,
+        chosen=cost(job, place(job, sharding, placement)),
+        others=tuple(cost(job, memory_of(job, *way)) for way in ways),
+        store_tokens=settings.tokens or once,
+        depth=settings.depth,
+        host=host,
+        serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
+        break_even=break_even(host, *acceptance),
+    )
+    about = (about_target, about_micro_batch, about_features, about_drafter, about_speculation)
+    return replace(plan, advice=tuple(text for part in about for text in part(plan)))
+
+
+def at_rows(job: Job, rows: int) -> Job:
+    """Return the job with another micro batch."""
+    return replace(job, load=replace(job.load, rows=rows))
 
 
 def about_target(plan: Plan) -> Iterator[str]:
     """Whether the target fits whole, and what sharding it costs."""
-    job, chosen = plan.job, plan.chosen
-    if job.load.ranks == 1 or chosen.memory.placement not in ("device", "zero3"):
+    job, sharding = plan.job, plan.chosen.memory.sharding
+    if job.load.ranks == 1 or plan.chosen.memory.placement not in ("device", "zero3"):
         return
-    whole = cost(job, memory_of(job, chosen.memory.sharding, "device"))
-    shards = cost(job, memory_of(job, chosen.memory.sharding, "zero3"))
-    each = gib(job.target_bytes / job.load.ranks)
+    whole, shards = (cost(job, memory_of(job, sharding, way)) for way in ("device", "zero3"))
     if not whole.memory.fits:
         yield (
             f"The target's {gib(job.target_bytes)} do not fit on each {job.chip.name} beside the "
-            f"rest: hardware.target_placement=zero3 puts {each} on each of {job.load.ranks}."
+            "rest: hardware.target_placement=zero3 puts "
+            f"{gib(job.target_bytes / job.load.ranks)} on each of {job.load.ranks}."
         )
         return
     saved = whole.memory.total - shards.memory.total
@@ -53,41 +99,26 @@ def about_target(plan: Plan) -> Iterator[str]:
     )
 
 
-def with_rows(job: Job, rows: int) -> Job:
-    """Return the job with another micro batch."""
-    return replace(job, load=replace(job.load, rows=rows))
-
-
-def largest_rows(job: Job, found: Memory) -> int:
-    """Return the largest micro batch (1, 2, 4, ...) that fits this way; 0: none does."""
-    rows, best = 1, 0
-    while rows <= LARGEST_MICRO_BATCH:
-        if not memory_of(with_rows(job, rows), found.sharding, found.placement).fits:
-            break
-        best, rows = rows, 2 * rows
-    return best
-
-
 def about_micro_batch(plan: Plan) -> Iterator[str]:
     """What to change where it does not fit; a larger micro batch where that is faster."""
-    job, chosen = plan.job, plan.chosen
-    if not chosen.memory.fits:
-        ways = list(ways_that_fit(plan))
-        yield "It does not fit. " + (
-            "It does with " + "; or ".join(dict.fromkeys(ways[:4])) + "."
-            if ways
-            else "Nothing here makes it fit."
-        )
+    job, load, mine = plan.job, plan.job.load, plan.chosen.memory
+    if not mine.fits:
+        ways = list(dict.fromkeys(list(ways_that_fit(plan))[:4]))
+        found = f"It does with {'; or '.join(ways)}." if ways else "Nothing here makes it fit."
+        yield f"It does not fit. {found}"
         return
-    enough = -(-job.load.tokens_per_step // (job.load.length * job.load.ranks))
-    rows = min(largest_rows(job, chosen.memory), enough)
-    if rows <= job.load.rows:
-        return
-    larger = with_rows(job, rows)
-    faster = cost(larger, memory_of(larger, chosen.memory.sharding, chosen.memory.placement))
-    gain = faster.speed.tokens_per_s / chosen.speed.tokens_per_s
-    if gain > 1.05:
-        yield f"hardware.micro_batch={rows} fits as well, and is {gain:.1f} times as fast."
+
+    def held(rows: int) -> Memory:
+        return memory_of(at_rows(job, rows), mine.sharding, mine.placement)
+
+    enough = -(-load.tokens_per_step // (load.length * load.ranks))
+    fit = takewhile(lambda rows: held(rows).fits, MICRO_BATCHES)
+    rows = min(max(fit, default=0), enough)
+    if rows > load.rows:
+        faster = cost(at_rows(job, rows), held(rows)).speed.tokens_per_s
+        gain = faster / plan.chosen.speed.tokens_per_s
+        if gain > 1.05:
+            yield f"hardware.micro_batch={rows} fits as well, and is {gain:.1f} times as fast."
 
 
 def ways_that_fit(plan: Plan) -> Iterator[str]:
@@ -95,20 +126,20 @@ def ways_that_fit(plan: Plan) -> Iterator[str]:
     job, mine = plan.job, plan.chosen.memory
     sparing = replace(job, load=replace(job.load, checkpointing=True))
     less = {
-        "hardware.micro_batch=1": with_rows(job, 1),
+        "hardware.micro_batch=1": at_rows(job, 1),
         "hardware.gradient_checkpointing=true": sparing,
-        "hardware.micro_batch=1 hardware.gradient_checkpointing=true": with_rows(sparing, 1),
+        "hardware.micro_batch=1 hardware.gradient_checkpointing=true": at_rows(sparing, 1),
     }
     for words, changed in less.items():
         if changed != job and memory_of(changed, mine.sharding, mine.placement).fits:
             yield words
             break
     for extra, changed in {"": job, **less}.items():
-        found = [cost.memory for cost in plan.others]
-        ways = [way for way in found if memory_of(changed, way.sharding, way.placement).fits]
-        for way in ways:
-            parts = [OVERRIDES[way.placement]] if way.placement != mine.placement else []
-            parts += [f"deepspeed={way.sharding.name}"] if way.sharding != mine.sharding else []
+        found = [(other.memory.sharding, other.memory.placement) for other in plan.others]
+        ways = [way for way in found if memory_of(changed, *way).fits]
+        for sharding, placement in ways:
+            parts = [OVERRIDES[placement]] if placement != mine.placement else []
+            parts += [f"deepspeed={sharding.name}"] if sharding != mine.sharding else []
             if parts:
                 yield " ".join([*parts, extra]).strip()
         if ways:
@@ -121,26 +152,23 @@ def about_features(plan: Plan) -> Iterator[str]:
     if chosen.memory.placement == "stored":
         return
     stored = cost(job, memory_of(job, chosen.memory.sharding, "stored"))
-    share = chosen.speed.target_s / chosen.speed.step_s
-    reading = disk(job.token_bytes * stored.speed.tokens_per_s)
     yield (
-        f"The target's pass is {share:.0%} of the time. Stored features would take at most "
-        f"{disk(job.token_bytes * plan.store_tokens)} of disk for {count(plan.store_tokens)} "
-        f"tokens; training from them {stored.hours / chosen.hours:.0%} of the time, each run "
-        f"after the first, from a disk that reads {reading}/s."
+        f"The target's pass is {chosen.speed.target_s / chosen.speed.step_s:.0%} of the time. "
+        f"Stored features would take at most {disk(job.token_bytes * plan.store_tokens)} of disk "
+        f"for {count(plan.store_tokens)} tokens; training from them "
+        f"{stored.hours / chosen.hours:.0%} of the time, each run after the first, from a disk "
+        f"that reads {disk(job.token_bytes * stored.speed.tokens_per_s)}/s."
     )
 
 
-def about_drafter(plan: Plan, settings: PlanSettings) -> Iterator[str]:
+def about_drafter(plan: Plan) -> Iterator[str]:
     """Which size a drafter should have: what a drafted token costs beside a target pass."""
     job, host = plan.job, plan.host
-    share = job.parts.num_parameters / job.shape.num_parameters
-    plain, _ = host.target_pass(1, 1)
-    each = host.draft(1, settings.depth) / settings.depth / plain
+    each = host.draft(1, plan.depth) / plan.depth / host.target_pass(1, 1)[0]
     yield (
-        f"The drafter has {share:.1%} of the target's weights, and a drafted token costs "
-        f"{each:.0%} of a target pass at batch 1; below 10% is about right: one layer of the "
-        "target's width, or a few narrow ones."
+        f"The drafter has {job.parts.num_parameters / job.shape.num_parameters:.1%} of the "
+        f"target's weights, and a drafted token costs {each:.0%} of a target pass at batch 1; "
+        "below 10% is about right: one layer of the target's width, or a few narrow ones."
     )
     most = affordable(host, CHEAP_DRAFT)
     yield (
@@ -165,10 +193,10 @@ def about_drafter(plan: Plan, settings: PlanSettings) -> Iterator[str]:
         )
 
 
-def about_speculation(plan: Plan, settings: PlanSettings) -> Iterator[str]:
+def about_speculation(plan: Plan) -> Iterator[str]:
     """Up to which batch speculation pays, and what acceptance it needs beyond."""
     length = plan.serving[0].acceptance_length
-    given = f"at depth {settings.depth} and an acceptance length of {length:.2f}"
+    given = f"at depth {plan.depth} and an acceptance length of {length:.2f}"
     most = fitting(plan.host)
     if plan.break_even is None or plan.break_even >= most:
         yield (
@@ -187,5 +215,5 @@ def about_speculation(plan: Plan, settings: PlanSettings) -> Iterator[str]:
     if last.speedup < 1:
         yield (
             f"At {last.batch} requests a cycle takes {cycle:.2f} plain steps: chains of "
-            f"{settings.depth} need an acceptance length above that to pay."
+            f"{plan.depth} need an acceptance length above that to pay."
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+PEAKS = ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
@@ -21,26 +23,22 @@ class PlanSettings:
     serving_gpus: int | None
 
     def __post_init__(self) -> None:
-        for key in ("length", "tokens", "depth", "context", "serving_gpus"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"plan.{key} must be at least 1, got {value}")
-        if not 0 < self.loss_share <= 1:
-            raise ValueError(f"plan.loss_share must be in (0, 1], got {self.loss_share}")
-        if not 0 <= self.acceptance_rate <= 1:
-            raise ValueError(f"plan.acceptance_rate must be in [0, 1], got {self.acceptance_rate}")
-        longest = self.depth + 1
-        if self.acceptance_length is not None and not 1 <= self.acceptance_length <= longest:
-            raise ValueError(
-                f"plan.acceptance_length must be in [1, {longest}] for plan.depth={self.depth}, "
-                f"got {self.acceptance_length}"
-            )
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(
-                f"plan.batch_sizes must be numbers of at least 1, got {self.batch_sizes}"
-            )
-        if self.price_per_hour is not None and self.price_per_hour < 0:
-            raise ValueError(f"plan.price_per_hour must be at least 0, got {self.price_per_hour}")
+        sizes, accepted, price = self.batch_sizes, self.acceptance_length, self.price_per_hour
+        longest = f"in [1, {self.depth + 1}] for plan.depth={self.depth}"
+        ranges = {
+            **{
+                key: ("at least 1", getattr(self, key) is None or getattr(self, key) >= 1)
+                for key in ("length", "tokens", "depth", "context", "serving_gpus")
+            },
+            "loss_share": ("in (0, 1]", 0 < self.loss_share <= 1),
+            "acceptance_rate": ("in [0, 1]", 0 <= self.acceptance_rate <= 1),
+            "acceptance_length": (longest, accepted is None or 1 <= accepted <= self.depth + 1),
+            "batch_sizes": ("numbers of at least 1", bool(sizes) and min(sizes) >= 1),
+            "price_per_hour": ("at least 0", price is None or price >= 0),
+        }
+        for key, (allowed, holds) in ranges.items():
+            if not holds:
+                raise ValueError(f"plan.{key} must be {allowed}, got {getattr(self, key)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +62,7 @@ class AcceleratorConfig:
     collective_us: float
 
     def __post_init__(self) -> None:
-        for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s"):
+        for key in PEAKS:
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ValueError(f"accelerator.{key} must be above 0, or null, got {value}")

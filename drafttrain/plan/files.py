@@ -4,9 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drafttrain.plan.job import Cost, Job, Plan
+from drafttrain.plan.advice import Plan
 from drafttrain.plan.memory import NAMES
-from drafttrain.plan.pages import GIBIBYTE, components, headline, notes, tables
+from drafttrain.plan.pages import components, headline, notes, tables
+from drafttrain.plan.shapes import BIASES
+from drafttrain.plan.throughput import Cost
+from drafttrain.plan.units import GIB
 from drafttrain.report.document import Document, Figure
 from drafttrain.report.document import notes as listed
 from drafttrain.report.html import html
@@ -22,18 +25,21 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
     own = plan.chosen.memory.placement
     placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
     first, _, *rest = tables(plan)
-    shown = [first, *(components(plan, where) for where in placements), *rest]
-    title = f"{plan.job.drafter} for {plan.job.target}: the plan"
     document = Document(
         "memory, time, disk and money",
-        title,
+        f"{plan.job.drafter} for {plan.job.target}: the plan",
         [headline(plan)],
         first=[listed("Advice", list(plan.advice))],
-        rest=[*shown, listed("What the numbers assume", notes(plan, source))],
+        rest=[
+            first,
+            *(components(plan, where) for where in placements),
+            *rest,
+            listed("What the numbers assume", notes(plan, source)),
+        ],
     )
     parts = {
         cost.memory.sharding.name: {
-            NAMES[name]: value / GIBIBYTE for name, value in cost.memory.parts.items()
+            NAMES[name]: value / GIB for name, value in cost.memory.parts.items()
         }
         for cost in plan.others
         if cost.memory.placement == own
@@ -42,7 +48,7 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
         "Memory by component",
         "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
         "dashed line is what there is.",
-        memory_plot(parts, plan.chosen.memory.limit / GIBIBYTE),
+        memory_plot(parts, plan.chosen.memory.limit / GIB),
     )
     texts = {
         "plan.json": as_json(as_data(plan)),
@@ -52,37 +58,32 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
     write_texts(texts, folder)
 
 
+SHAPE = (
+    *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_embeddings"),
+    *("max_positions", "rope_theta", "rms_norm_eps", *BIASES),
+)
+
+
 def as_data(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data, bytes and seconds."""
-
-    def told(cost: Cost) -> dict[str, Any]:
-        memory = cost.memory
-        return {
-            "deepspeed": memory.sharding.name,
-            "target": memory.placement,
-            "bytes": {**memory.parts, "total": memory.total},
-            "host_bytes": memory.host,
-            "fits": memory.fits,
-            "headroom_bytes": memory.limit - memory.total,
-            "speed": asdict(cost.speed),
-            "hours": cost.hours,
-            "kilowatt_hours": cost.kilowatt_hours,
-            "dollars": cost.dollars,
-        }
-
-    job = plan.job
+    job, shape, parts = plan.job, plan.job.shape, plan.job.parts
+    step = parts.step(job.load.checkpointing)
+    counted = {key: value for key, value in vars(parts).items() if key not in ("step", "draft")}
     return {
-        "target": {"name": job.target, "num_parameters": job.shape.num_parameters}
-        | asdict(job.shape),
-        "drafter": {"name": job.drafter} | _drafter(job),
+        "target": {"name": job.target, "num_parameters": shape.num_parameters}
+        | {key: getattr(shape, key) for key in SHAPE}
+        | {"layer": asdict(shape.layer)},
+        "drafter": {"name": job.drafter, **counted, **asdict(parts.draft())}
+        | {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key},
         "accelerator": asdict(job.chip),
         "load": asdict(job.load),
-        "feature_bytes_per_token": plan.job.token_bytes,
+        "feature_bytes_per_token": job.token_bytes,
         "store_tokens": plan.store_tokens,
-        "store_bytes": plan.job.token_bytes * plan.store_tokens,
+        "store_bytes": job.token_bytes * plan.store_tokens,
         "headline": headline(plan),
-        "chosen": told(plan.chosen),
-        "choices": [told(cost) for cost in plan.others],
+        "chosen": _cost(plan.chosen),
+        "choices": [_cost(cost) for cost in plan.others],
         "serving": [asdict(row) for row in plan.serving],
         "serving_accelerators": plan.host.spread,
         "break_even_batch": plan.break_even,
@@ -90,9 +91,17 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _drafter(job: Job) -> dict[str, Any]:
-    parts = job.parts
-    found = {key: value for key, value in vars(parts).items() if key not in ("step", "draft")}
-    found |= asdict(parts.draft())
-    step = parts.step(job.load.checkpointing)
-    return found | {"flops_per_token": step.flops, "flops_per_key": step.flops_per_key}
+def _cost(cost: Cost) -> dict[str, Any]:
+    memory = cost.memory
+    return {
+        "deepspeed": memory.sharding.name,
+        "target": memory.placement,
+        "bytes": {**memory.parts, "total": memory.total},
+        "host_bytes": memory.host,
+        "fits": memory.fits,
+        "headroom_bytes": memory.limit - memory.total,
+        "speed": asdict(cost.speed),
+        "hours": cost.hours,
+        "kilowatt_hours": cost.kilowatt_hours,
+        "dollars": cost.dollars,
+    }

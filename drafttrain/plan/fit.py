@@ -3,8 +3,8 @@
 import torch
 
 from drafttrain.plan.accelerator import host_memory
-from drafttrain.plan.job import Job, memory_of, place
-from drafttrain.plan.memory import Sharding
+from drafttrain.plan.job import Job
+from drafttrain.plan.memory import STATES, Sharding, memory_of, place
 from drafttrain.plan.units import gib
 
 
@@ -20,12 +20,11 @@ def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
         spread = memory_of(job, sharding, "stored").least + job.target_bytes
         if spread <= max(1, torch.cuda.device_count()) * job.chip.memory + host_memory():
             return
-    whose = "this machine has" if job.chip.is_cpu else f"each {job.chip.name} has"
-    rows = job.load.rows
+    states = sum(asked.parts[name] for name in STATES)
     raise ValueError(
-        f"hardware must hold the run: it takes at least {gib(asked.least)} where {whose} "
+        f"hardware must hold the run: it takes at least {gib(asked.least)} where {job.machine} has "
         f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
-        f"and optimizer {gib(asked.states)}, activations of hardware.micro_batch={rows} "
+        f"and optimizer {gib(states)}, activations of hardware.micro_batch={job.load.rows} "
         f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same model, "
         "drafter, trainer and hardware says what fits; hardware.check_fit=false tries all the same"
     )

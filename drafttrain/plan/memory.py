@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.plan.accelerator import Accelerator
+from drafttrain.plan.job import Job
 from drafttrain.plan.shapes import Shape
-from drafttrain.plan.throughput import Load
-from drafttrain.plan.trace import DrafterCost
+from drafttrain.plan.trace import DrafterCost, Load
 
-PLACEMENTS = ("device", "device_map", "zero3", "stored")
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
 LIVE_LAYERS = 2  # of a sharded target: the one that computes, and the one that is being gathered
 DOUBT = 0.15  # of what is estimated: activations and features in flight
@@ -45,13 +43,10 @@ class Sharding:
     def of(cls, name: str, enabled: bool, config: dict[str, Any]) -> "Sharding":
         """Read DeepSpeed's own keys."""
         zero = config.get("zero_optimization", {})
+        parts = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+        away = (part.get("device", "none") != "none" for part in parts)
         bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
-        optimizer, weights = (
-            (zero.get(key) or {}).get("device", "none") != "none"
-            for key in ("offload_optimizer", "offload_param")
-        )
-        stage = zero.get("stage", 0) if enabled else None
-        return cls(name, stage, optimizer, weights, bucket)
+        return cls(name, zero.get("stage", 0) if enabled else None, *away, bucket)
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,6 @@ class Memory:
 
     sharding: Sharding
     placement: str
-    ranks: int
     parts: dict[str, float]
     limit: float
     host: float
@@ -77,63 +71,56 @@ class Memory:
         return exact + (self.total - exact - self.parts["overhead"]) * (1 - DOUBT)
 
     @property
-    def states(self) -> float:
-        """The drafter's weights, gradients and optimizer state."""
-        return sum(self.parts[name] for name in STATES)
-
-    @property
     def fits(self) -> bool:
         """Whether it is there."""
         return self.total <= self.limit
 
 
-def memory(
-    shape: Shape,
-    parts: DrafterCost,
-    load: Load,
-    chip: Accelerator,
-    sharding: Sharding,
-    placement: str,
-    target_bytes: float,
-) -> Memory:
+def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
     """Return what training takes on one accelerator.
 
-    load.ranks: of the whole run. A device map is one process, whose layers lie on all accelerators:
-    the others' share of the target, and everything else, is on the first.
+    A device map is one process, whose layers lie on all accelerators: the others' share of the
+    target, and everything else, is on the first.
     """
+    shape, parts, load, target_bytes = job.shape, job.parts, job.load, job.target_bytes
     ranks = 1 if placement == "device_map" else load.ranks
-    width = 2 if load.dtype == "bfloat16" else 4
-    table = shape.readout_parameters * width
+    table = shape.readout_parameters * load.width
     found = dict.fromkeys(NAMES, 0.0)
     if placement == "device":
         found["target"] = target_bytes
     elif placement == "device_map":
         found["target"] = target_bytes / load.ranks
         found["readout"] = max(0.0, table - target_bytes / load.ranks)
-    elif placement == "zero3":
-        found["target"] = target_bytes / ranks
-        each = (target_bytes - table) / shape.num_layers
-        found["gathered"] = min(LIVE_LAYERS, shape.num_layers) * each if ranks > 1 else 0.0
-        found["readout"] = table if ranks > 1 else 0.0
     else:
         found["readout"] = table
+    if placement == "zero3":
+        found["target"] = target_bytes / ranks
+        live = min(LIVE_LAYERS, shape.num_layers) if ranks > 1 else 0
+        found["gathered"] = live * ((target_bytes - table) / shape.num_layers)
+        found["readout"] = table if ranks > 1 else 0.0
     step = parts.step(load.checkpointing)
     found |= training_bytes(parts, sharding, ranks, load.low) | {"copies": step.copies}
-    found["features"] = feature_bytes(parts.captures, shape.hidden_size, width) * load.tokens
+    found["features"] = job.token_bytes * load.tokens
     theirs = 0.0 if placement == "stored" else target_activations(shape, load)
     found["working"] = max(step.peak(load.tokens), theirs)
-    found["overhead"] = chip.overhead
+    found["overhead"] = job.chip.overhead
     host = found.pop("host")
-    limit = chip.memory
     # One host memory holds what all ranks of the machine need.
-    times = min(ranks, load.ranks_here) if chip.is_cpu else 1
+    times = min(ranks, load.ranks_here) if job.chip.is_cpu else 1
     found = {name: float(value * times) for name, value in found.items()}
-    return Memory(sharding, placement, ranks, found, limit, host * ranks)
+    return Memory(sharding, placement, found, job.chip.memory, host * ranks)
 
 
-def feature_bytes(captures: Sequence[int], hidden_size: int, dtype_bytes: int) -> int:
-    """Return the bytes of one token's features: the captured layers and the final hidden state."""
-    return (len(captures) + 1) * hidden_size * dtype_bytes
+def place(job: Job, sharding: Sharding, placement: str) -> Memory:
+    """Return the memory of hardware.target_placement; auto: whole where it fits, else sharded."""
+    if placement == "vllm":  # the target lives in the engine's process, on accelerators of its own
+        placement = "stored"
+    if placement != "auto":
+        return memory_of(job, sharding, placement)
+    whole = memory_of(job, sharding, "device")
+    if whole.fits or job.load.ranks == 1:
+        return whole
+    return memory_of(job, sharding, "zero3")
 
 
 def target_activations(shape: Shape, load: Load) -> float:
@@ -141,12 +128,11 @@ def target_activations(shape: Shape, load: Load) -> float:
 
     In the feed-forward layer: the stream, its norm, and three of gate, its activation, up, product.
     """
-    width = 2 if load.dtype == "bfloat16" else 4
     query = shape.num_attention_heads * shape.head_dim
     keys = 2 * shape.num_key_value_heads * shape.head_dim
     feed_forward = 2 * shape.hidden_size + 3 * shape.intermediate_size
     attention = 2 * shape.hidden_size + 3 * query + 2 * keys
-    return float(load.tokens * width * max(feed_forward, attention))
+    return float(load.tokens * load.width * max(feed_forward, attention))
 
 
 def training_bytes(
@@ -166,22 +152,21 @@ def training_bytes(
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
         "moments": 8.0 * trained * share,
         "buckets": 4.0 * sharding.bucket if stage else 0.0,
-        "host": 0.0,
     }
     if stage == 3:
         found["buckets"] += width * min(LIVE_LAYERS * parts.largest, whole)
-    moved = [*(["masters", "moments", "gradients"] if sharding.offload else [])]
+    moved = ["masters", "moments", "gradients"] if sharding.offload else []
     moved += ["weights"] if sharding.offload_weights else []
-    found["host"] = float(sum(found[name] for name in moved))
-    return found | dict.fromkeys(moved, 0.0)
+    host = float(sum(found[name] for name in moved))
+    return found | dict.fromkeys(moved, 0.0) | {"host": host}
 
 
 def combinations(shardings: Sequence[Sharding], ranks: int) -> list[tuple[Sharding, str]]:
     """Return every way that makes sense: a device map has one process, shards need several."""
-    found = []
-    for placement in PLACEMENTS:
-        for sharding in shardings:
-            alone = ranks == 1 and placement in ("zero3", "device_map")
-            if not alone and not (placement == "device_map" and sharding.stage is not None):
-                found.append((sharding, placement))
-    return found
+    return [
+        (sharding, placement)
+        for placement in ("device", "device_map", "zero3", "stored")
+        for sharding in shardings
+        if (ranks > 1 or placement not in ("zero3", "device_map"))
+        and (placement != "device_map" or sharding.stage is None)
+    ]

@@ -1,10 +1,11 @@
 """What a drafter costs and brings while serving: memory, and speedup by batch from the roofline."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
-from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.shapes import Shape
-from drafttrain.plan.trace import DrafterCost, Pass
+from drafttrain.plan.config import PlanSettings
+from drafttrain.plan.job import Job
+from drafttrain.plan.trace import Pass
 
 DEEPEST = 8  # chains that are weighed for the best depth
 LARGEST_BATCH = 4096
@@ -32,62 +33,73 @@ class Serving:
 class Host:
     """Target and drafter as they are served, over `spread` accelerators: bytes and operations."""
 
-    shape: Shape
-    parts: DrafterCost
-    chip: Accelerator
-    target_bytes: float
-    dtype: str
-    dtype_bytes: int
+    job: Job
     context: int
     spread: int
 
     @property
-    def speed(self) -> float:
-        """Operations per second of all of them."""
-        return self.spread * self.chip.flops[self.dtype] * self.chip.serving_efficiency
+    def rates(self) -> tuple[float, float]:
+        """Operations, and bytes, per second of all of them."""
+        chip, speed = self.job.chip, self.job.chip.flops[self.job.load.dtype]
+        return (
+            self.spread * speed * chip.serving_efficiency,
+            self.spread * chip.bandwidth * chip.bandwidth_efficiency,
+        )
 
     @property
-    def bandwidth(self) -> float:
-        """Bytes per second of all of them."""
-        return self.spread * self.chip.bandwidth * self.chip.bandwidth_efficiency
+    def drafter_bytes(self) -> float:
+        """Weights that the drafter takes beside the target."""
+        return float(self.job.parts.num_parameters * self.job.load.width)
+
+    @property
+    def draft_cache_bytes(self) -> float:
+        """The drafter's cache of one request."""
+        return float(self.context * self.job.parts.draft().key_values * self.job.load.width)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The target's cache of one request."""
+        return self.context * self.job.shape.key_value_bytes(self.job.load.width)
 
     def target_pass(self, batch: int, new: int) -> tuple[float, str]:
         """Return the seconds of a pass over `new` tokens of each row, and what it waits for."""
-        shape, tokens = self.shape, batch * new
+        shape = self.job.shape
         query = shape.num_attention_heads * shape.head_dim
-        per_token = 2 * (shape.num_layers * shape.linear_parameters + shape.table_parameters)
+        per_token = 2 * (shape.num_layers * round(shape.layer.active) + shape.table_parameters)
         per_token += 4 * query * self.context * shape.num_layers
-        embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.dtype_bytes
-        read = self.target_bytes - embedding  # of the embedding, some rows
-        read += batch * self.context * shape.key_value_bytes(self.dtype_bytes)
-        return self._pass(float(tokens * per_token), read, 2 * shape.num_layers)
+        embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.job.load.width
+        read = self.job.target_bytes - embedding  # of the embedding, some rows
+        read += batch * self.cache_bytes
+        return self.one_pass(float(batch * new * per_token), read, 2 * shape.num_layers)
 
     def draft(self, batch: int, depth: int) -> float:
         """Return the seconds that the drafter takes for chains of `depth`, reading included."""
-        first, further = self.parts.draft().first, self.parts.draft().further
+        first, further = self.job.parts.draft().first, self.job.parts.draft().further
         more = self._drafted(batch, further) if further.flops else 0.0
         return self._drafted(batch, first) + (depth - 1) * more
 
     def _drafted(self, batch: int, one: Pass) -> float:
         flops = batch * (one.flops + one.flops_per_key * self.context)
-        read = one.weights * self.dtype_bytes
+        read = float(one.weights * self.job.load.width)
         if one.layers:
-            read += batch * self.context * self.parts.draft().key_values * self.dtype_bytes
-        return self._pass(float(flops), float(read), 2 * max(one.layers, 1))[0]
+            read += batch * self.draft_cache_bytes
+        return self.one_pass(float(flops), read, 2 * max(one.layers, 1))[0]
 
-    def _pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
-        arithmetic, memory = flops / self.speed, read / self.bandwidth
-        fixed = self.chip.pass_s
+    def one_pass(self, flops: float, read: float, collectives: int) -> tuple[float, str]:
+        """Return the seconds of a pass that computes and reads so much, and what it waits for."""
+        speed, bandwidth = self.rates
+        arithmetic, memory = flops / speed, read / bandwidth
+        fixed = self.job.chip.pass_s
         if self.spread > 1:
-            fixed += collectives * self.chip.collective_s
+            fixed += collectives * self.job.chip.collective_s
         bound = "memory" if memory > arithmetic else "arithmetic"
         return max(arithmetic, memory) + fixed, bound
 
 
-def spread_of(target_bytes: float, chip: Accelerator) -> int:
-    """Return the fewest accelerators (1, 2, 4, ...) whose memory holds the target, with room."""
-    enough = [n for n in SPREADS if target_bytes <= n * chip.memory * ROOM]
-    return enough[0] if enough else SPREADS[-1]
+def host_of(job: Job, settings: PlanSettings) -> Host:
+    """Return target and drafter on as few accelerators (1, 2, 4, ...) as hold them with room."""
+    enough = [n for n in SPREADS if job.target_bytes <= n * job.chip.memory * ROOM]
+    return Host(job, settings.context, settings.serving_gpus or [*enough, SPREADS[-1]][0])
 
 
 def accepted(rate: float, length: float | None, at: int, depth: int) -> float:
@@ -120,7 +132,7 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
         return accepted(rate, length, depth, k) * plain / cycle
 
     plain, _ = host.target_pass(batch, 1)
-    most = host.parts.max_depth  # such as the number of parallel heads
+    most = host.job.parts.max_depth  # such as the number of parallel heads
     deepest = most or DEEPEST
     if most is not None and depth > most:
         length, depth = None, most
@@ -151,19 +163,13 @@ def break_even(host: Host, depth: int, rate: float, length: float | None) -> int
 
     if pays(LARGEST_BATCH):
         return None
-    low, high = 0, LARGEST_BATCH  # pays at low (0: nowhere), not at high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, LARGEST_BATCH), True, key=lambda batch: not pays(batch))
 
 
 def fitting(host: Host) -> int:
     """Return how many requests' caches the memory holds beside target and drafter; at least 1."""
-    weights, cache = drafter_bytes(host)
-    each = host.context * host.shape.key_value_bytes(host.dtype_bytes) + cache
-    room = host.spread * host.chip.memory * FILLED - host.target_bytes - weights
-    return max(1, int(room / each))
+    room = host.spread * host.job.chip.memory * FILLED - host.job.target_bytes - host.drafter_bytes
+    return max(1, int(room / (host.cache_bytes + host.draft_cache_bytes)))
 
 
 def affordable(host: Host, share: float) -> float:
@@ -172,12 +178,7 @@ def affordable(host: Host, share: float) -> float:
     One layer of them, read or multiplied once; 0 where the pass takes longer without any.
     """
     plain, _ = host.target_pass(1, 1)
-    fixed, _ = host._pass(0.0, 0.0, 2)
-    each = max(host.dtype_bytes / host.bandwidth, 2 / host.speed)
+    fixed, _ = host.one_pass(0.0, 0.0, 2)
+    speed, bandwidth = host.rates
+    each = max(host.job.load.width / bandwidth, 2 / speed)
     return max(0.0, (share * plain - fixed) / each)
-
-
-def drafter_bytes(host: Host) -> tuple[float, float]:
-    """Return what the drafter takes beside the target: weights, and cache of one request."""
-    weights = host.parts.num_parameters * host.dtype_bytes
-    return float(weights), float(host.context * host.parts.draft().key_values * host.dtype_bytes)

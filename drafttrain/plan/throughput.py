@@ -1,36 +1,9 @@
-"""Tokens per second of a training run by the roofline: arithmetic, memory traffic, collectives."""
+"""Time, energy and money of a run by the roofline: arithmetic, memory traffic, collectives."""
 
 from dataclasses import dataclass
 
-from drafttrain.plan.accelerator import Accelerator
-from drafttrain.plan.shapes import Shape
-from drafttrain.plan.trace import DrafterCost
-
-
-@dataclass(frozen=True)
-class Load:
-    """What one micro batch on one rank is: rows x length tokens, so many of them a step."""
-
-    rows: int
-    length: int
-    ranks: int
-    ranks_here: int  # those of them that are on one machine
-    tokens_per_step: int
-    loss_share: float
-    dtype: str
-    checkpointing: bool
-    low: bool  # the drafter's weights in bfloat16, beside float32 masters
-    on_cpu: bool
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro batch."""
-        return self.rows * self.length
-
-    @property
-    def micro_batches(self) -> float:
-        """Micro batches of a rank in one optimizer step; under one, rows are fewer."""
-        return max(1.0, self.tokens_per_step / (self.tokens * self.ranks))
+from drafttrain.plan.job import Job
+from drafttrain.plan.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -51,64 +24,72 @@ class Throughput:
         return self.target_s + self.drafter_s + self.optimizer_s
 
 
-def target_flops(shape: Shape, length: int) -> float:
-    """Operations per token of the target's pass over whole rows, its output head left out.
+@dataclass(frozen=True)
+class Cost:
+    """What the training of a job takes, one way to shard."""
 
-    Two per weight, and attention's 4 x heads x head_dim per token that is seen: half of the row.
+    memory: Memory
+    speed: Throughput
+    hours: float
+    kilowatt_hours: float
+    dollars: float
+
+
+def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
+    """Return time, energy and money of a job, one way to shard.
+
+    stored: features come from the disk, and a target that is held is held for validation alone.
     """
-    query = shape.num_attention_heads * shape.head_dim
-    return float(shape.num_layers * (2 * shape.linear_parameters + 2 * query * length))
+    speed = throughput(job, found.placement, stored or found.placement == "stored")
+    hours = job.trained_tokens / speed.tokens_per_s / 3600
+    # Accelerators wait for each other, and are paid while they do.
+    each = hours if job.chip.is_cpu else hours * job.load.ranks
+    return Cost(
+        memory=found,
+        speed=speed,
+        hours=hours,
+        kilowatt_hours=each * job.chip.watts / 1000,
+        dollars=each * job.price_per_hour,
+    )
 
 
-def drafter_flops(parts: DrafterCost, load: Load) -> float:
-    """Operations per token of the drafter's forward and backward, and of the target's head.
-
-    A token sees half of its row.
-    """
-    step = parts.step(load.checkpointing)
-    return step.flops + step.flops_per_key * load.length / 2
-
-
-def throughput(
-    shape: Shape,
-    parts: DrafterCost,
-    load: Load,
-    chip: Accelerator,
-    *,
-    target_bytes: float,
-    sharded: bool,
-    stored: bool,
-) -> Throughput:
+def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     """Return what the roofline says of one optimizer step.
 
-    sharded: the target's weights are gathered from the other ranks for every micro batch, while the
-    layer before is computed. stored: features come from disk, there is no target. The ranks of a
-    device map take turns, which the caller tells by load.ranks=1.
+    A target that is sharded (zero3) is gathered from the other ranks for every micro batch, while
+    the layer before is computed. The ranks of a device map take turns.
     """
+    shape, load, chip = job.shape, job.load, job.chip
+    ranks = 1 if placement == "device_map" else load.ranks
     speed = chip.flops[load.dtype] * chip.efficiency
     bandwidth = chip.bandwidth * chip.bandwidth_efficiency
     link = chip.interconnect * chip.bandwidth_efficiency
-    tokens, times = load.tokens_per_step / load.ranks, load.micro_batches
-    per_token = 0.0 if stored else target_flops(shape, load.length)
-    waits = {"arithmetic": tokens * per_token / speed}
+    # Two operations per weight, and attention's 4 x heads x head_dim per token that is seen: half
+    # of the row. The output head is the drafter's.
+    query = shape.num_attention_heads * shape.head_dim
+    each = 2 * round(shape.layer.active) + 2 * query * load.length
+    target_flops = 0.0 if stored else float(shape.num_layers * each)
+    step = job.parts.step(load.checkpointing)
+    drafter_flops = step.flops + step.flops_per_key * load.length / 2
+    waits = {"arithmetic": load.tokens_per_step / ranks * target_flops / speed}
     if not stored:
-        waits["memory"] = times * target_bytes / bandwidth
-        if sharded and load.ranks > 1:
-            gathered = target_bytes * (load.ranks - 1) / load.ranks
-            waits["gathering"] = times * gathered / link
+        # Micro batches of a rank in one step; under one, rows are fewer.
+        times = max(1.0, load.tokens_per_step / (load.tokens * ranks))
+        waits["memory"] = times * job.target_bytes / bandwidth
+        if placement == "zero3" and ranks > 1:
+            waits["gathering"] = times * (job.target_bytes * (ranks - 1) / ranks) / link
     bound = max(waits, key=lambda name: waits[name])
-    own = drafter_flops(parts, load)
     # AdamW reads weight, gradient and both moments and writes all but the gradient: 28 bytes.
-    update = 28 * parts.num_trained / bandwidth
-    if load.ranks > 1:
-        update += 2 * 4 * parts.num_trained * (load.ranks - 1) / load.ranks / link
-    drafting = tokens * own / speed
+    update = 28 * job.parts.num_trained / bandwidth
+    if ranks > 1:
+        update += 2 * 4 * job.parts.num_trained * (ranks - 1) / ranks / link
+    drafting = load.tokens_per_step / ranks * drafter_flops / speed
     return Throughput(
         target_s=waits[bound],
         drafter_s=drafting,
         optimizer_s=update,
-        target_flops=per_token,
-        drafter_flops=own,
+        target_flops=target_flops,
+        drafter_flops=drafter_flops,
         bound=bound,
         tokens_per_s=load.tokens_per_step / (waits[bound] + drafting + update),
     )

@@ -1,10 +1,8 @@
 """What a drafter takes, asked of itself: its own step and its own draft, run without weights.
 
-Its weights and the target's states are `Outline`s: tensors of a CPU that have shapes and dtypes,
-and neither values nor memory. What the drafter's code allocates and multiplies is counted.
-
-torch's own FakeTensorMode would do, but imports its compiler and takes ten times as long; on the
-plain meta device there is no autocast, and attention is not a flash kernel's.
+Its weights and the target's states are `Outline`s: tensors of a CPU without values or memory. What
+the drafter's code allocates and multiplies is counted. (torch's FakeTensorMode takes ten times as
+long; on the plain meta device there is no autocast, and attention is not a flash kernel's.)
 """
 
 import functools
@@ -16,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS, chunk_limits
@@ -34,6 +33,32 @@ TRACED = 64  # tokens of the smaller step that is traced; the larger has twice a
 
 class UnknownCostError(ValueError):
     """What a target or a drafter is made of is not known without loading it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one micro batch on one rank is: rows x length tokens, so many of them a step."""
+
+    rows: int
+    length: int
+    ranks: int
+    ranks_here: int  # those of them that are on one machine
+    tokens_per_step: int
+    loss_share: float
+    dtype: str
+    checkpointing: bool
+    low: bool  # the drafter's weights in bfloat16, beside float32 masters
+    on_cpu: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch."""
+        return self.rows * self.length
+
+    @property
+    def width(self) -> int:
+        """Bytes of a value."""
+        return 2 if self.dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True)
@@ -183,39 +208,28 @@ class Outline(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on the meta device, and count it."""
-        op, kwargs = func.overloadpacket, kwargs or {}
+        op = func.overloadpacket
         if op is aten._local_scalar_dense:
             return not args[0].rare if args[0].dtype == torch.bool else 0
         if op is aten.index:
             args = (args[0], _by_place(args[1]))
-        outer: dict[int, Any] = {}
-        args = _inner(args, outer)
-        kwargs = {name: _inner(value, outer) for name, value in kwargs.items()}
+        outer: dict[int, Any] = {}  # whose the meta tensors are
+
+        def inner(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                meta = value.meta if isinstance(value, Outline) else value.to("meta")
+                outer[id(meta)] = value
+                return meta
+            return torch.device("meta") if isinstance(value, torch.device) else value
+
+        def outside(value: Tensor) -> Tensor:  # an argument is itself
+            return outer[id(value)] if id(value) in outer else cls(value, op is aten.any)
+
+        args, kwargs = tree_map(inner, (args, kwargs or {}))
         result = _places(args[0]) if op is aten.nonzero else func(*args, **kwargs)
         if Count.current is not None:
             Count.current.see(op, args, kwargs, result)
-        return _outside(result, outer, op is aten.any)
-
-
-# No closures in `__torch_dispatch__`: one that calls itself holds its tensors until collected.
-def _inner(value: Any, outer: dict[int, Any]) -> Any:
-    """Return meta tensors for the tensors of an argument, and note whose they are."""
-    if isinstance(value, Tensor):
-        meta = value.meta if isinstance(value, Outline) else value.to("meta")
-        outer[id(meta)] = value
-        return meta
-    if isinstance(value, list | tuple):
-        return type(value)([_inner(part, outer) for part in value])
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def _outside(value: Any, outer: dict[int, Any], rare: bool) -> Any:
-    """Return outlines for the meta tensors of a result; an argument is itself."""
-    if isinstance(value, Tensor):
-        return outer[id(value)] if id(value) in outer else Outline(value, rare)
-    if isinstance(value, list | tuple):
-        return type(value)([_outside(part, outer, rare) for part in value])
-    return value
+        return tree_map_only(Tensor, outside, result)
 
 
 def _places(mask: Tensor) -> Tensor:
@@ -245,20 +259,15 @@ def trace(
     config: DrafterConfig,
     spec: TargetSpec,
     target: Callable[[], Any],
-    *,
-    dtype: torch.dtype,
-    low: bool,
-    trained: float,
-    share: float,
-    on_cpu: bool,
+    load: Load,
 ) -> DrafterCost:
     """Run a training step of the drafter that `config` builds; others, and a draft, when asked for.
 
-    target: gives Transformers' configuration of the target. low: weights are bfloat16. trained: how
-    many predictions of a micro batch are, which `share` of its tokens have. ValueError where the
-    drafter does not fit the target; UnknownCostError where its code wants values.
+    target: gives Transformers' configuration of the target. ValueError where the drafter does not
+    fit the target; UnknownCostError where its code wants values.
     """
-    budget = CHUNK_ELEMENTS["cpu" if on_cpu else "cuda"]
+    dtype, budget = getattr(torch, load.dtype), CHUNK_ELEMENTS["cpu" if load.on_cpu else "cuda"]
+    trained = load.tokens * load.loss_share
     chunk = min(trained, max(FEWEST_POSITIONS, budget // spec.vocab_size))
     with torch.device("meta"):
         drafter = config.build(spec)
@@ -269,9 +278,9 @@ def trace(
     @functools.cache
     def step(recompute: bool) -> Step:
         with _unknown(config.name):
-            _outline(drafter, torch.bfloat16 if low else torch.float32)
+            _outline(drafter, torch.bfloat16 if load.low else torch.float32)
             with LayerCalls(recompute).active():
-                return _step(drafter, dtype, share, chunk, budget)
+                return _step(drafter, dtype, load.loss_share, chunk, budget)
 
     @functools.cache
     def draft() -> DraftCost:
@@ -310,15 +319,12 @@ def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budg
         _traced(drafter, dtype, times * TRACED, times * few, int(budget * times * few / chunk))
         for times in (1, 2)
     )
-
-    def line(one: int, two: int) -> Line:
-        return Line(2 * one - two, (two - one) / TRACED)
-
-    lines = [line(*pair) for pair in zip(small.history, large.history, strict=True)]
+    pairs = zip([small.kept, *small.history], [large.kept, *large.history], strict=True)
+    kept, *lines = (Line(2 * one - two, (two - one) / TRACED) for one, two in pairs)
     return Step(
         flops=large.flops / (2 * TRACED),
         flops_per_key=large.flops_per_key / (2 * TRACED),
-        kept=line(small.kept, large.kept),
+        kept=kept,
         forward=_largest(lines[: large.end]),
         backward=_largest(lines[large.end :]),
         chunk=chunk / share,
@@ -339,15 +345,11 @@ def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, bud
     """Run forward and backward of one row, so many of whose tokens are trained."""
     readout, batch, features = _inputs(drafter, dtype, tokens, trained)
     parameters = list(drafter.parameters())
-    for parameter in filter(_requires_grad, parameters):  # gradients are counted apart
-        parameter.register_post_accumulate_grad_hook(_forget)
-    known = [
-        *drafter.buffers(),
-        *features.captured.values(),
-        features.final_hidden,
-        readout.embedding,
-        readout.head,
-    ]
+    for parameter in parameters:
+        if parameter.requires_grad:  # gradients are counted apart
+            parameter.register_post_accumulate_grad_hook(_forget)
+    known = [*drafter.buffers(), *features.captured.values(), features.final_hidden]
+    known += [readout.embedding, readout.head]
     with Count(parameters, known) as count, chunk_limits(budget, trained):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             losses = drafter(batch, features, NoNoise())
@@ -412,10 +414,6 @@ def _outline(drafter: Drafter, dtype: torch.dtype) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and (isinstance(buffer, Outline) or buffer.is_meta):
                 module._buffers[name] = outlined(buffer, buffer.dtype)
-
-
-def _requires_grad(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def _forget(parameter: Tensor) -> None:

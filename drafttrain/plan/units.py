@@ -1,52 +1,49 @@
 """Numbers with their units, to three figures: GiB of memory, GB of disk."""
 
-from drafttrain.plan.accelerator import GIB
+GIB = 2**30
 
 
-def gib(value: float | int) -> str:
+def gib(value: float) -> str:
     """Return bytes of memory as GiB (MiB below a tenth)."""
     if value < 0.1 * GIB:
         return f"{value / 2**20:,.0f} MiB"
     return f"{three(value / GIB)} GiB"
 
 
-def disk(value: float | int) -> str:
+def disk(value: float) -> str:
     """Return bytes of disk, or of a token, in decimal units."""
-    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{three(value / size)} {unit}"
-    return f"{value:.0f} bytes"
+    units = {" TB": 1e12, " GB": 1e9, " MB": 1e6, " kB": 1e3}
+    return _largest(value, units) or f"{value:.0f} bytes"
 
 
-def count(value: float | int) -> str:
+def count(value: float) -> str:
     """Return a number of tokens or weights as 70.6B, 1.24B, 842M or 4,096."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= size:
-            return f"{three(value / size)}{unit}"
-    return f"{value:,.0f}"
+    return _largest(value, {"T": 1e12, "B": 1e9, "M": 1e6}) or f"{value:,.0f}"
 
 
-def hours(value: float | int) -> str:
+def hours(value: float) -> str:
     """Return hours as days, hours, minutes or seconds."""
-    if value >= 72:
-        return f"{three(value / 24)} days"
-    if value >= 1:
-        return f"{three(value)} h"
-    if value >= 1 / 60:
-        return f"{three(value * 60)} min"
-    return f"{three(value * 3600)} s"
+    days = f"{three(value / 24)} days" if value >= 72 else ""
+    return days or _largest(value, {" h": 1, " min": 1 / 60}) or f"{three(value * 3600)} s"
 
 
-def seconds(value: float | int) -> str:
+def seconds(value: float) -> str:
     """Return seconds as s, ms or us."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if value >= size:
-            return f"{three(value / size)} {unit}"
-    return f"{three(value * 1e6)} us"
+    return _largest(value, {" s": 1, " ms": 1e-3}) or f"{three(value * 1e6)} us"
 
 
-def three(value: float | int) -> str:
+def money(dollars: float) -> str:
+    """Return dollars, cents below a hundred."""
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}"
+
+
+def three(value: float) -> str:
     """Return three figures, and no fraction from a hundred on."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _largest(value: float, units: dict[str, float]) -> str:
+    fitting = [f"{three(value / size)}{unit}" for unit, size in units.items() if value >= size]
+    return fitting[0] if fitting else ""

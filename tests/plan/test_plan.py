@@ -40,14 +40,28 @@ from drafttrain.drafters.base import (
     TrainingChance,
 )
 from drafttrain.plan.accelerator import host_memory, matching
-from drafttrain.plan.build import host_of
-from drafttrain.plan.job import cost, memory_of, place
-from drafttrain.plan.memory import Sharding, feature_bytes, target_activations, training_bytes
+from drafttrain.plan.job import feature_bytes
+from drafttrain.plan.memory import (
+    Sharding,
+    memory_of,
+    place,
+    target_activations,
+    training_bytes,
+)
 from drafttrain.plan.pages import headline, pieces, printed, tables
-from drafttrain.plan.serving import accepted, affordable, break_even, fitting, rate_of, serve
-from drafttrain.plan.shapes import Shape, inflated, plain_settings, read_shape, shape_of
-from drafttrain.plan.throughput import Load
-from drafttrain.plan.trace import DrafterCost, UnknownCostError, trace
+from drafttrain.plan.serving import (
+    accepted,
+    affordable,
+    break_even,
+    fitting,
+    host_of,
+    rate_of,
+    serve,
+)
+from drafttrain.plan.shapes import Shape, inflated, shape_of
+from drafttrain.plan.shapes import settings_of as configuration_of
+from drafttrain.plan.throughput import cost
+from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.config import ModelConfig
@@ -61,6 +75,10 @@ PUBLISHED = {  # parameters, as the weights' files hold them
     "smollm2_135m": 134_515_008,
 }
 WITHIN = 0.15
+SIZES = (
+    *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_embeddings"),
+)
 PLAIN = Sharding("none", None, False, False, 0)
 
 
@@ -68,7 +86,8 @@ def within(planned: float, measured: float) -> bool:
     return abs(planned - measured) <= WITHIN * measured
 
 
-def shape(**changes: Any) -> Shape:
+def sized(**changes: Any) -> ModelConfig:
+    """A random target of these sizes."""
     values: dict[str, Any] = {
         "architecture": "llama",
         "vocab_size": 1024,
@@ -81,9 +100,12 @@ def shape(**changes: Any) -> Shape:
         "tie_embeddings": False,
         "max_positions": 2048,
         "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
     }
-    return Shape(**values | changes)
+    return model_of("random", **values | changes)
+
+
+def shape(**changes: Any) -> Shape:
+    return shape_of(sized(**changes))
 
 
 def model_of(name: str, **changes: Any) -> ModelConfig:
@@ -100,16 +122,10 @@ def traced(
     config: DrafterConfig, of: Shape, dtype: torch.dtype = torch.float32, share: float = 0.75
 ) -> DrafterCost:
     """What a drafter takes, of a micro batch of four rows of 256 tokens on a CPU."""
-    return trace(
-        config,
-        of.spec("x", None),
-        lambda: plain_settings(of),
-        dtype=dtype,
-        low=False,
-        trained=1024 * share,
-        share=share,
-        on_cpu=True,
-    )
+    name = str(dtype).removeprefix("torch.")
+    sizes = sized(**{key: getattr(of, key) for key in SIZES})
+    load = Load(4, 256, 1, 1, 1024, share, name, False, False, True)
+    return trace(config, of, lambda: configuration_of(sizes), load)
 
 
 def planned(*overrides: str) -> Any:
@@ -140,7 +156,7 @@ def test_parameters_are_those_of_the_real_model(kind: str, tied: bool, tmp_path:
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = read_shape(tmp_path)
+    found = shape_of(model_config_of(path=str(tmp_path)))
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(m.weight): m.weight.numel() for m in (embedding, head)}
@@ -159,8 +175,9 @@ def test_the_embedded_target_is_planned_as_it_is() -> None:
 
 def test_an_inflated_target_has_the_parameters_asked_for() -> None:
     tiny = shape_of(model_of("tiny"))
-    assert inflated(tiny, "500M").num_parameters == pytest.approx(5e8, rel=0.001)
-    assert inflated(tiny, None) == tiny
+    larger = inflated(model_of("tiny", inflate="500M"), tiny)
+    assert larger.num_parameters == pytest.approx(5e8, rel=0.001)
+    assert inflated(model_of("tiny"), tiny) == tiny
 
 
 DRAFTERS = [
@@ -191,7 +208,7 @@ class Step:
         everything = {"draft_vocab_coverage": 1.0} if name == "eagle3" else {}
         self.config = drafter_config(name, **everything, **changes)
         self.shape, self.dtype = of, dtype
-        self.spec = of.spec("target", None)
+        self.spec = of
         self.drafter = self.config.build(self.spec)
         draw = lambda *size: torch.randn(*size).to(dtype)  # noqa: E731
         vocab, width, rows, length = of.vocab_size, of.hidden_size, 4, 256
@@ -551,8 +568,7 @@ def test_speculation_pays_at_small_batches_and_not_at_large_ones() -> None:
     assert plan.serving[0].bound == "memory"
     assert plan.serving[-1].bound == "arithmetic"
     assert plan.serving[-1].best_speedup >= plan.serving[-1].speedup
-    settings = default_settings()
-    host = host_of(plan.job, replace(settings, context=512))
+    host = host_of(plan.job, replace(default_settings(), context=512))
     edge = break_even(host, 4, 0.75, None)
     assert edge is not None
     assert serve(host, edge, 4, 0.75, None).speedup > 1
@@ -580,7 +596,7 @@ def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
     plain, _ = host.target_pass(1, 1)
     assert read + 100e-6 + 2 * 15e-6 == pytest.approx(0.1 * plain)
     assert any("weights keep a drafted token below 10%" in text for text in plan.advice)
-    slow = replace(host, chip=replace(host.chip, pass_s=1.0))
+    slow = replace(host, job=replace(host.job, chip=replace(host.job.chip, pass_s=1.0)))
     assert affordable(slow, 0.1) == 0
 
 
@@ -869,13 +885,11 @@ def test_every_accepted_architecture_is_planned(name: str, tmp_path: Path) -> No
     shape = shape_of(model_config_of(path=str(tmp_path)))
     assert shape.num_parameters == pytest.approx(target.num_parameters, rel=0.02)  # head's bias
     layers = sum(weight.numel() for weight in target.decoder.layers.parameters())
-    assert shape.num_layers * shape.layer_parameters == pytest.approx(layers, rel=1e-4)
+    assert shape.num_layers * shape.layer.all == pytest.approx(layers, rel=1e-4)
     routed = name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss")
-    assert shape.layer is not None
     assert (shape.layer.active < shape.layer.matrices) == routed
-    spec = shape.spec("x", None)
     for size in ("hidden_size", "head_dim", "num_key_value_heads", "max_positions", "rope_theta"):
-        assert getattr(spec, size) == getattr(target.spec, size)
+        assert getattr(shape, size) == getattr(target.spec, size)
 
 
 def test_a_plan_of_another_form_than_llamas(tmp_path: Path) -> None:

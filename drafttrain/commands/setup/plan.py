@@ -16,12 +16,13 @@ from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, find_accelerator
-from drafttrain.plan.build import build_plan
+from drafttrain.plan.advice import Plan, build_plan
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.fit import refuse_unless_fitting
-from drafttrain.plan.job import Job, Plan, cost, describe_job, place
-from drafttrain.plan.memory import Sharding
+from drafttrain.plan.job import Job, describe_job
+from drafttrain.plan.memory import Sharding, place
 from drafttrain.plan.pages import short_form
+from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import UnknownCostError
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype
