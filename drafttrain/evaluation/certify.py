@@ -1,11 +1,12 @@
 """The certificate: what can be proved of losslessness on the user's own target, and is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy import stats
 from torch import Tensor
 
@@ -13,17 +14,13 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Decoded
-from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
-from drafttrain.decode.loop import (
-    Cycle,
-    is_lossless,
-    speculative_decode,
-    speculative_decode_batch,
-)
+from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
 from drafttrain.decode.verify import Rule, drawn_law, one_step_law
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.report.results import Check
+from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
+from drafttrain.report.results import PLAIN, Check
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 
@@ -80,26 +77,27 @@ def certify(
     `target` and `drafter` are best in float32. timed: the same two as the timing uses them, where
     that is another dtype; its divergences are audited.
     """
-    rule, sampling = config.acceptance_rule, config.sampling
+    sampling = config.sampling
     if sampling.greedy:
         sampling = Sampling(SAMPLED_AT, config.top_k, config.top_p)
     checks = []
     with progress("certificate", 4 + (timed is not None), show=show) as tick:
-        checks.append(greedy_check(target, drafter, prompts, config))
-        tick(1)
-        if timed is not None:
-            checks.append(greedy_check(*timed, prompts, config))
+        for pair in [(target, drafter), *([timed] if timed is not None else [])]:
+            checks.append(greedy_check(*pair, prompts, config))
             tick(1)
-        audit = Audit(rule, sampling, target.spec.vocab_size)
-        drafted = _sampled(target, drafter, prompts, config, sampling, seed, audit)
+        audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
+        method = DraftMethod("drafted", drafter, config.depth)
+        speculate = decoders(target, [method], config, sampling, seed)[method.name]
+        drafted = _decoded(partial(speculate, record=audit), prompts)
         checks.append(law_check(audit))
         tick(1)
         checks.append(cache_check(target, prompts, drafted, audit))
         tick(1)
-        plain = _sampled(target, None, prompts, config, sampling, seed + 1, None)
-        checks += text_checks(target, prompts, drafted, plain, rule, sampling)
+        plain = _decoded(decoders(target, [], config, sampling, seed + 1)[PLAIN], prompts)
+        checks += text_checks(target, prompts, drafted, plain, config.acceptance_rule, sampling)
         if config.batch_size > 1:
-            checks.append(batch_check(target, drafter, prompts, config, sampling, seed))
+            rows = _decoded(speculate, prompts[: config.batch_size], together=True)
+            checks.append(batch_check(rows, drafted[: config.batch_size]))
         tick(1)
     return checks
 
@@ -118,35 +116,26 @@ def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: Eva
         "chance": SeededChance(0),
         "stop_strings": tuple(config.stop_strings),
     }
+    drafting = {"depth": config.depth, "rule": config.acceptance_rule}
     for name, tokens in prompts:
         plain = autoregressive_decode(target, tokens, **settings)
-        drafted = speculative_decode(
-            target, drafter, tokens, depth=config.depth, rule=config.acceptance_rule, **settings
-        )
+        drafted = speculative_decode(target, drafter, tokens, **drafting, **settings)
         if plain.tokens != drafted.tokens:
             place = first_difference(plain.tokens, drafted.tokens)
-            text = [*tokens, *plain.tokens[:place]]
-            gap, noise = near_tie(target, text)
-            divergences.append(
-                {
-                    "prompt": name,
-                    "position": place,
-                    "gap": gap,
-                    "noise": noise,
-                    "tie": gap <= ROUNDING_MARGIN * noise,
-                }
-            )
+            gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])
+            found = {"prompt": name, "position": place, "gap": gap, "noise": noise}
+            divergences.append(found | {"tie": gap <= ROUNDING_MARGIN * noise})
     dtype = str(target.dtype).removeprefix("torch.")
     same = len(prompts) - len(divergences)
+    ties = sum(divergence["tie"] for divergence in divergences)
     exact = target.dtype in (torch.float32, torch.float64)
-    passed = not divergences if exact else all(bool(d["tie"]) for d in divergences)
     told = f"{same} of {len(prompts)} greedy outputs identical to plain decoding in {dtype}"
     if divergences:
-        ties = sum(bool(d["tie"]) for d in divergences)
         told += (
             f"; at the first difference the target's two best logits were closer than its rounding "
             f"noise in {ties} of {len(divergences)}"
         )
+    passed = not divergences or (not exact and ties == len(divergences))
     bound = "all identical" if exact else f"gap <= {ROUNDING_MARGIN:g} x rounding noise"
     return Check(f"greedy output, {dtype}", passed, same / len(prompts), bound, told, divergences)
 
@@ -159,18 +148,27 @@ def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
     the whole text and those of passes whose last few tokens are read at once, as loops read them.
     """
     tokens = torch.tensor([list(text)], device=target.device)
-    whole, _ = target.step(target.begin(), tokens, last_only=True)
-    said = whole[0, -1].float()
+    said = last_logits(target, tokens)
     noise = 0.0
-    for width in PASS_WIDTHS:
-        if width >= len(text):
-            break
+    for width in (width for width in PASS_WIDTHS if width < len(text)):
         cache = target.begin()
         target.step(cache, tokens[:, :-width], last_only=True)
         stepped, _ = target.step(cache, tokens[:, -width:], last_only=True)
         noise = max(noise, float((said - stepped[0, -1].float()).abs().max()))
-    best = said.topk(2).values
-    return float(best[0] - best[1]), noise
+    return gap_of(said), noise
+
+
+@torch.inference_mode()
+def last_logits(target: Target, tokens: Int[Tensor, "1 seq"]) -> Float[Tensor, " vocab"]:
+    """Return the target's logits after a text, from one pass."""
+    logits, _ = target.step(target.begin(), tokens, last_only=True)
+    return logits[0, -1].float()
+
+
+def gap_of(logits: Float[Tensor, " vocab"]) -> float:
+    """Return how far apart the two best are."""
+    best = logits.topk(2).values
+    return float(best[0] - best[1])
 
 
 def law_check(audit: Audit) -> Check:
@@ -217,15 +215,6 @@ def cache_check(
 
 
 @torch.inference_mode()
-def text_laws(
-    target: Target, prompt: Sequence[int], output: Sequence[int], sampling: Sampling
-) -> Float[Tensor, "output vocab"]:
-    """Return the target's law of each output token, from one pass without a cache, in float64."""
-    tokens = torch.tensor([[*prompt, *output]], device=target.device)
-    logits, _ = target.step(target.begin(), tokens[:, :-1])
-    return probabilities(logits[0, len(prompt) - 1 :], sampling).double()
-
-
 def text_checks(
     target: Target,
     prompts: Prompts,
@@ -246,8 +235,10 @@ def text_checks(
     outside = 0
     for place, outputs in enumerate((drafted, plain)):
         for (_, prompt), decoded in zip(prompts, outputs, strict=True):
-            laws = text_laws(target, prompt, decoded.tokens, sampling)
-            tokens = torch.tensor(decoded.tokens, device=laws.device)[:, None]
+            text = torch.tensor([[*prompt, *decoded.tokens]], device=target.device)
+            logits, _ = target.step(target.begin(), text[:, :-1])  # one pass without a cache
+            laws = probabilities(logits[0, len(prompt) - 1 :], sampling).double()
+            tokens = text[0, len(prompt) :, None].to(laws.device)
             chosen = laws.gather(1, tokens)[:, 0]
             likelihood[place].append(float(chosen.clamp(min=1e-30).log().mean()))
             if place == 0:
@@ -256,75 +247,41 @@ def text_checks(
                 uniforms += (before.cpu().numpy() + drawn * chosen.cpu().numpy()).tolist()
                 outside += int((chosen == 0).sum())
     test = stats.kstest(np.clip(uniforms, 0, 1), "uniform")
-    text = (
+    told = (
         f"{len(uniforms):,} sampled tokens follow the target's law: Kolmogorov-Smirnov "
         f"p = {test.pvalue:.2g}"
     )
     if outside:
-        text += f"; {outside} tokens lie outside the target's nucleus, by rounding or by the rule"
+        told += f"; {outside} tokens lie outside the target's nucleus, by rounding or by the rule"
     passed = bool(test.pvalue >= SMALLEST_P) if lossless else None
     bound = f"p >= {SMALLEST_P:g}" if lossless else "none: the rule is not lossless"
-    uniform = Check("law of the sampled text", passed, float(test.pvalue), bound, text, [])
+    uniform = Check("law of the sampled text", passed, float(test.pvalue), bound, told, [])
     ours, theirs = (np.array(values) for values in likelihood)
     difference = ours - theirs
     low, high = _interval(difference)
-    text = (
+    told = (
         f"mean log-probability of a sampled token under the target: {ours.mean():.3f}, of plain "
         f"decoding {theirs.mean():.3f}; difference {difference.mean():+.3f} "
         f"(95 % interval {low:.3f} to {high:.3f})"
     )
     # One certificate in twenty would miss zero by chance alone: this one is reported, not judged.
-    quality = Check("quality", None, float(difference.mean()), "reported", text, [])
+    quality = Check("quality", None, float(difference.mean()), "reported", told, [])
     return [uniform, quality]
 
 
-def batch_check(
-    target: Target,
-    drafter: Drafter,
-    prompts: Prompts,
-    config: EvalConfig,
-    sampling: Sampling,
-    seed: int,
-) -> Check:
-    """Compare batches with their rows decoded alone, sampled: chance is keyed by row."""
-    members = prompts[: config.batch_size]
-    together = _sampled(target, drafter, members, config, sampling, seed, None, together=True)
-    alone = _sampled(target, drafter, members, config, sampling, seed, None)
+def batch_check(together: Sequence[Decoded], alone: Sequence[Decoded]) -> Check:
+    """Compare the rows of a batch with the same decoded alone, sampled: chance is keyed by row."""
     same = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
-    text = f"{same} of {len(members)} sampled rows of a batch are those of batch 1"
-    passed = same == len(members) if len(members) > 1 else None  # one row is no batch
-    return Check("batch", passed, same / len(members), "all identical", text, [])
+    text = f"{same} of {len(alone)} sampled rows of a batch are those of batch 1"
+    passed = same == len(alone) if len(alone) > 1 else None  # one row is no batch
+    return Check("batch", passed, same / len(alone), "all identical", text, [])
 
 
-def _sampled(
-    target: Target,
-    drafter: Drafter | None,
-    prompts: Prompts,
-    config: EvalConfig,
-    sampling: Sampling,
-    seed: int,
-    record: Callable[[Cycle], None] | None,
-    together: bool = False,
-) -> list[Decoded]:
-    settings: dict[str, Any] = {
-        "sampling": sampling,
-        "max_new_tokens": config.max_new_tokens,
-        "chance": SeededChance(seed),
-        "stop_strings": tuple(config.stop_strings),
-    }
-    if drafter is not None:
-        settings |= {"depth": config.depth, "rule": config.acceptance_rule, "record": record}
-        settings["draft_sampling"] = config.draft_sampling_beside(sampling)
-    decoded: list[Decoded] = []
-    size = len(prompts) if together else 1
-    for start in range(0, len(prompts), size):
-        tokens = [prompt for _, prompt in prompts[start : start + size]]
-        rows = range(start, start + len(tokens))
-        if drafter is None:
-            decoded += autoregressive_decode_batch(target, tokens, rows=rows, **settings)
-        else:
-            decoded += speculative_decode_batch(target, drafter, tokens, rows=rows, **settings)
-    return decoded
+def _decoded(decode: Decode, prompts: Prompts, together: bool = False) -> list[Decoded]:
+    groups = [range(len(prompts))] if together else [[row] for row in range(len(prompts))]
+    texts = [tokens for _, tokens in prompts]
+    outputs = [decode([texts[row] for row in rows], rows=rows) for rows in groups]
+    return [decoded for group in outputs for decoded in group]
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:
@@ -337,8 +294,6 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the first position where two outputs differ."""
-    for position, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return position
-    return min(len(one), len(other))
+    """Return the first position where two outputs differ; where one is longer, its end there."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

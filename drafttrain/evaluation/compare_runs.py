@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +59,9 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
     that were not evaluated alike, and for an unknown baseline.
     """
     short = [Path(run).resolve().name for run in config.runs]
-    counts = Counter(short)
-    names = [
-        run if counts[name] > 1 else name for run, name in zip(config.runs, short, strict=True)
-    ]
     runs = [
-        read_run(Path(run), name, config.evaluation)
-        for run, name in zip(config.runs, names, strict=True)
+        read_run(Path(run), run if short.count(name) > 1 else name, config.evaluation)
+        for run, name in zip(config.runs, short, strict=True)
     ]
     return build_comparison(
         runs,
@@ -82,8 +77,9 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
 
 def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     """Return a run's evaluation, and of its training what config.yaml and checkpoint say."""
-    file = _find_report(folder, evaluation)
-    again = _command(folder, evaluation)
+    named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
+    again = call("evaluate", f"run.dir={folder}", *named)
+    file = _find_report(folder, evaluation, again)
     try:
         content = read_bytes(file, MAX_JSON_BYTES)
         origins = typed(_Origins, content, "it")
@@ -102,9 +98,10 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
     config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
     # By its name, for the run may have moved; a later run may have dropped it.
     recorded = Path(origins.provenance.checkpoint or "").name
-    trained = origins.provenance.checkpoint not in (None, "None")  # nothing was for ngram, say
-    checkpoint = folder / CHECKPOINTS / recorded
-    parameters, tokens = _sizes(checkpoint) if NAME.fullmatch(recorded) else (None, None)
+    parameters, tokens = None, None
+    if NAME.fullmatch(recorded):
+        parameters, tokens = _sizes(folder / CHECKPOINTS / recorded)
+    trained = config is not None and origins.provenance.checkpoint not in (None, "None")  # as ngram
     return RunReport(
         name=name,
         folder=str(folder),
@@ -127,7 +124,7 @@ def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
         return None, None
 
 
-def _find_report(folder: Path, evaluation: str) -> Path:
+def _find_report(folder: Path, evaluation: str, again: str) -> Path:
     if not os.path.isdir(folder):
         state = "is a file" if os.path.exists(folder) else "does not exist"
         raise ValueError(f"runs must name folders of runs, got {shown(folder, 400)}, which {state}")
@@ -135,16 +132,8 @@ def _find_report(folder: Path, evaluation: str) -> Path:
     if not file.is_file():
         others = sorted(path.parent.name for path in folder.glob("evaluations/*/report.json"))
         known = f" (it has {', '.join(others)}: compare.evaluation=...)" if others else ""
-        raise ValueError(
-            f"{folder} has no evaluation called {evaluation}{known}; "
-            f"make it: {_command(folder, evaluation)}"
-        )
+        raise ValueError(f"{folder} has no evaluation called {evaluation}{known}; make it: {again}")
     return file
-
-
-def _command(folder: Path, evaluation: str) -> str:
-    named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
-    return call("evaluate", f"run.dir={folder}", *named)
 
 
 def num_parameters(checkpoint: Path) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,12 @@ from drafttrain.report.config import VerdictSettings
 
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
+# Keys of `eval` on which no measurement depends.
+REPORTED = (
+    *("name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"),
+    *("batch_sizes", "engine", "vllm_python", "vllm_batch_sizes"),
+    *("marginal_speedup", "price_per_hour", "currency"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,42 +73,39 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         folder_name(self.name, "eval.name")
-        _sampling("", self.temperature, self.top_k, self.top_p)
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
         for key in ("depth", "max_new_tokens", "blocks", "batch_size"):
-            _require(key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
-        for key in ("depths", "batch_sizes"):
-            values = getattr(self, key)
-            _require(key, all(value >= 1 for value in values), "numbers of at least 1", values)
+            _require("eval", key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
         for key in ("depths", "batch_sizes", "temperatures"):
             values = getattr(self, key)
-            _require(key, len(set(values)) == len(values), "distinct values", values)
-        if not 1 <= self.repeats <= self.blocks:
-            raise ValueError(
-                f"eval.repeats must be in 1..eval.blocks ({self.blocks}), got {self.repeats}"
-            )
-        wanted = self.prompts_per_task
-        _require("prompts_per_task", wanted is None or wanted >= 1, "at least 1 or null", wanted)
-        _require("rule", self.rule in RULES, f"one of {', '.join(RULES)}", self.rule)
-        checked = self.lossless_prompts
-        _require("lossless_prompts", checked >= 0, "at least 0", checked)
-        if (self.certify or self.lossy) and not checked:
+            positive = key == "temperatures" or all(value >= 1 for value in values)
+            _require("eval", key, positive, "numbers of at least 1", values)
+            _require("eval", key, len(set(values)) == len(values), "distinct values", values)
+        wanted, sizes = self.prompts_per_task, self.vllm_batch_sizes
+        ranges = {
+            "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
+            "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
+            "rule": (f"one of {', '.join(RULES)}", self.rule in RULES),
+            "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
+            "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
+            "vllm_batch_sizes": ("numbers from 1 on", bool(sizes) and min(sizes) >= 1),
+            "resamples": ("at least 100", self.resamples >= 100),
+            "typical_epsilon": ("between 0 and 1", 0 < self.typical_epsilon < 1),
+            "typical_delta": ("between 0 and 1", 0 < self.typical_delta < 1),
+            "lenience": ("in (0, 1]", 0 < self.lenience <= 1),
+            "stop_strings": ("texts that are not empty", all(self.stop_strings)),
+        }
+        for key, (allowed, holds) in ranges.items():
+            _require("eval", key, holds, allowed, getattr(self, key))
+        if (self.certify or self.lossy) and not self.lossless_prompts:
             why = "eval.certify=true" if self.certify else f"eval.rule={self.rule}"
             raise ValueError(
                 f"eval.lossless_prompts must be at least 1 with {why}, got 0: they are the prompts "
                 "that the certificate is made from"
             )
-        _require("engine", self.engine in ENGINES, f"one of {', '.join(ENGINES)}", self.engine)
-        sizes = self.vllm_batch_sizes
-        _require("vllm_batch_sizes", bool(sizes) and min(sizes) >= 1, "numbers from 1 on", sizes)
-        _require("resamples", self.resamples >= 100, "at least 100", self.resamples)
-        for key in ("typical_epsilon", "typical_delta"):
-            value = getattr(self, key)
-            _require(key, 0 < value < 1, "between 0 and 1", value)
-        _require("lenience", 0 < self.lenience <= 1, "in (0, 1]", self.lenience)
-        _require("stop_strings", all(self.stop_strings), "texts that are not empty", "''")
-        _ = self.draft_sampling, self.source, self.verdict  # they check what they are made of
+        # They check what they are made of.
+        _ = self.sampling, self.draft_sampling, self.source, self.verdict
 
     @property
     def source(self) -> PromptSource:
@@ -125,7 +129,11 @@ class EvalConfig:
     @property
     def sampling(self) -> Sampling:
         """How the target's logits become probabilities."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return self.sampling_at(self.temperature)
+
+    def sampling_at(self, temperature: float) -> Sampling:
+        """The same at another temperature of the sweep."""
+        return _sampling("", temperature, self.top_k, self.top_p)
 
     @property
     def draft_sampling(self) -> Sampling:
@@ -163,28 +171,14 @@ class EvalConfig:
     @property
     def points(self) -> list[tuple[float, int]]:
         """The (temperature, batch size) pairs to measure: that of the report comes first."""
-        base = (self.temperature, self.batch_size)
-        every = [
-            (temperature, size)
-            for temperature in self.temperatures or [self.temperature]
-            for size in self.batch_sizes or [self.batch_size]
-        ]
-        return [base, *(point for point in every if point != base)]
+        temperatures, sizes = self.temperatures, self.batch_sizes
+        every = product(temperatures or [self.temperature], sizes or [self.batch_size])
+        return list(dict.fromkeys([(self.temperature, self.batch_size), *every]))
 
     @property
     def conditions(self) -> dict[str, Any]:
         """What a measurement depends on: what else is set here only says how it is reported."""
-        reported = ["name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"]
-        reported += [
-            "engine",
-            "vllm_python",
-            "vllm_batch_sizes",
-            "batch_sizes",
-            "marginal_speedup",
-            "price_per_hour",
-            "currency",
-        ]
-        return {key: value for key, value in vars(self).items() if key not in reported}
+        return {key: value for key, value in vars(self).items() if key not in REPORTED}
 
     @property
     def sweeps(self) -> bool:
@@ -199,10 +193,10 @@ def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Samp
         raise ValueError(f"eval.{prefix}{error}") from None
 
 
-def _require(key: str, holds: bool, what: str, got: object) -> None:
+def _require(section: str, key: str, holds: bool, allowed: str, got: object) -> None:
     if not holds:
         shown = list(got) if isinstance(got, Sequence) and not isinstance(got, str) else got
-        raise ValueError(f"eval.{key} must be {what}, got {shown}")
+        raise ValueError(f"{section}.{key} must be {allowed}, got {shown}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,12 +214,9 @@ class TuneSettings:
     def __post_init__(self) -> None:
         for key in ("depths", "batch_sizes", "contexts"):
             values = getattr(self, key)
-            if not values or min(values) < 1 or len(set(values)) < len(values):
-                raise ValueError(
-                    f"tune.{key} must be distinct numbers of at least 1, got {list(values)}"
-                )
-        if self.rounds < 1:
-            raise ValueError(f"tune.rounds must be at least 1, got {self.rounds}")
+            holds = bool(values) and min(values) >= 1 and len(set(values)) == len(values)
+            _require("tune", key, holds, "distinct numbers of at least 1", values)
+        _require("tune", "rounds", self.rounds >= 1, "at least 1", self.rounds)
 
     def fitting(self, deepest: int | None) -> list[int]:
         """Return the depths, ascending, that a drafter can draft (None: any)."""
@@ -264,7 +255,5 @@ class CompareSettings:
         if twice:
             raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
         folder_name(self.evaluation, "compare.evaluation")
-        if self.resamples < 100:
-            raise ValueError(f"compare.resamples must be at least 100, got {self.resamples}")
-        if self.seed < 0:
-            raise ValueError(f"compare.seed must be at least 0, got {self.seed}")
+        _require("compare", "resamples", self.resamples >= 100, "at least 100", self.resamples)
+        _require("compare", "seed", self.seed >= 0, "at least 0", self.seed)

@@ -1,7 +1,9 @@
 """What a pass costs on this machine: target and drafter, by tokens, rows and context."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 
 import numpy as np
@@ -9,11 +11,10 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.core.types import Proposal
 from drafttrain.decode.autoregressive import clock_of
 from drafttrain.decode.draft import draft_chain
 from drafttrain.decode.verify import verify_greedy
-from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 
@@ -34,7 +35,6 @@ class Costs:
 
     batches: Sequence[int]
     contexts: Sequence[int]
-    depths: Sequence[int]
     plain: dict[tuple[int, int], float]  # batch, context
     verify: dict[tuple[int, int, int], float]  # depth, batch, context
     draft: dict[tuple[int, int, int], float]
@@ -45,15 +45,9 @@ class Costs:
 
     def cycle_s(self, depth: int, rows: int, context: float) -> float:
         """Return seconds of a cycle at a measured depth, interpolated."""
-        return self.draft_s(depth, rows, context) + self.verify_s(depth, rows, context)
-
-    def draft_s(self, depth: int, rows: int, context: float) -> float:
-        """Return seconds that a cycle spends with the drafter."""
-        return self._between(lambda b, c: self.draft[depth, b, c], rows, context)
-
-    def verify_s(self, depth: int, rows: int, context: float) -> float:
-        """Return seconds that a cycle spends with the target."""
-        return self._between(lambda b, c: self.verify[depth, b, c], rows, context)
+        return self._between(lambda b, c: self.draft[depth, b, c], rows, context) + self._between(
+            lambda b, c: self.verify[depth, b, c], rows, context
+        )
 
     def _between(self, value: Callable[[int, int], float], rows: int, context: float) -> float:
         by_batch = [
@@ -78,30 +72,26 @@ def measure_costs(
     Over a context of random tokens: what a pass costs does not depend on what it says, except for
     a drafter that looks things up.
     """
-    plain: dict[tuple[int, int], list[float]] = {}
-    verify: dict[tuple[int, int, int], list[float]] = {}
-    draft: dict[tuple[int, int, int], list[float]] = {}
+    plain: dict[tuple[int, int], list[float]] = defaultdict(list)
+    verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     now = clock_of(target)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
-        for batch in batches:
-            for context in contexts:
-                cell = Cell(target, drafter, batch, context, max(depths))
-                for turn in range(WARM_UP + rounds):
-                    kept = turn >= WARM_UP
-                    steps = cell.steps(now)
-                    if kept:
-                        plain.setdefault((batch, context), []).extend(steps)
-                    for depth in depths:
-                        cycles = cell.cycles(depth, now)
-                        if kept:
-                            key = (depth, batch, context)
-                            draft.setdefault(key, []).extend(drafted for drafted, _ in cycles)
-                            verify.setdefault(key, []).extend(verified for _, verified in cycles)
-                tick(1)
+        for batch, context in product(batches, contexts):
+            cell = Cell(target, drafter, batch, context, max(depths))
+            for turn in range(WARM_UP + rounds):
+                steps = cell.steps(now)
+                cycles = {depth: cell.cycles(depth, now) for depth in depths}
+                if turn < WARM_UP:
+                    continue
+                plain[batch, context] += steps
+                for depth in depths:
+                    draft[depth, batch, context] += [drafted for drafted, _ in cycles[depth]]
+                    verify[depth, batch, context] += [verified for _, verified in cycles[depth]]
+            tick(1)
     return Costs(
-        list(batches),
-        list(contexts),
-        list(depths),
+        batches,
+        contexts,
         {key: median(values) for key, values in plain.items()},
         {key: median(values) for key, values in verify.items()},
         {key: median(values) for key, values in draft.items()},
@@ -116,6 +106,7 @@ class Cell:
         self, target: Target, drafter: Drafter, batch: int, context: int, deepest: int
     ) -> None:
         self.target, self.drafter, self.batch, self.context = target, drafter, batch, context
+        self.starts = [context] * batch
         generator = torch.Generator().manual_seed(0)
         shape = (batch, context + max(deepest + 1, BURST))
         ids = torch.randint(target.spec.vocab_size, shape, generator=generator)
@@ -135,7 +126,7 @@ class Cell:
             logits, _ = self.target.step(self.cache, new)
             logits[:, -1].argmax(-1).tolist()
             seconds.append(now() - started)
-        self.target.rollback(self.cache, [self.context] * self.batch)
+        self.target.rollback(self.cache, self.starts)
         return seconds[SETTLING:]
 
     @torch.inference_mode()
@@ -148,11 +139,13 @@ class Cell:
         capacity = self.context + (BURST + 1) * (self.deepest + 1)
         state = self.drafter.begin(self.target.readout, self.tokens[:, 0], capacity)
         following = self.tokens[:, 1 : self.context + 1]
-        self.drafter.observe(state, following, [self.context] * self.batch, self.features)
+        self.drafter.observe(state, following, self.starts, self.features)
         seconds = []
         for turn in range(BURST):
             started = now()
-            proposal = self._draft(state, depth)
+            proposal = draft_chain(
+                self.drafter, state, depth, GREEDY, SeededChance(0), range(self.batch), self.starts
+            )
             drafted = now()
             width = proposal.tokens.shape[1]
             fed = self.tokens[:, self.context : self.context + 1 + width]
@@ -166,10 +159,5 @@ class Cell:
             longest = max(counts)
             self.drafter.observe(state, fed[:, :longest], counts, features.slice(0, longest))
             seconds.append(((drafted - started) + (now() - verified), verified - drafted))
-        self.target.rollback(self.cache, [self.context] * self.batch)
+        self.target.rollback(self.cache, self.starts)
         return seconds[SETTLING:]
-
-    def _draft(self, state: DraftState, depth: int) -> Proposal:
-        rows = range(self.batch)
-        starts = [self.context] * self.batch
-        return draft_chain(self.drafter, state, depth, GREEDY, SeededChance(0), rows, starts)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
@@ -29,7 +28,6 @@ from drafttrain.evaluation.measurements import Measurements
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.results import (
     Certificate,
-    Check,
     LosslessCheck,
     Point,
     Report,
@@ -78,28 +76,21 @@ def evaluate_drafter(
     others are not taken up again after a stop. report_settings: what goes to `build_report` as it
     is.
     """
-    rule = config.acceptance_rule
     lossless, section = losslessness(parts, prompts, template, config, seed)
-    timed = parts.timed_drafter
-    drafters = {**parts.references, parts.drafter_name: timed}
-    methods = methods_of(drafters, config.every_depth, config.depth)
+    timed, name = parts.timed_drafter, parts.drafter_name
+    methods = methods_of({**parts.references, name: timed}, config.every_depth, config.depth)
     points: list[Point] = []
     base: list[PromptResult] = []
     journals = []
+    told = {**conditions, **config.conditions, "references": list(parts.references)}
     for temperature, batch_size in config.points:
-        sampling = Sampling(temperature, config.top_k, config.top_p)
         journal = Measurements(
             folder,
             f"temperature{temperature:g}-batch{batch_size}",
-            {
-                **conditions,
-                **config.conditions,
-                "references": list(parts.references),
-                "point": [temperature, batch_size],
-            },
+            told | {"point": [temperature, batch_size]},
         )
-        if journal.num_known:
-            console.print(f"going on: {journal.num_known} batches of prompts were measured before")
+        if journal.known:
+            console.print(f"going on: {len(journal.known)} batches of prompts were measured before")
         elif journal.others:
             console.print(
                 f"not taken up, measured under other conditions: {journal.others[0]}; to go on "
@@ -112,20 +103,20 @@ def evaluate_drafter(
             prompts,
             template,
             config,
-            sampling=sampling,
+            sampling=config.sampling_at(temperature),
             batch_size=batch_size,
             seed=seed,
             journal=journal,
         )
         for depth in config.every_depth:
-            here = at_depth(results, methods, parts.drafter_name, depth)
+            here = at_depth(results, methods, name, depth)
             if not base and depth == config.depth:
                 base = here
             if config.sweeps:
                 points.append(
                     sweep_point(
                         here,
-                        drafter=parts.drafter_name,
+                        drafter=name,
                         depth=depth,
                         temperature=temperature,
                         batch_size=batch_size,
@@ -133,19 +124,16 @@ def evaluate_drafter(
                         seed=seed,
                     )
                 )
-    timing = replace(timing, blocks=len({result.block for result in base}))
-    tables = []
-    if section is not None:
-        tables.append(certificate_table(section))
+    tables = [certificate_table(section)] if section is not None else []
     if points:
         rules = {
-            temperature: rule_of(Sampling(temperature, config.top_k, config.top_p), rule)
+            temperature: rule_of(config.sampling_at(temperature), config.acceptance_rule)
             for temperature, _ in config.points
         }
         tables.append(sweep_table(points, rules))
     report = build_report(
         base,
-        drafter=parts.drafter_name,
+        drafter=name,
         depth=config.depth,
         sampling=config.sampling,
         draft_sampling=config.draft_sampling,
@@ -155,7 +143,7 @@ def evaluate_drafter(
         certificate=section,
         sweep=points,
         tables=tables,
-        timing=timing,
+        timing=replace(timing, blocks=len({result.block for result in base})),
         resamples=config.resamples,
         seed=seed,
         verdict=config.verdict,
@@ -173,35 +161,21 @@ def losslessness(
     A rule that is not lossless at every temperature measured is always certified: its distance from
     the target's law belongs beside its numbers.
     """
-    rule, sampling = config.acceptance_rule, config.sampling
-    name, lossless = rule_of(sampling, rule), is_lossless(rule, sampling)
+    rule, exact = config.acceptance_rule, parts.exact
+    name, lossless = rule_of(config.sampling, rule), is_lossless(rule, config.sampling)
     chosen = [
-        (prompt.id, first_turn(prompt, parts.exact, template))
+        (prompt.id, first_turn(prompt, exact, template))
         for prompt in spread(prompts, config.lossless_prompts)
     ]
     if not chosen:
         return LosslessCheck(name, lossless, "not checked", 0, 0, []), None
+    dtype, total, section = str(exact.dtype).removeprefix("torch."), len(chosen), None
     if config.certify or config.lossy:
-        narrow = None if parts.exact is parts.target else (parts.target, parts.timed_drafter)
-        checks = certify(parts.exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
-        dtype = str(parts.exact.dtype).removeprefix("torch.")
-        section = certified(
-            checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=len(chosen)
-        )
+        narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
+        checks = certify(exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
+        greedy = checks[0]
+        section = certified(checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=total)
     else:
-        checks = [greedy_check(parts.exact, parts.drafter, chosen, config)]
-        section = None
-    return _greedy_summary(checks[0], name, lossless, len(chosen), parts.exact.dtype), section
-
-
-def _greedy_summary(
-    check: Check, rule: str, lossless: bool, total: int, dtype: torch.dtype
-) -> LosslessCheck:
-    return LosslessCheck(
-        rule=rule,
-        lossless=lossless,
-        dtype=str(dtype).removeprefix("torch."),
-        greedy_identical=total - len(check.divergences),
-        greedy_total=total,
-        divergences=check.divergences,
-    )
+        greedy = greedy_check(exact, parts.drafter, chosen, config)
+    same, differing = total - len(greedy.divergences), greedy.divergences
+    return LosslessCheck(name, lossless, dtype, same, total, differing), section

@@ -28,19 +28,10 @@ def extra_memory(target: Target, drafter: Drafter) -> ExtraMemory:
     drafter.observe(state, tokens[:, 1:], [PROBE], features)
     if drafter.propose(state, 1) is None:
         drafter.expand(state, None)  # some read what they observe only when they are asked
-    per_position = sum(bytes_per_position(cache) for cache in caches_of(state))
-    return ExtraMemory(weight_bytes(target, drafter), per_position)
-
-
-def weight_bytes(target: Target, drafter: Drafter) -> int:
-    """Return the bytes of parameters and buffers that are the drafter's alone, each once."""
     shared = {tensor.data_ptr() for tensor in target.model.parameters()}
-    own = {
-        tensor.data_ptr(): tensor.nbytes
-        for tensor in (*drafter.parameters(), *drafter.buffers())
-        if tensor.data_ptr() not in shared
-    }
-    return sum(own.values())
+    tensors = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
+    own = sum(tensor.nbytes for place, tensor in tensors.items() if place not in shared)
+    return ExtraMemory(own, sum(bytes_per_position(cache) for cache in caches_of(state)))
 
 
 def caches_of(state: Any) -> Iterator[DynamicCache]:
@@ -51,15 +42,12 @@ def caches_of(state: Any) -> Iterator[DynamicCache]:
         for part in state:
             yield from caches_of(part)
     elif is_dataclass(state):
-        for part in fields(state):
-            yield from caches_of(getattr(state, part.name))
+        for field in fields(state):
+            yield from caches_of(getattr(state, field.name))
 
 
 def bytes_per_position(cache: DynamicCache) -> int:
     """Return the bytes of one position of one row, keys and values of all layers."""
     layers: list[Any] = cache.layers
-    return sum(
-        tensor.shape[1] * tensor.shape[3] * tensor.element_size()
-        for layer in layers
-        for tensor in (layer.keys, layer.values)
-    )
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    return sum(each.shape[1] * each.shape[3] * each.element_size() for each in tensors)

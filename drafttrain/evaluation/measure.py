@@ -1,8 +1,11 @@
 """Prompts x methods: the decode loops, interleaved and timed."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import Sampling
@@ -24,7 +27,7 @@ from drafttrain.target.model import Target
 
 TRIES_AGAIN = 2  # how often what was disturbed is measured again
 
-Decode = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Decoded]]  # prompts, row names
+Decode = Callable[..., list[Decoded]]  # of prompts, and rows: their names
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,10 @@ def check_settings(
     template: Template,
     config: EvalConfig,
 ) -> None:
-    """Refuse, before anything is decoded, a depth or a prompt that cannot be.
-
-    The drafter may not be able to draft as deep, the target's context may be too short.
-    """
+    """Refuse, before anything is decoded, a depth or a prompt that cannot be."""
     check_depths(drafter, config)
     for prompt in prompts:
-        complaint = too_long(prompt, target, template, config, [drafter])
-        if complaint:
+        if complaint := too_long(prompt, target, template, config, [drafter]):
             raise ValueError(
                 f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
                 "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
@@ -94,13 +93,9 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
 
 def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
     """Return the shortest context of a target and its drafters in positions, and whose it is."""
-    contexts = [(spec.max_positions, spec.name)]
-    contexts += [
-        (drafter.max_positions, f"drafter={drafter.config.name}")
-        for drafter in drafters
-        if drafter.max_positions is not None
-    ]
-    return min(contexts)
+    theirs = [(each.max_positions, f"drafter={each.config.name}") for each in drafters]
+    stated = [(positions, who) for positions, who in theirs if positions is not None]
+    return min([(spec.max_positions, spec.name), *stated])
 
 
 def too_long(
@@ -144,8 +139,7 @@ def skip_long(
         return list(prompts)
     fitting = []
     for prompt in prompts:
-        complaint = too_long(prompt, target, template, config, drafters)
-        if complaint:
+        if complaint := too_long(prompt, target, template, config, drafters):
             report.skip("too long for the context", prompt.id, complaint)
         else:
             fitting.append(prompt)
@@ -168,49 +162,34 @@ def decoders(
     seed: int,
 ) -> dict[str, Decode]:
     """Return the plain loop and the speculative one of each method, ready to be called."""
-    chance = SeededChance(seed)
-    limit, strings = config.max_new_tokens, tuple(config.stop_strings)
-
-    def plain(prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[Decoded]:
-        return autoregressive_decode_batch(
-            target,
-            prompts,
-            sampling=sampling,
-            max_new_tokens=limit,
-            chance=chance,
-            rows=rows,
-            stop_strings=strings,
-        )
-
-    def speculative(method: DraftMethod) -> Decode:
-        return lambda prompts, rows: speculative_decode_batch(
-            target,
-            method.drafter,
-            prompts,
-            depth=method.depth,
-            sampling=sampling,
-            draft_sampling=config.draft_sampling_beside(sampling),
-            rule=config.acceptance_rule,
-            max_new_tokens=limit,
-            chance=chance,
-            rows=rows,
-            stop_strings=strings,
-        )
-
-    return {PLAIN: plain, **{method.name: speculative(method) for method in methods}}
+    settings: dict[str, Any] = {
+        "sampling": sampling,
+        "max_new_tokens": config.max_new_tokens,
+        "chance": SeededChance(seed),
+        "stop_strings": tuple(config.stop_strings),
+    }
+    decode: dict[str, Decode] = {PLAIN: partial(autoregressive_decode_batch, target, **settings)}
+    settings["draft_sampling"] = config.draft_sampling_beside(sampling)
+    settings["rule"] = config.acceptance_rule
+    for method in methods:
+        ready = partial(speculative_decode_batch, target, method.drafter, depth=method.depth)
+        decode[method.name] = partial(ready, **settings)
+    return decode
 
 
-def groups_of(prompts: Sequence[Prompt], size: int) -> Iterator[list[tuple[int, Prompt]]]:
+def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
     """Deal prompts, with their places, into batches of one task each; a task's last is smaller."""
-    by_task: dict[str, list[tuple[int, Prompt]]] = {}
-    for place, prompt in enumerate(prompts):
-        by_task.setdefault(prompt.task, []).append((place, prompt))
+    placed = list(enumerate(prompts))
     if size == 1:  # in the order given, tasks mixed as they come
-        yield from ([(place, prompt)] for place, prompt in enumerate(prompts))
-        return
-    for members in by_task.values():
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
+        return [[one] for one in placed]
+    by_task: dict[str, list[tuple[int, Prompt]]] = {}
+    for place, prompt in placed:
+        by_task.setdefault(prompt.task, []).append((place, prompt))
+    return [
+        members[start : start + size]
+        for members in by_task.values()
+        for start in range(0, len(members), size)
+    ]
 
 
 def measure(
@@ -237,10 +216,10 @@ def measure(
     """
     decode = decoders(target, methods, config, sampling, seed)
     names = list(decode)
-    groups = list(groups_of(prompts, batch_size))
+    groups = groups_of(prompts, batch_size)
+    warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
     for name in names:  # first calls pay for allocations that later ones do not
-        warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
-        decode[name](warm, [0] * len(warm))
+        decode[name](warm, rows=[0] * len(warm))
     measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
@@ -264,11 +243,10 @@ def measure(
     try:
         with progress(label, len(work), show=show) as tick:
             for done, key in enumerate(work):
-                known = journal.known.get(key) if journal else None
-                if known is None:
-                    take(done, key)
+                if journal and key in journal.known:
+                    measured[key] = journal.known[key]
                 else:
-                    measured[key] = known
+                    take(done, key)
                 tick(1)
         for _ in range(TRIES_AGAIN):
             again = disturbed_keys(measured)
@@ -287,7 +265,7 @@ def measure(
 
 def disturbed_keys(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
     """Return the batches in which a method took far longer than the others on the same prompt."""
-    found = disturbed_turns(result for results in measured.values() for result in results)
+    found = disturbed_turns(chain.from_iterable(measured.values()))
     return [
         key
         for key, results in measured.items()
@@ -312,23 +290,13 @@ def _group(
             messages[place].append(Message("user", prompt.turns[turn]))
         places = [place for place, _ in members]
         tokens = [prompt_tokens(messages[p], target.tokenizer, template) for p in places]
-        outputs = {name: decode[name](tokens, places) for name in order}
+        outputs = {name: decode[name](tokens, rows=places) for name in order}
         for name in decode:
-            results += [
-                PromptResult(
-                    prompt.id,
-                    turn,
-                    prompt.task,
-                    name,
-                    block,
-                    len(tokens[row]),
-                    outputs[name][row].tokens,
-                    outputs[name][row].stats,
-                )
-                for row, (_, prompt) in enumerate(members)
-            ]
-        for row, place in enumerate(places):
-            answer = target.tokenizer.decode(outputs[PLAIN][row].tokens, skip_special_tokens=True)
+            for (_, prompt), asked, said in zip(members, tokens, outputs[name], strict=True):
+                about = (prompt.id, turn, prompt.task, name, block, len(asked))
+                results.append(PromptResult(*about, said.tokens, said.stats))
+        for place, said in zip(places, outputs[PLAIN], strict=True):
+            answer = target.tokenizer.decode(said.tokens, skip_special_tokens=True)
             messages[place].append(Message("assistant", answer))
     return results
 
@@ -345,14 +313,7 @@ def at_depth(
         name = method.name.rpartition("@")[0]
         if name != main or method.depth == depth:
             renamed[method.name] = name
-    return [
-        PromptResult(
-            r.prompt_id, r.turn, r.task, renamed[r.method], r.block, r.num_prompt_tokens, r.tokens,
-            r.stats,
-        )
-        for r in results
-        if r.method in renamed
-    ]  # fmt: skip
+    return [replace(r, method=renamed[r.method]) for r in results if r.method in renamed]
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -360,6 +321,5 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     by_task: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)
-    longest = max((len(group) for group in by_task.values()), default=0)
-    ordered = [g[i] for i in range(longest) for g in by_task.values() if i < len(g)]
-    return ordered[:count]
+    rounds = zip_longest(*by_task.values())
+    return [prompt for found in rounds for prompt in found if prompt is not None][:count]

@@ -41,11 +41,6 @@ class Measurements:
         begun = self.file.parent.glob(f"{self.whole.name.removesuffix(WHOLE)}*.{PARTIAL}")
         return sorted(file for file in begun if file != self.file)
 
-    @property
-    def num_known(self) -> int:
-        """How many batches were measured before."""
-        return len(self.known)
-
     def add(self, key: Key, results: Sequence[PromptResult]) -> None:
         """Write down what was measured; it is on the disk when this returns."""
         record = {"key": key, "results": [asdict(result) for result in results]}

@@ -58,39 +58,31 @@ def tune_drafter(
         rounds=settings.rounds,
     )
     measured_depths = depths if settings.measure else depths[-1:]
-    methods = [
-        DraftMethod(f"{parts.drafter_name}@{depth}", timed, depth) for depth in measured_depths
-    ]
-    deepest = methods[-1].name
+    names = {depth: f"{parts.drafter_name}@{depth}" for depth in depths}
+    point = {**conditions, **config.conditions, "depths": measured_depths}
+    journals: list[Measurements] = []
 
     def results_at(batch_size: int) -> list[PromptResult]:
-        point = {**conditions, **config.conditions, "depths": measured_depths}
-        journal = Measurements(folder, f"batch{batch_size}", point)
-        results = measure(
+        journals.append(Measurements(folder, f"batch{batch_size}", point))
+        return measure(
             target,
-            methods,
+            [DraftMethod(names[depth], timed, depth) for depth in measured_depths],
             prompts,
             template,
             config,
             sampling=config.sampling,
             batch_size=batch_size,
             seed=seed,
-            journal=journal,
+            journal=journals[-1],
         )
-        journals.append(journal)
-        return results
 
-    journals: list[Measurements] = []
     alone = results_at(1)
     predictions: list[DepthPrediction] = []
     for size in sorted(settings.batch_sizes):
-        here = predict(in_order(alone, prompts), deepest, costs, depths, size)
+        here = predict(in_order(alone, prompts), names[depths[-1]], costs, depths, size)
         if settings.measure:
             results = alone if size == 1 else results_at(size)
-            here = [
-                replace(p, measured=decoding_speedup(results, f"{parts.drafter_name}@{p.depth}", p))
-                for p in here
-            ]
+            here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
         predictions += here
     for journal in journals:  # not before: a tune that stops goes on from all that it measured
         journal.finish()
@@ -112,9 +104,8 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
     """Return the acceptance length that each depth should have, from chains of the deepest.
 
-    A chain of depth d accepts what the first d tokens of a deeper chain would have: 1 + the sum of
-    the first d acceptance rates per position. (Cycles of another depth begin elsewhere in the
-    text; this takes their beginnings to be alike.)
+    A chain of depth d accepts what the first d tokens of a deeper chain would have. (Cycles of
+    another depth begin elsewhere in the text; this takes their beginnings to be alike.)
     """
     per_position = counters.num_accepted_tokens_per_position
     drafts = max(counters.num_drafts, 1)
@@ -137,23 +128,19 @@ def predict(
     """
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.method == deepest]
-    passes = {(r.prompt_id, r.turn): _cycles(r, depths) for r in drafted}
     predictions = []
-    tasks = {task: None for task in (result.task for result in plain)}
-    totals: dict[int, list[float]] = {depth: [0.0, 0.0] for depth in depths}
-    for task in tasks:
+    totals = {depth: [0.0, 0.0] for depth in depths}
+    for task in dict.fromkeys(result.task for result in plain):
         rows = [result for result in plain if result.task == task]
-        counters = sum((r.stats.trimmed for r in drafted if r.task == task), Counters())
-        lengths = acceptance_lengths(counters, depths)
+        chains = [result for result in drafted if result.task == task]
+        lengths = acceptance_lengths(_accepted(chains), depths)
         for depth in depths:
-            ours, theirs = _seconds(rows, passes, batch_size, depth, costs)
+            ours, theirs = _seconds(rows, chains, batch_size, depth, depths[-1], costs)
             totals[depth][0] += ours
             totals[depth][1] += theirs
-            predictions.append(
-                DepthPrediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
-            )
-    counters = sum((result.stats.trimmed for result in drafted), Counters())
-    lengths = acceptance_lengths(counters, depths)
+            found = DepthPrediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
+            predictions.append(found)
+    lengths = acceptance_lengths(_accepted(drafted), depths)
     predictions += [
         DepthPrediction("all", batch_size, depth, lengths[depth], theirs / ours, None)
         for depth, (ours, theirs) in totals.items()
@@ -161,21 +148,24 @@ def predict(
     return predictions
 
 
-def _cycles(result: PromptResult, depths: Sequence[int]) -> dict[int, float]:
-    """Return how many cycles an output should take at each depth, from those of the deepest."""
-    lengths = acceptance_lengths(result.stats.trimmed, depths)
-    taken = result.stats.num_target_passes
-    return {depth: taken * lengths[depths[-1]] / lengths[depth] for depth in depths}
+def _accepted(results: Sequence[PromptResult]) -> Counters:
+    return sum((result.stats.trimmed for result in results), Counters())
 
 
 def _seconds(
     rows: Sequence[PromptResult],
-    cycles: Mapping[tuple[str, int], Mapping[int, float]],
+    drafted: Sequence[PromptResult],
     batch_size: int,
     depth: int,
+    deepest: int,
     costs: Costs,
 ) -> tuple[float, float]:
     """Return the predicted decoding seconds, speculative and plain, of a task's turns."""
+    cycles = {}  # that an output should take at this depth, from those of the deepest
+    for result in drafted:
+        lengths = acceptance_lengths(result.stats.trimmed, [depth, deepest])
+        taken = result.stats.num_target_passes * lengths[deepest] / lengths[depth]
+        cycles[result.prompt_id, result.turn] = taken
     speculative = plain = 0.0
     for turn in sorted({row.turn for row in rows}):
         here = [row for row in rows if row.turn == turn]
@@ -185,7 +175,7 @@ def _seconds(
             # The first token comes with the prefill.
             steps = [float(max(len(row.tokens) - 1, 0)) for row in group]
             plain += _until_all_end(steps, partial(costs.plain_s, context=context))
-            ours = [cycles[row.prompt_id, row.turn][depth] for row in group]
+            ours = [cycles[row.prompt_id, row.turn] for row in group]
             speculative += _until_all_end(ours, partial(costs.cycle_s, depth, context=context))
     return speculative, plain
 
@@ -234,14 +224,14 @@ def write_tuned(
     conditions: Mapping[str, Any],
 ) -> Path:
     """Write what was chosen, and from what, where `evaluate` and `export` find it."""
-    file = folder / TUNED
+    file, names = folder / TUNED, ("depth", "batch", "context")
     record = {
         "batches": as_data(choose(predictions)),
         "predictions": [asdict(p) | {"error": p.error} for p in predictions],
         "costs_ms": {
-            "plain": _cells(costs.plain, ("batch", "context")),
-            "verify": _cells(costs.verify, ("depth", "batch", "context")),
-            "draft": _cells(costs.draft, ("depth", "batch", "context")),
+            "plain": _cells(costs.plain, names[1:]),
+            "verify": _cells(costs.verify, names),
+            "draft": _cells(costs.draft, names),
         },
         "conditions": dict(conditions),
     }
@@ -250,10 +240,7 @@ def write_tuned(
 
 
 def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:
-    return [
-        {**dict(zip(names, key, strict=True)), "ms": 1000 * seconds}
-        for key, seconds in values.items()
-    ]
+    return [dict(zip((*names, "ms"), (*key, 1000 * s), strict=True)) for key, s in values.items()]
 
 
 SIZE = re.compile(r"[1-9]\d{0,8}", re.ASCII)

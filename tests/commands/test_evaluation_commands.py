@@ -202,7 +202,7 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
 
     monkeypatch.setattr(tune, "Measurements", noted)
     assert main(arguments) == 0
-    assert known[0].num_known == len(PROMPTS)
+    assert len(known[0].known) == len(PROMPTS)
     (run / "tuned.json").unlink()  # the next test begins without
 
 

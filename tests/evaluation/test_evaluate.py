@@ -282,7 +282,7 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     content = file.read_text()
     file.write_text(content + '{"key": [1, 0], "resu')  # killed while it wrote
     again = Measurements(tmp_path, "point", conditions)
-    assert again.num_known == 3
+    assert len(again.known) == 3
     known = [result for results in again.known.values() for result in results]
     resumed = results_of(target, drafters, config, journal=again)
     assert len(resumed) == len(expected)
@@ -294,9 +294,9 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
         )
     assert {id(r.stats) for r in known} <= {id(r.stats) for r in resumed}  # not measured again
     again.finish()
-    assert Measurements(tmp_path, "point", conditions).num_known == 0  # the next one begins anew
+    assert len(Measurements(tmp_path, "point", conditions).known) == 0  # the next one begins anew
     other = Measurements(tmp_path / "whole", "point", {"seed": 1})
-    assert other.num_known == 0  # measured under other conditions
+    assert len(other.known) == 0  # measured under other conditions
 
 
 class Interrupted(Ngram):

@@ -28,7 +28,6 @@ from drafttrain.target.model import load_target
 COSTS = Costs(
     [1, 2],
     [10, 20],
-    [1, 2],
     plain={(1, 10): 1.0, (1, 20): 2.0, (2, 10): 1.5, (2, 20): 2.5},
     verify={(d, b, c): 0.5 + 0.1 * d + 0.5 * b for d, b, c in product((1, 2), (1, 2), (10, 20))},
     draft={(d, b, c): 0.2 * d for d, b, c in product((1, 2), (1, 2), (10, 20))},

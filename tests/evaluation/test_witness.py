@@ -15,30 +15,30 @@ import torch
 import yaml
 from builders import BY_TEMPLATE, model_config
 from paths import ROOT
+from test_evaluate import settings
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import NgramConfig
+from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import (
     Ours,
     compare_with_ours,
     predict,
-    predicted_speedup,
 )
 from drafttrain.evaluation.witness.engine import (
     SPECULATIVE,
     BatchWitness,
     EngineMeasurement,
-    speculation,
+    ServedDrafter,
     witness,
 )
 from drafttrain.evaluation.witness.section import (
-    ServedDrafter,
     WitnessPrompt,
     asked_of,
     check_witness,
@@ -68,7 +68,7 @@ def stand_in(folder: Path, body: str) -> str:
 
 
 def ask(python: str, folder: Path, **changes: Any) -> Any:
-    settings: dict[str, Any] = {
+    asked: dict[str, Any] = {
         "depth": DEPTH,
         "sampling": GREEDY,
         "max_new_tokens": LIMIT,
@@ -76,11 +76,11 @@ def ask(python: str, folder: Path, **changes: Any) -> Any:
         "eos_ids": [5],
         "threads": 1,
         "folder": folder / "vllm",
-        "python": python,
         "batch_sizes": (1, 2),
         "show": False,
     }
-    return witness(folder, None, "ngram", [[1, 2, 3], [1, 2], [4]], **{**settings, **changes})
+    served = ServedDrafter(folder, None, "ngram", changes.pop("lookup", None), True, python)
+    return witness(served, [[1, 2, 3], [1, 2], [4]], **{**asked, **changes})
 
 
 def event(method: str, size: int, places: list[int], **more: Any) -> dict[str, Any]:
@@ -166,7 +166,8 @@ def test_the_request_says_all_that_the_worker_needs(tmp_path: Path) -> None:
 
 
 def test_drafts_can_be_sampled_and_a_method_be_read_from_the_directory() -> None:
-    assert speculation(None, Path("d"), 4, None, greedy_drafts=False) == {
+    served = ServedDrafter(Path(), Path("d"), None, None, greedy_drafts=False, python="")
+    assert served.speculation(4) == {
         "num_speculative_tokens": 4,
         "model": "d",
         "draft_sample_method": "probabilistic",
@@ -349,7 +350,6 @@ def test_an_output_that_ended_early_is_no_tie() -> None:
 
 def test_the_prediction_is_exact_where_times_and_acceptance_hold() -> None:
     """A made-up engine: 10 ms a step, 15 ms a cycle, 20 and 25 ms of prefill; 3 tokens a cycle."""
-    assert predicted_speedup(3.0, 10.0, 4.0, 11.0) == pytest.approx(2.0)
     tokens = tuple(tuple(range(1 + 3 * (4 + place))) for place in range(7))
     cycles = tuple(4 + place for place in range(7))
     decode = [tuple(0.010 * 3 * n for n in cycles), tuple(0.015 * n for n in cycles)]
@@ -403,7 +403,7 @@ def measured(target: Target, lookup: Drafter) -> list[PromptResult]:
     from drafttrain.data.records import Message
 
     results = []
-    settings: dict[str, Any] = {
+    told: dict[str, Any] = {
         "sampling": GREEDY,
         "max_new_tokens": LIMIT,
         "chance": SeededChance(0),
@@ -413,8 +413,8 @@ def measured(target: Target, lookup: Drafter) -> list[PromptResult]:
         for turn, text in enumerate(prompt.turns):
             messages.append(Message("user", text))
             tokens = prompt_tokens(messages, target.tokenizer, BY_TEMPLATE)
-            plain = autoregressive_decode(target, tokens, **settings)
-            drafted = speculative_decode(target, lookup, tokens, depth=DEPTH, **settings)
+            plain = autoregressive_decode(target, tokens, **told)
+            drafted = speculative_decode(target, lookup, tokens, depth=DEPTH, **told)
             for method, decoded in (("autoregressive", plain), ("ngram", drafted)):
                 length = len(tokens)
                 results.append(
@@ -468,23 +468,17 @@ def section_of(
     python: str,
     folder: Path,
 ) -> WitnessSection:
+    config = settings(depth=DEPTH, max_new_tokens=LIMIT, vllm_batch_sizes=[1])
     return witness_section(
-        target,
-        target,
-        lookup,
+        Parts(target, target, lookup, "ngram", torch.float32, {}),
         ServedDrafter(folder, None, "ngram", (1, 3), True, python),
         asked_of(PROMPTS, results, target, BY_TEMPLATE),
         results,
-        drafter_name="ngram",
-        draft_dtype=torch.float32,
-        depth=DEPTH,
-        sampling=GREEDY,
-        max_new_tokens=LIMIT,
+        config,
         threads=1,
         folder=folder,
-        resamples=100,
         seed=0,
-        batch_sizes=(1,),
+        ours_by_batch={},
         show=False,
     )
 
@@ -594,18 +588,9 @@ def test_the_report_shows_the_table_in_every_form(
 
 
 def checked(target: Target, lookup: Drafter, **changes: Any) -> ServedDrafter:
-    settings: dict[str, Any] = {
-        "drafter": lookup,
-        "drafter_name": "ngram",
-        "target_dir": Path(),
-        "serving_dir": None,
-        "sampling": GREEDY,
-        "draft_sampling": GREEDY,
-        "lossless": True,
-        "stop_strings": [],
-        "vllm_python": sys.executable,
-    }
-    return check_witness(**{**settings, **changes})
+    values = {"drafter": lookup, "drafter_name": "ngram", "target_dir": Path(), "serving_dir": None}
+    told = {key: changes.pop(key, value) for key, value in values.items()}
+    return check_witness(config=settings(**{"vllm_python": sys.executable, **changes}), **told)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +598,7 @@ def checked(target: Target, lookup: Drafter, **changes: Any) -> ServedDrafter:
     [
         ({"drafter_name": "mine"}, "serves the drafters eagle3, .*got mine"),
         ({"target_dir": None}, "must have a directory with the target's weights"),
-        ({"lossless": False}, r"eval\.rule must be lossless"),
+        ({"rule": "typical", "temperature": 1.0}, r"eval\.rule must be lossless"),
         ({"stop_strings": ["end"]}, r"eval\.stop_strings must be empty.*\['end'\]"),
         ({"vllm_python": "/no/such"}, r"eval\.vllm_python must name"),
     ],
@@ -631,12 +616,12 @@ def test_drafts_are_sampled_as_vllm_can(target: Target, lookup: Drafter) -> None
     values = yaml.safe_load((CONF / "drafter" / "medusa.yaml").read_text())
     del values["_target_"]
     medusa = MedusaConfig(**values).build(target.spec)
-    warm = Sampling(1.0, 0, 0.9)
-    settings: dict[str, Any] = {"drafter": medusa, "drafter_name": "medusa", "sampling": warm}
-    assert checked(target, lookup, **settings, draft_sampling=GREEDY).greedy_drafts
-    assert not checked(target, lookup, **settings, draft_sampling=warm).greedy_drafts
+    warm: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
+    heads: dict[str, Any] = {"drafter": medusa, "drafter_name": "medusa", **warm}
+    assert checked(target, lookup, **heads, draft_temperature=0.0).greedy_drafts
+    assert not checked(target, lookup, **heads).greedy_drafts
     with pytest.raises(ValueError, match=r"eval\.draft_temperature must be null"):
-        checked(target, lookup, **settings, draft_sampling=Sampling(0.5, 0, 1.0))
-    served = checked(target, lookup, sampling=warm, draft_sampling=warm)
+        checked(target, lookup, **heads, draft_temperature=0.5)
+    served = checked(target, lookup, **warm)
     assert served.greedy_drafts  # a looked up draft is no sample
     assert served.lookup == (1, 3)

@@ -137,7 +137,7 @@ def test_measurements_that_are_none_are_measured_again(line: str, tmp_path: Path
     journal = Measurements(tmp_path, "x", {"a": 1})
     with journal.file.open("a") as stream:
         stream.write(line + "\n")
-    assert Measurements(tmp_path, "x", {"a": 1}).num_known == 0
+    assert len(Measurements(tmp_path, "x", {"a": 1}).known) == 0
 
 
 def small_lm_settings(**changes: Any) -> torch.Tensor:

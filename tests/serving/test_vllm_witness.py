@@ -5,6 +5,7 @@ embedded target, with end tokens honoured and batches of one and four.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram, NgramConfig, NgramState
+from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.section import WitnessPrompt, check_witness, witness_section
 from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.results import WitnessSection
@@ -102,36 +104,22 @@ def section_of(
     asked: list[WitnessPrompt],
     folder: Path,
 ) -> WitnessSection:
-    served = check_witness(
-        drafter=drafter,
-        drafter_name=name,
-        target_dir=EMBEDDED,
-        serving_dir=serving_dir,
-        sampling=GREEDY,
-        draft_sampling=GREEDY,
-        lossless=True,
-        stop_strings=[],
-        vllm_python=None,
-    )
+    told: dict[str, Any] = {"depth": DEPTH, "max_new_tokens": LIMIT, "resamples": 200}
+    told |= {"temperature": 0.0, "vllm_batch_sizes": [1, 4]}
+    config = replace(load_choice("eval", "default"), **told)
+    served = check_witness(drafter, name, EMBEDDED, serving_dir, config)
     results = ours(target, drafter, asked, name)
     assert any(target.spec.eos_token_ids[0] in r.tokens for r in results), "no output ends early"
     section = witness_section(
-        target,
-        target,
-        drafter,
+        Parts(target, target, drafter, name, torch.float32, {}),
         served,
         asked,
         results,
-        drafter_name=name,
-        draft_dtype=torch.float32,
-        depth=DEPTH,
-        sampling=GREEDY,
-        max_new_tokens=LIMIT,
+        config,
         threads=1,
         folder=folder,
-        resamples=200,
         seed=0,
-        batch_sizes=(1, 4),
+        ours_by_batch={},
     )
     print(section.agreement, section.prediction, sep="\n")
     return section

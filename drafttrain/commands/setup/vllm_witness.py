@@ -8,13 +8,8 @@ from drafttrain.commands.setup.evaluation import Setup
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
-from drafttrain.decode.loop import is_lossless
-from drafttrain.evaluation.witness.section import (
-    ServedDrafter,
-    asked_of,
-    check_witness,
-    witness_section,
-)
+from drafttrain.evaluation.witness.engine import ServedDrafter
+from drafttrain.evaluation.witness.section import asked_of, check_witness, witness_section
 from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import recognise
@@ -35,17 +30,8 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     given, family = drafter.served_from, drafter.name
     if isinstance(drafter, AdmittedConfig):
         family = recognise(open_folder(drafter.served_from, drafter.allow_pickle)).layout.kind
-    served = check_witness(
-        drafter=parts.drafter,
-        drafter_name=family,
-        target_dir=find(config.model, weights=True),
-        serving_dir=given or place,
-        sampling=settings.sampling,
-        draft_sampling=settings.draft_sampling,
-        lossless=is_lossless(settings.acceptance_rule, settings.sampling),
-        stop_strings=settings.stop_strings,
-        vllm_python=settings.vllm_python,
-    )
+    target_dir = find(config.model, weights=True)
+    served = check_witness(parts.drafter, family, target_dir, given or place, settings)
     if config.model.inflate is not None:
         raise ValueError(
             f"model.inflate must be null with eval.engine=vllm, got {config.model.inflate}: vLLM "
@@ -96,22 +82,14 @@ def witnessed(
         if (point.depth, point.temperature) == (settings.depth, settings.temperature)
     }
     section = witness_section(
-        parts.target,
-        parts.exact,
-        parts.drafter,
+        parts,
         served,
         asked_of(setup.prompts, results, parts.target, setup.template),
         results,
-        drafter_name=parts.drafter_name,
-        draft_dtype=parts.draft_dtype,
-        depth=settings.depth,
-        sampling=settings.sampling,
-        max_new_tokens=settings.max_new_tokens,
+        settings,
         threads=setup.timing.threads,
         folder=folder,
-        resamples=settings.resamples,
         seed=config.run.seed,
-        batch_sizes=settings.vllm_batch_sizes,
         ours_by_batch=ours,
     )
     return with_witness(report, section)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from drafttrain.core.types import Counters
+from drafttrain.evaluation.certify import first_difference
 from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
 from drafttrain.report.results import Agreement, Disagreement, Prediction
 from drafttrain.report.witness import agreement_statement, prediction_statement
@@ -28,7 +29,6 @@ def compare_with_ours(
     tokens: Sequence[Sequence[int]],
     counters: Sequence[Counters],
     gap_at: Callable[[int, int], float],
-    tie_gap: float = TIE_GAP,
 ) -> Agreement:
     """Compare our outputs and untrimmed counters with vLLM's tokens and counters, one by one.
 
@@ -38,15 +38,14 @@ def compare_with_ours(
     """
     found = []
     for place, (mine, said, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
-        same_text = tuple(said) == mine.tokens
-        if same_text and _same(mine.counters, counted):
-            continue
         position = gap = None
-        if not same_text:
-            position = _first_difference(mine.tokens, said)
+        if tuple(said) != mine.tokens:
+            position = first_difference(mine.tokens, said)
             if position < min(len(mine.tokens), len(said)):  # else one of them ended too early
                 gap = gap_at(place, position)
-        tie = gap is not None and gap <= tie_gap
+        elif _same(mine.counters, counted):
+            continue
+        tie = gap is not None and gap <= TIE_GAP
         found.append(Disagreement(mine.name, position, gap, tie, mine.counters, counted))
     ties = sum(one.tie for one in found)
     return Agreement(
@@ -67,18 +66,6 @@ def _same(ours: Counters, theirs: Counters) -> bool:
     return total == theirs + Counters(0, 0, 0, [0] * len(ours.num_accepted_tokens_per_position))
 
 
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-
-
-def predicted_speedup(
-    acceptance_length: float, t_plain: float, t_draft: float, t_verify: float
-) -> float:
-    """Return acceptance_length * t_plain / (t_draft + t_verify): times of one step, any unit."""
-    return acceptance_length * t_plain / (t_draft + t_verify)
-
-
 def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
     """Predict vLLM's batch-1 speedup from its times and our loop's acceptance; None if too few.
 
@@ -87,8 +74,8 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
     """
     assert alone.passes is not None, "only batch 1 tells the passes of each output"
     plain, drafted = alone.plain, alone.speculative
-    fit = [place for place in range(len(ours)) if place % CALIBRATED == 0]
-    test = [place for place in range(len(ours)) if place % CALIBRATED]
+    fit = range(0, len(ours), CALIBRATED)
+    test = [place for place in range(len(ours)) if place not in fit]
     steps = sum(len(plain.tokens[place]) - 1 for place in fit)
     cycles = sum(alone.passes[place] for place in fit)
     passes = sum(ours[place].num_passes for place in test)
@@ -110,7 +97,7 @@ def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
         tokens_per_pass=tokens / passes,
         t_plain_s=t_plain,
         t_cycle_s=t_cycle,
-        predicted=predicted_speedup(tokens / passes, t_plain, 0.0, t_cycle),
+        predicted=tokens / passes * t_plain / t_cycle,
         predicted_with_prefill=slow / fast,
         measured=measured,
         error=slow / fast / measured - 1,

@@ -9,7 +9,7 @@ from typing import Any
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters
 from drafttrain.runtime.terminal import progress
-from drafttrain.target.vllm.process import LOG, Event, Process
+from drafttrain.target.vllm.process import Event, Process
 
 PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -49,40 +49,45 @@ class Witness:
     interleaved: bool  # both engines alive at once, batches of prompts in turns
     repeats: int
     batches: tuple[BatchWitness, ...]
-    log: Path
 
     def at(self, batch_size: int) -> BatchWitness | None:
         """Return what was measured at a batch size, if it was."""
         return next((b for b in self.batches if b.batch_size == batch_size), None)
 
 
-def speculation(
-    method: str | None,
-    serving_dir: Path | None,
-    depth: int,
-    lookup: tuple[int, int] | None,
-    greedy_drafts: bool,
-) -> dict[str, Any]:
-    """Return vLLM's speculative_config. lookup: the shortest and longest suffix of prompt lookup.
+@dataclass(frozen=True)
+class ServedDrafter:
+    """What vLLM serves: the target's directory, the drafter's (None: it has no weights), how.
 
-    method None: vLLM reads it from the directory (the speculators format says it).
+    method: vLLM's name, None where the directory says it (the speculators format does). lookup: the
+    shortest and the longest suffix of prompt lookup. greedy_drafts: vLLM drafts the most likely
+    token, its default; else it samples drafts as it samples the target.
     """
-    settings: dict[str, Any] = {"num_speculative_tokens": depth}
-    if method is not None:
-        settings["method"] = method
-    if serving_dir is not None:
-        settings["model"] = str(serving_dir)
-    if lookup is not None:
-        settings |= {"prompt_lookup_min": lookup[0], "prompt_lookup_max": lookup[1]}
-    if not greedy_drafts:
-        settings["draft_sample_method"] = "probabilistic"
-    return settings
+
+    target_dir: Path
+    serving_dir: Path | None
+    method: str | None
+    lookup: tuple[int, int] | None
+    greedy_drafts: bool
+    python: str
+
+    def speculation(self, depth: int) -> dict[str, Any]:
+        """Return vLLM's speculative_config."""
+        settings: dict[str, Any] = {"num_speculative_tokens": depth}
+        if self.method is not None:
+            settings["method"] = self.method
+        if self.serving_dir is not None:
+            settings["model"] = str(self.serving_dir)
+        if self.lookup is not None:
+            shortest, longest = self.lookup
+            settings |= {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+        if not self.greedy_drafts:
+            settings["draft_sample_method"] = "probabilistic"
+        return settings
 
 
 def witness(
-    target_dir: Path,
-    serving_dir: Path | None,
-    method: str | None,
+    served: ServedDrafter,
     prompts: Sequence[Sequence[int]],
     *,
     depth: int,
@@ -92,11 +97,8 @@ def witness(
     eos_ids: Sequence[int],
     threads: int,
     folder: Path,
-    python: str,
-    batch_sizes: Sequence[int] = (1, 4, 16),
+    batch_sizes: Sequence[int],
     repeats: int = 1,
-    lookup: tuple[int, int] | None = None,
-    greedy_drafts: bool = True,
     device: str = "cpu",
     max_positions: int | None = None,
     patience_s: float = PATIENCE_S,
@@ -104,21 +106,19 @@ def witness(
 ) -> Witness:
     """Decode the prompts by vLLM, alone and with the drafter, at every batch size.
 
-    eos_ids: what ends an output (none: only the limit does). greedy_drafts: vLLM drafts the most
-    likely token, its default; else it samples drafts as it samples the target. Request and log are
-    left in `folder`. ValueError, with the line that says why and the log's path, if vLLM fails or
-    says nothing for `patience_s` seconds.
+    eos_ids: what ends an output (none: only the limit does). Request and log are left in `folder`.
+    ValueError, with the line that says why and the log's path, if vLLM fails or says nothing for
+    `patience_s` seconds.
     """
     sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
-    longest = max(len(prompt) for prompt in prompts)
-    needed = longest + max_new_tokens + depth + 1
+    needed = max(len(prompt) for prompt in prompts) + max_new_tokens + depth + 1
     request = {
-        "target": str(target_dir),
+        "target": str(served.target_dir),
         "dtype": dtype,
         "device": device,
         "max_model_len": min(needed, max_positions or needed),
         "max_num_seqs": max(sizes),
-        "speculative_config": speculation(method, serving_dir, depth, lookup, greedy_drafts),
+        "speculative_config": served.speculation(depth),
         "sampling": vars(sampling),
         "max_new_tokens": max_new_tokens,
         "stop_tokens": list(eos_ids),
@@ -126,33 +126,12 @@ def witness(
         "batch_sizes": sizes,
         "repeats": repeats,
     }
-    events = run_worker(python, request, folder, threads, patience_s, show)
-    first = next(event for event in events if event["event"] == "vllm")
-    return Witness(
-        vllm=first["version"],
-        interleaved=first["together"],
-        repeats=repeats,
-        batches=tuple(_batch(events, size, len(prompts), depth) for size in sizes),
-        log=folder / LOG,
-    )
-
-
-def run_worker(
-    python: str,
-    request: Mapping[str, Any],
-    folder: Path,
-    threads: int,
-    patience_s: float,
-    show: bool,
-) -> list[Event]:
-    """Run the worker to its end and return what it said; its own words go into the log."""
-    num_chunks = sum(-(-len(request["prompts"]) // size) for size in request["batch_sizes"])
-    total = 2 * (1 + len(request["batch_sizes"]) + request["repeats"] * num_chunks)
+    num_chunks = sum(-(-len(prompts) // size) for size in sizes)
     events: list[Event] = []
     with (
-        progress("vLLM", total, show=show) as tick,
+        progress("vLLM", 2 * (1 + len(sizes) + repeats * num_chunks), show=show) as tick,
         Process(
-            python,
+            served.python,
             request,
             folder,
             key="eval.vllm_python",
@@ -166,7 +145,13 @@ def run_worker(
                 tick(1, _note(event))
     if not events or events[-1]["event"] != "done":
         raise worker.failure(events)
-    return events
+    first = next(event for event in events if event["event"] == "vllm")
+    return Witness(
+        vllm=first["version"],
+        interleaved=first["together"],
+        repeats=repeats,
+        batches=tuple(_batch(events, size, len(prompts), depth) for size in sizes),
+    )
 
 
 def _note(event: Event) -> str:
@@ -200,8 +185,8 @@ def _measured(events: Sequence[Event], num_prompts: int) -> EngineMeasurement:
             decode[place].append(event["decode_seconds"][row])
     return EngineMeasurement(
         tokens=tuple(said[0] for said in tokens),
-        seconds=tuple(statistics.median(values) for values in seconds),
-        decode_seconds=tuple(statistics.median(values) for values in decode),
+        seconds=tuple(map(statistics.median, seconds)),
+        decode_seconds=tuple(map(statistics.median, decode)),
         num_unstable=sum(len(set(said)) > 1 for said in tokens),
     )
 

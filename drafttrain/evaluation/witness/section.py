@@ -1,23 +1,27 @@
 """What a report says of vLLM: its counters, speeds and speedups beside ours."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.core.types import Counters, Decoded, DecodeStats, PromptResult
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.template import Template
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.loop import is_lossless, speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.known import VLLM_METHODS
+from drafttrain.evaluation.certify import gap_of, last_logits
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predict
-from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement, Witness, witness
+from drafttrain.evaluation.witness.engine import BatchWitness, ServedDrafter, Witness, witness
 from drafttrain.report.build import row_of
 from drafttrain.report.metrics import Resampling, acceptance_length, rows_of, speed, speedup
 from drafttrain.report.results import (
@@ -36,6 +40,7 @@ from drafttrain.report.witness import DEFINITIONS
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python
 
+REPEATS = 5  # of every timed batch
 LOOKUP_NOTE = (
     "vLLM's prompt lookup copies what followed the earliest occurrence of the longest suffix, ours "
     "what followed the latest: the text is the same, drafts and counters need not be."
@@ -51,36 +56,22 @@ class WitnessPrompt:
     task: str
     tokens: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class ServedDrafter:
-    """What vLLM serves: the target's directory, the drafter's (None: it has no weights), how.
-
-    method: vLLM's name, None where the directory says it. lookup: the shortest and the longest
-    suffix of prompt lookup. greedy_drafts: the drafter's most likely token is drafted.
-    """
-
-    target_dir: Path
-    serving_dir: Path | None
-    method: str | None
-    lookup: tuple[int, int] | None
-    greedy_drafts: bool
-    python: str
+    def output(self, decoded: PromptResult | Decoded) -> Ours:
+        """Return what our loop made of it."""
+        name = self.prompt_id if self.turn == 0 else f"{self.prompt_id}, turn {self.turn}"
+        stats = decoded.stats
+        return Ours(name, decoded.tokens, stats.untrimmed, stats.num_target_passes)
 
 
 def check_witness(
-    *,
     drafter: Drafter,
     drafter_name: str,
     target_dir: Path | None,
     serving_dir: Path | None,
-    sampling: Sampling,
-    draft_sampling: Sampling,
-    lossless: bool,
-    stop_strings: Sequence[str],
-    vllm_python: str | None,
+    config: EvalConfig,
 ) -> ServedDrafter:
     """Return what vLLM will serve; ValueError, before anything is decoded, where it cannot."""
+    sampling, draft_sampling = config.sampling, config.draft_sampling
     if drafter_name not in VLLM_METHODS:
         raise ValueError(
             f"eval.engine=vllm serves the drafters {', '.join(VLLM_METHODS)}, got {drafter_name}; "
@@ -91,14 +82,14 @@ def check_witness(
             "eval.engine=vllm must have a directory with the target's weights, but random weights "
             "are in none; choose a model= that is loaded"
         )
-    if not lossless:
+    if not is_lossless(config.acceptance_rule, sampling):
         raise ValueError(
             "eval.rule must be lossless with eval.engine=vllm: vLLM has no lossy rule to compare"
         )
-    if stop_strings:
+    if config.stop_strings:
         raise ValueError(
             "eval.stop_strings must be empty with eval.engine=vllm, which decodes tokens, not "
-            f"text; got {list(stop_strings)}"
+            f"text; got {list(config.stop_strings)}"
         )
     greedy_drafts = draft_sampling.greedy or sampling.greedy or drafter.lookup is not None
     if not greedy_drafts and draft_sampling != sampling:
@@ -106,11 +97,14 @@ def check_witness(
             "eval.draft_temperature must be null (drafts sampled as the target is) or 0 (the most "
             f"likely token) with eval.engine=vllm, which has no other, got {draft_sampling}"
         )
-    if drafter.lookup is not None:
-        serving_dir = None
-    method = VLLM_METHODS[drafter_name]
-    python = find_python(vllm_python)
-    return ServedDrafter(target_dir, serving_dir, method, drafter.lookup, greedy_drafts, python)
+    return ServedDrafter(
+        target_dir,
+        None if drafter.lookup is not None else serving_dir,
+        VLLM_METHODS[drafter_name],
+        drafter.lookup,
+        greedy_drafts,
+        find_python(config.vllm_python),
+    )
 
 
 def asked_of(
@@ -138,90 +132,79 @@ def asked_of(
 
 
 def witness_section(
-    target: Target,
-    exact: Target,
-    drafter: Drafter,
+    parts: Parts,
     served: ServedDrafter,
     asked: Sequence[WitnessPrompt],
     results: Sequence[PromptResult],
+    config: EvalConfig,
     *,
-    drafter_name: str,
-    draft_dtype: torch.dtype,
-    depth: int,
-    sampling: Sampling,
-    max_new_tokens: int,
     threads: int,
     folder: Path,
-    resamples: int,
     seed: int,
-    batch_sizes: Sequence[int] = (1, 4, 16),
-    repeats: int = 5,
-    ours_by_batch: Mapping[int, MethodRow] | None = None,
+    ours_by_batch: Mapping[int, MethodRow],
     show: bool = True,
 ) -> WitnessSection:
     """Run vLLM on what our loop decoded and return what the report says of it.
 
-    exact: the target in float32 (`target` itself where that is float32), in which, greedily,
-    counters are compared one by one. drafter: in float32; draft_dtype: what it was timed in.
-    results: our measurements, at batch 1.
+    Counters are compared one by one greedily and in float32. results: our measurements, at batch 1.
     ours_by_batch: our summary rows at other batch sizes, of a sweep. Request and log of vLLM stay
     in `folder`. ValueError as `witness` raises it.
     """
-    resampling = Resampling(resamples, seed)
-    mine = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == drafter_name}
+    target, exact, name = parts.target, parts.exact, parts.drafter_name
+    depth, sampling, limit = config.depth, config.sampling, config.max_new_tokens
+    resampling = Resampling(config.resamples, seed)
+    mine = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == name}
 
-    def run(
-        dtype: torch.dtype,
-        law: Sampling,
-        sizes: Sequence[int],
-        asked: Sequence[WitnessPrompt],
-        name: str,
-    ) -> Witness:
+    def run(dtype: torch.dtype, law: Sampling, sizes: Sequence[int], place: str) -> Witness:
         return witness(
-            served.target_dir,
-            served.serving_dir,
-            served.method,
+            served,
             [one.tokens for one in asked],
             depth=depth,
             sampling=law,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=limit,
             dtype=str(dtype).removeprefix("torch."),
             eos_ids=target.spec.eos_token_ids,
             threads=threads,
-            folder=folder / name,
-            python=served.python,
+            folder=folder / place,
             batch_sizes=sizes,
-            repeats=repeats if law == sampling else 1,
-            lookup=served.lookup,
-            greedy_drafts=served.greedy_drafts,
+            repeats=REPEATS if law == sampling else 1,
             device=target.device.type,
             max_positions=target.spec.max_positions,
             show=show,
         )
 
-    measured = run(target.dtype, sampling, batch_sizes, asked, "timed")
-    ours = [_ours(one, mine[one.prompt_id, one.turn]) for one in asked]
-    alone, compared = measured.at(1), ours
-    exactly = sampling.greedy and target.dtype == draft_dtype == torch.float32
+    def decoded(one: WitnessPrompt) -> Decoded:
+        settings: dict[str, Any] = {"depth": depth, "max_new_tokens": limit, "sampling": GREEDY}
+        chance = SeededChance(seed)
+        return speculative_decode(exact, parts.drafter, one.tokens, chance=chance, **settings)
+
+    measured = run(target.dtype, sampling, config.vllm_batch_sizes, "timed")
+    ours = [one.output(mine[one.prompt_id, one.turn]) for one in asked]
+    timed_alone = measured.at(1)
+    alone, compared = timed_alone, ours
+    exactly = sampling.greedy and target.dtype == parts.draft_dtype == torch.float32
     if alone is None or not exactly:
         # Sampled text is never the same twice, and rounding of bfloat16 flips drafts by itself.
-        alone = run(torch.float32, GREEDY, (1,), asked, "compared").at(1)
-        compared = [_decoded(exact, drafter, one, depth, max_new_tokens, seed) for one in asked]
+        alone = run(torch.float32, GREEDY, (1,), "compared").at(1)
+        compared = [one.output(decoded(one)) for one in asked]
     assert alone is not None
     assert alone.by_prompt is not None
-    agreement = compare_with_ours(
-        compared, alone.speculative.tokens, alone.by_prompt, _gap(exact, asked, compared)
-    )
-    timed_alone = measured.at(1)
-    totals = {name: of for name, of in collect(results).items() if name in (drafter_name, PLAIN)}
-    beside = {1: row_of(totals, drafter_name, depth, resampling), **(ours_by_batch or {})}
+
+    def gap_at(place: int, position: int) -> float:
+        text = [*asked[place].tokens, *compared[place].tokens[:position]]
+        return gap_of(last_logits(exact, torch.tensor([text], device=exact.device)))
+
+    agreement = compare_with_ours(compared, alone.speculative.tokens, alone.by_prompt, gap_at)
+    every = collect(results)
+    totals = {method: every[method] for method in (name, PLAIN)}
+    beside = {1: row_of(totals, name, depth, resampling), **ours_by_batch}
     return WitnessSection(
         vllm=measured.vllm,
-        drafter=drafter_name,
+        drafter=name,
         method=served.method,
         draft_sampling="most likely token" if served.greedy_drafts else "as the target",
         depth=depth,
-        sampling=LimitedSampling(**asdict(sampling), max_new_tokens=max_new_tokens),
+        sampling=LimitedSampling(**asdict(sampling), max_new_tokens=limit),
         dtype=str(target.dtype).removeprefix("torch."),
         device=target.device.type,
         threads=threads,
@@ -239,47 +222,6 @@ def witness_section(
     )
 
 
-def _ours(asked: WitnessPrompt, result: PromptResult) -> Ours:
-    name = asked.prompt_id if asked.turn == 0 else f"{asked.prompt_id}, turn {asked.turn}"
-    return Ours(name, result.tokens, result.stats.untrimmed, result.stats.num_target_passes)
-
-
-def _decoded(
-    target: Target,
-    drafter: Drafter,
-    asked: WitnessPrompt,
-    depth: int,
-    max_new_tokens: int,
-    seed: int,
-) -> Ours:
-    decoded = speculative_decode(
-        target,
-        drafter,
-        asked.tokens,
-        depth=depth,
-        sampling=GREEDY,
-        max_new_tokens=max_new_tokens,
-        chance=SeededChance(seed),
-    )
-    stats = decoded.stats
-    name = asked.prompt_id if asked.turn == 0 else f"{asked.prompt_id}, turn {asked.turn}"
-    return Ours(name, decoded.tokens, stats.untrimmed, stats.num_target_passes)
-
-
-def _gap(
-    target: Target, asked: Sequence[WitnessPrompt], ours: Sequence[Ours]
-) -> Callable[[int, int], float]:
-    @torch.inference_mode()
-    def gap_at(place: int, position: int) -> float:
-        text = [*asked[place].tokens, *ours[place].tokens[:position]]
-        tokens = torch.tensor([text], device=target.device)
-        logits, _ = target.step(target.begin(), tokens, last_only=True)
-        best = logits[0, -1].float().topk(2).values
-        return float(best[0] - best[1])
-
-    return gap_at
-
-
 def _row(
     batch: BatchWitness,
     asked: Sequence[WitnessPrompt],
@@ -288,13 +230,16 @@ def _row(
 ) -> WitnessRow:
     """Return one batch size's numbers of vLLM, by the arithmetic of every report."""
     counters = batch.counters
-    totals = collect(
-        [
-            *_as_results(PLAIN, batch.plain, None, asked),
-            *_as_results("vllm", batch.speculative, batch.by_prompt, asked),
-        ]
-    )
-    plain, drafted = (list(totals[method].values()) for method in (PLAIN, "vllm"))
+    engines = {PLAIN: (batch.plain, None), "vllm": (batch.speculative, batch.by_prompt)}
+    results = []
+    for method, (measured, by_prompt) in engines.items():
+        for place, one in enumerate(asked):
+            counted = by_prompt[place] if by_prompt else Counters()
+            stats = DecodeStats(counted, counted, verify_s=measured.seconds[place])
+            about = (one.prompt_id, one.turn, one.task, method, 0, len(one.tokens))
+            results.append(PromptResult(*about, measured.tokens[place], stats))
+    totals = collect(results)
+    plain, drafted = (list(totals[method].values()) for method in engines)
     drafts = counters.num_drafts
     length = 1 + counters.num_accepted_tokens / drafts if drafts else None
     alone = acceptance_length(rows_of(drafted), resampling) if batch.by_prompt else None
@@ -317,20 +262,3 @@ def _row(
         if ours
         else None,
     )
-
-
-def _as_results(
-    method: str,
-    measured: EngineMeasurement,
-    counters: Sequence[Counters] | None,
-    asked: Sequence[WitnessPrompt],
-) -> list[PromptResult]:
-    results = []
-    for place, one in enumerate(asked):
-        counted = counters[place] if counters else Counters()
-        stats = DecodeStats(trimmed=counted, untrimmed=counted, verify_s=measured.seconds[place])
-        tokens, length = measured.tokens[place], len(one.tokens)
-        results.append(
-            PromptResult(one.prompt_id, one.turn, one.task, method, 0, length, tokens, stats)
-        )
-    return results
