@@ -116,7 +116,7 @@ def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: Eva
         "chance": SeededChance(0),
         "stop_strings": tuple(config.stop_strings),
     }
-    drafting = {"depth": config.depth, "rule": config.acceptance_rule}
+    drafting: dict[str, Any] = {"depth": config.depth, "rule": config.acceptance_rule}
     for name, tokens in prompts:
         plain = autoregressive_decode(target, tokens, **settings)
         drafted = speculative_decode(target, drafter, tokens, **drafting, **settings)

@@ -43,10 +43,12 @@ class Sharding:
     def of(cls, name: str, enabled: bool, config: dict[str, Any]) -> "Sharding":
         """Read DeepSpeed's own keys."""
         zero = config.get("zero_optimization", {})
-        parts = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-        away = (part.get("device", "none") != "none" for part in parts)
+        optimizer, weights = (
+            (zero.get(key) or {}).get("device", "none") != "none"
+            for key in ("offload_optimizer", "offload_param")
+        )
         bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
-        return cls(name, zero.get("stage", 0) if enabled else None, *away, bucket)
+        return cls(name, zero.get("stage", 0) if enabled else None, optimizer, weights, bucket)
 
 
 @dataclass(frozen=True)

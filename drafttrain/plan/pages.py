@@ -92,9 +92,8 @@ def pieces(content: Table, console: Console) -> Iterator[Table]:
         return
 
     def cut(start: int, end: int) -> Table:
-        columns, *rows = (
-            [*cells[:names], *cells[start:end]] for cells in (content.columns, *content.rows)
-        )
+        columns = [*content.columns[:names], *content.columns[start:end]]
+        rows = [[*row[:names], *row[start:end]] for row in content.rows]
         return replace(content, columns=columns, rows=rows)
 
     end = count

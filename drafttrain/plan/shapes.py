@@ -186,6 +186,7 @@ def counted(config: ModelConfig, settings: Any) -> Shape:
     return Shape(
         **vars(spec),
         tie_embeddings=bool(text.tie_word_embeddings),
-        **{key: bool(getattr(text, key, False)) for key in BIASES},
+        attention_bias=bool(getattr(text, "attention_bias", False)),
+        mlp_bias=bool(getattr(text, "mlp_bias", False)),
         layer=LayerCount(active / number, matrices / number, everything / number),
     )

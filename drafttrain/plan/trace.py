@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from drafttrain.core.ops.chunked_losses import CHUNK_ELEMENTS, FEWEST_POSITIONS, chunk_limits
@@ -214,22 +213,33 @@ class Outline(Tensor):
         if op is aten.index:
             args = (args[0], _by_place(args[1]))
         outer: dict[int, Any] = {}  # whose the meta tensors are
-
-        def inner(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                meta = value.meta if isinstance(value, Outline) else value.to("meta")
-                outer[id(meta)] = value
-                return meta
-            return torch.device("meta") if isinstance(value, torch.device) else value
-
-        def outside(value: Tensor) -> Tensor:  # an argument is itself
-            return outer[id(value)] if id(value) in outer else cls(value, op is aten.any)
-
-        args, kwargs = tree_map(inner, (args, kwargs or {}))
+        args = _inner(args, outer)
+        kwargs = {name: _inner(value, outer) for name, value in (kwargs or {}).items()}
         result = _places(args[0]) if op is aten.nonzero else func(*args, **kwargs)
         if Count.current is not None:
             Count.current.see(op, args, kwargs, result)
-        return tree_map_only(Tensor, outside, result)
+        return _outside(result, outer, op is aten.any)
+
+
+# No closures in `__torch_dispatch__`: one that calls itself holds its tensors until collected.
+def _inner(value: Any, outer: dict[int, Any]) -> Any:
+    """Return meta tensors for the tensors of an argument, and note whose they are."""
+    if isinstance(value, Tensor):
+        meta = value.meta if isinstance(value, Outline) else value.to("meta")
+        outer[id(meta)] = value
+        return meta
+    if isinstance(value, list | tuple):
+        return type(value)([_inner(part, outer) for part in value])
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _outside(value: Any, outer: dict[int, Any], rare: bool) -> Any:
+    """Return outlines for the meta tensors of a result; an argument is itself."""
+    if isinstance(value, Tensor):
+        return outer[id(value)] if id(value) in outer else Outline(value, rare)
+    if isinstance(value, list | tuple):
+        return type(value)([_outside(part, outer, rare) for part in value])
+    return value
 
 
 def _places(mask: Tensor) -> Tensor:
