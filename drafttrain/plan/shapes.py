@@ -14,7 +14,7 @@ from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.describe import describe
 from drafttrain.target.pretrained import hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
-from drafttrain.target.pretrained.inflate import plan_inflation
+from drafttrain.target.pretrained.inflate import inflated_width
 from drafttrain.target.pretrained.limits import check_sizes
 from drafttrain.target.pretrained.models import EMBEDDED
 
@@ -107,7 +107,7 @@ def inflated(config: ModelConfig, shape: Shape) -> Shape:
     if config.inflate is None:
         return shape
     settings = settings_of(config)
-    width = plan_inflation(config.inflate, settings, config.name, trust_code=False).new_width
+    width = inflated_width(config.inflate, settings, config.name, trust_code=False)
     settings.get_text_config(decoder=True).intermediate_size = width
     return counted(config, settings)
 
