@@ -231,7 +231,7 @@ def peak_rate(device: str, dtype: str) -> float:
 
 
 def plain_bytes(vocab: int, length: int, unroll: int) -> float:
-    """Roughly what the plain form holds: logits, laws and what autograd keeps of each depth."""
+    """Roughly what the plain form holds: logits, probabilities and autograd's part, by depth."""
     return 4.0 * length * (vocab * (3 + 4 * unroll) + HEADS * length * 4 * unroll)
 
 

@@ -38,11 +38,11 @@ DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
 # What to say after "interrupted", where nothing more is known.
 GOES_ON = {
-    "train": "; the same command with run.resume=true goes on",
-    "capture": "; the same command goes on where it stopped",
-    "regenerate": "; the same command goes on from what is answered",
-    "evaluate": "; the same command goes on from what it measured",
-    "tune": "; the same command goes on from what it measured",
+    "train": "; the same command with run.resume=true resumes",
+    "capture": "; the same command resumes where it stopped",
+    "regenerate": "; the same command resumes from what is answered",
+    "evaluate": "; the same command resumes from what it measured",
+    "tune": "; the same command resumes from what it measured",
 }
 OPTIONS = (
     *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),

@@ -33,10 +33,10 @@ from drafttrain.target.store.capture import capture as write_store
 
 
 def capture(config: CaptureConfig) -> None:
-    """Write what drafters read of the target to store.dir, once; go on where a capture stopped."""
+    """Write what drafters read of the target to store.dir, once; resume where a capture stopped."""
     ranks = join_ranks(choose_device(config.hardware))
-    ranks = replace(ranks, goes_on="the same command goes on where it stopped")
-    stop = StopRequest(": what is stored stays, and the same command goes on where it stopped")
+    ranks = replace(ranks, goes_on="the same command resumes where it stopped")
+    stop = StopRequest(": what is stored stays, and the same command resumes where it stopped")
     with stop.listening(), ranks.naming_a_loss():
         capture_until(stop, ranks, config)
 

@@ -84,7 +84,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
                 how, code = f"stopped by {stop.name}", 128 + signal.SIGTERM
                 if stop == signal.SIGINT:
                     how, code = "interrupted", 128 + stop
-                raise Stopped(f"{how}; the same command goes on with the sweep", code)
+                raise Stopped(f"{how}; the same command resumes the sweep", code)
     return _conclude(command, sweep, outcomes)
 
 

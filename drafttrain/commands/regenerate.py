@@ -35,7 +35,7 @@ from drafttrain.target.vllm.process import require_vllm
 
 def regenerate(config: RegenerateConfig) -> None:
     """Have the target answer prompts in its own words, and write conversations for data=jsonl."""
-    with StopRequest(": what is answered stays, and the same command goes on").listening() as stop:
+    with StopRequest(": what is answered stays, and the same command resumes").listening() as stop:
         regenerate_until(stop, config)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 PerRow = Float[Tensor, " batch"]
-Laws = Float[Tensor, "batch vocab"]
+Probs = Float[Tensor, "batch vocab"]
 
 
 class Purpose(IntEnum):
@@ -41,9 +41,9 @@ class Chance(Protocol):
         """Say yes with the given probability: never at 0, always at 1."""
 
     def choose(
-        self, probs: Laws, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
-        """Choose an id by the given law; an id of probability 0 is never chosen."""
+        """Choose an id by the given distribution; an id of probability 0 is never chosen."""
 
 
 class SeededChance:
@@ -73,7 +73,7 @@ class SeededChance:
         return (uniforms < probability.double().cpu()).to(probability.device)
 
     def choose(
-        self, probs: Laws, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
         """Choose by the inverse of the distribution function, in float64."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)

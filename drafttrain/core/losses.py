@@ -2,9 +2,9 @@
 
 Logits of a position are compared in float32 (float64 where they are), whatever the compute dtype.
 Every term sees one position at a time, so positions may be computed in chunks. `target_probs` is
-the target's law, a constant: no gradient reaches it. Zero probabilities count as the limit says
-(0 log 0 = 0), also where a logit is -inf; an infinite divergence has a finite gradient. A NaN stays
-one, so that training sees it.
+the target's distribution, a constant: no gradient reaches it. Zero probabilities count as the limit
+says (0 log 0 = 0), also where a logit is -inf; an infinite divergence has a finite gradient. A NaN
+stays one, so that training sees it.
 """
 
 import difflib
@@ -53,8 +53,8 @@ def reverse_kl(logits: Rows, target_probs: Rows) -> PerPosition:
     """Return KL(draft || target) = sum draft_probs * log(draft_probs / target_probs), in nats.
 
     DistillSpec's RKL (Zhou et al., 2023, arXiv:2310.08461). A target probability below the smallest
-    normal number counts as that number: a softmax underflows to zero where the law is merely small,
-    and the divergence would be infinite at most positions of a sharp target.
+    normal number counts as that number: a softmax underflows to zero where the distribution is
+    merely small, and the divergence would be infinite at most positions of a sharp target.
     """
     log_probs = _log_probs(logits)
     return (log_probs.exp() * (_finite(log_probs) - _log_floored(target_probs))).sum(-1)
@@ -87,8 +87,8 @@ def total_variation(logits: Rows, target_probs: Rows) -> PerPosition:
 def rejection(logits: Rows, target_probs: Rows) -> PerPosition:
     """Return 1 - sum min(target_probs, draft_probs): how likely a drafted token is rejected.
 
-    Total variation, but of a law that may sum to less than 1: the rest is of tokens that the
-    drafter cannot draft.
+    Total variation, but of a distribution that may sum to less than 1: the rest is of tokens that
+    the drafter cannot draft.
     """
     return 1 - torch.minimum(target_probs, _wide(logits).softmax(-1)).sum(-1)
 
@@ -96,9 +96,10 @@ def rejection(logits: Rows, target_probs: Rows) -> PerPosition:
 def lk_hybrid(logits: Rows, target_probs: Rows, eta: float) -> PerPosition:
     """Return w KL(target || draft) + (1 - w) TV with w = exp(-eta * alpha), alpha = 1 - TV.
 
-    The adaptive hybrid of LK losses (arXiv:2602.23881): KL where the laws hardly overlap and TV's
-    gradient vanishes, TV where they do. As vLLM's speculators has it (`lk_hybrid`), each position
-    has its own w, of its own alpha, and no gradient flows through w. eta = 0 is forward KL.
+    The adaptive hybrid of LK losses (arXiv:2602.23881): KL where the distributions hardly overlap
+    and TV's gradient vanishes, TV where they do. As vLLM's speculators has it (`lk_hybrid`), each
+    position has its own w, of its own alpha, and no gradient flows through w. eta = 0 is forward
+    KL.
     """
     distance = total_variation(logits, target_probs)
     weight = torch.exp(-eta * (1 - distance.detach()))
@@ -144,7 +145,8 @@ COMPARISONS: dict[str, Callable[..., PerPosition]] = {
 }
 DISTRIBUTION_LOSSES = tuple(name for name in COMPARISONS if name != "rejection")
 TOKEN_LOSSES = (*DISTRIBUTION_LOSSES, "hard_cross_entropy")
-# What validation measures, alone: it meets the target's law over the target's whole vocabulary.
+# What validation measures, alone: it meets the target's distribution over the target's whole
+# vocabulary.
 REJECTION = {"rejection": 1.0}
 
 
@@ -153,7 +155,8 @@ class TokenLossConfig:
     """What a trainable drafter is told of its loss on tokens: a part of its configuration.
 
     losses: weight by name; a position's loss is the weighted sum. jsd_beta: weight of the target's
-    law in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` leaves KL for total variation.
+    distribution in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` leaves KL for total
+    variation.
     """
 
     losses: dict[str, float]
@@ -178,12 +181,12 @@ class TokenLossConfig:
 
     @property
     def needs_target_probs(self) -> bool:
-        """Whether any of the losses compares laws, rather than reading the text alone."""
+        """Whether any of the losses compares distributions, rather than reading the text alone."""
         return self.of_rejection or any(self.losses.get(name) for name in DISTRIBUTION_LOSSES)
 
     @property
     def of_rejection(self) -> bool:
-        """Whether the loss is the rejection of drafts: the target's law is then not renormalised.
+        """Whether the loss is the rejection of drafts, for which nothing is renormalised.
 
         Tokens that a reduced vocabulary lacks keep their probability, and no position is left out.
         """
@@ -213,7 +216,7 @@ class TokenLossConfig:
         """
         ((name, weight), *others) = [item for item in self.losses.items() if item[1]]
         if not others and name == "soft_cross_entropy":
-            assert target_probs is not None, f"{name} compares with the target's law"
+            assert target_probs is not None, f"{name} compares with the target's distribution"
             log_probs = logits.log_softmax(-1)
             loss = -(target_probs * log_probs).sum(-1)
             odd = ~loss.isfinite()
@@ -241,6 +244,6 @@ class TokenLossConfig:
     ) -> PerPosition:
         if name == "hard_cross_entropy":
             return hard_cross_entropy(logits, labels)
-        assert target_probs is not None, f"{name} compares with the target's law"
+        assert target_probs is not None, f"{name} compares with the target's distribution"
         settings = {"jsd": [self.jsd_beta], "lk_hybrid": [self.lk_eta]}
         return COMPARISONS[name](logits, target_probs, *settings.get(name, []))

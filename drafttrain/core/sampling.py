@@ -16,7 +16,7 @@ from drafttrain.core.sampling_config import Sampling
 def probabilities(
     logits: Float[Tensor, "*shape vocab"], sampling: Sampling
 ) -> Float[Tensor, "*shape vocab"]:
-    """Return the law that tokens are drawn from: temperature, then top-k, then top-p.
+    """Return the distribution that tokens are drawn from: temperature, then top-k, then top-p.
 
     Computed in float32, or in float64 where the logits are. Ties at temperature 0 go to the lowest
     id, as argmax does on CPU. top-p keeps the smallest set of most likely tokens whose mass reaches

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from drafttrain.runtime.settings import require
 
-SMALLEST_TEMPERATURE = 1e-4  # logits divided by less overflow float32, and laws become NaN
+SMALLEST_TEMPERATURE = 1e-4  # logits divided by less overflow float32, and distributions become NaN
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law is a point mass on the first of the largest logits."""
+        """Whether the distribution is a point mass on the first of the largest logits."""
         return self.temperature == 0
 
 

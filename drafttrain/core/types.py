@@ -148,9 +148,10 @@ def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
 class Proposal:
     """What the drafter offers for verification: a chain of tokens after the last committed one.
 
-    Rows are padded to the longest; num_nodes counts the real ones. `draft_probs[:, j]` is the law
-    that token j was *really* drawn from (after temperature, top-k and top-p, over target ids, in
-    the precision of the draw); None: all were chosen deterministically, which is a point mass.
+    Rows are padded to the longest; num_nodes counts the real ones. `draft_probs[:, j]` is the
+    distribution that token j was *really* drawn from (after temperature, top-k and top-p, over
+    target ids, in the precision of the draw); None: all were chosen deterministically, which is a
+    point mass.
     """
 
     tokens: Int[Tensor, "batch node"]

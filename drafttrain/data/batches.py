@@ -124,7 +124,7 @@ class Batches:
 
 def _lost(must: str, got: object) -> ValueError:
     return ValueError(
-        f"a checkpoint must say where in the data it was: {must}, got {got}; go on from another, "
+        f"a checkpoint must say where in the data it was: {must}, got {got}; resume from another, "
         "or start anew"
     )
 

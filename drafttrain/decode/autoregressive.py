@@ -38,8 +38,7 @@ def emit(
     """Choose the next token of each row from the target's logits."""
     if sampling.greedy:
         return logits.argmax(-1)
-    law = probabilities(logits, sampling)
-    return chance.choose(law, rows, starts, draw_of(0, Purpose.EMIT))
+    return chance.choose(probabilities(logits, sampling), rows, starts, draw_of(0, Purpose.EMIT))
 
 
 def autoregressive_decode(
@@ -78,15 +77,15 @@ def autoregressive_decode_batch(
     token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     new = token.tolist()
     before = now()
-    charge(batch.going, prefill_s=before - started)
+    charge(batch.active, prefill_s=before - started)
     while True:
-        going = batch.going
-        _, staying = batch.commit([[value] for value in new], stops)
-        if not staying:
+        active = batch.active
+        _, kept = batch.commit([[value] for value in new], stops)
+        if not kept:
             break
-        if len(staying) < len(going):
-            target.select(cache, staying)
-            token = token[staying]
+        if len(kept) < len(active):
+            target.select(cache, kept)
+            token = token[kept]
         stepping = now()
         logits, _ = target.step(cache, token[:, None])
         stepped = now()
@@ -94,8 +93,8 @@ def autoregressive_decode_batch(
         new = token.tolist()
         after = now()
         step_s = stepped - stepping
-        charge(batch.going, verify_s=step_s, other_s=after - before - step_s)
-        for row in batch.going:
+        charge(batch.active, verify_s=step_s, other_s=after - before - step_s)
+        for row in batch.active:
             row.stats.num_target_passes += 1
         before = after
     return batch.decoded()

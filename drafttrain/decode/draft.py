@@ -21,16 +21,16 @@ def draft_chain(
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Proposal:
-    """Draft `depth` tokens in a row, each greedily or from the drafter's law under `sampling`.
+    """Draft `depth` tokens in a row, greedily or from the drafter's distribution under `sampling`.
 
-    The recorded draft_probs are the law that the token was drawn from, after temperature, top-k
-    and top-p, over target ids; greedy drafts record none.
+    The recorded draft_probs are the distribution that the token was drawn from, after temperature,
+    top-k and top-p, over target ids; greedy drafts record none.
     """
     whole = drafter.propose(state, depth)
     if whole is not None:
         return whole
     token: Tensor | None = None
-    tokens, laws = [], []
+    tokens, draft_probs = [], []
     for level in range(depth):
         logits = drafter.expand(state, token)
         if sampling.greedy:
@@ -38,12 +38,12 @@ def draft_chain(
             if drafter.vocab is not None:
                 token = drafter.vocab.target_ids[token]
         else:
-            law = probabilities(logits, sampling)
+            probs = probabilities(logits, sampling)
             if drafter.vocab is not None:
-                law = drafter.vocab.scatter(law)
-            token = chance.choose(law, rows, starts, draw_of(level, Purpose.DRAFT))
-            laws.append(law)
+                probs = drafter.vocab.scatter(probs)
+            token = chance.choose(probs, rows, starts, draw_of(level, Purpose.DRAFT))
+            draft_probs.append(probs)
         tokens.append(token)
     drafted = torch.stack(tokens, dim=1)
     num_nodes = torch.full((len(drafted),), depth)
-    return Proposal(drafted, num_nodes, torch.stack(laws, dim=1) if laws else None)
+    return Proposal(drafted, num_nodes, torch.stack(draft_probs, dim=1) if draft_probs else None)

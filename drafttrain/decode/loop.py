@@ -22,19 +22,19 @@ from drafttrain.target.model import Target
 
 @dataclass(frozen=True)
 class Cycle:
-    """One verification, for those who audit the loop. Law j of `logits` follows node j - 1."""
+    """One verification, for those who audit the loop. Row j of `logits` follows node j - 1."""
 
     rows: Sequence[int]
     starts: Sequence[int]
     proposal: Proposal
-    logits: Float[Tensor, "batch laws vocab"]
+    logits: Float[Tensor, "batch positions vocab"]
     verdict: Verdict
 
 
 def verify(
     rule: Rule,
     proposal: Proposal,
-    logits: Float[Tensor, "batch laws vocab"],
+    logits: Float[Tensor, "batch positions vocab"],
     sampling: Sampling,
     chance: Chance,
     rows: Sequence[int],
@@ -47,11 +47,11 @@ def verify(
 
 
 def is_lossless(rule: Rule, sampling: Sampling) -> bool:
-    """Whether the output's law is the target's: at temperature 0 every rule matches greedily."""
+    """Whether the output has the target's distribution; at temperature 0 every rule is greedy."""
     return rule.lossless or sampling.greedy
 
 
-def rule_of(sampling: Sampling, rule: Rule = LOSSLESS) -> str:
+def describe_rule(sampling: Sampling, rule: Rule = LOSSLESS) -> str:
     """Name the acceptance rule for reports."""
     if sampling.greedy:
         return "greedy match (lossless)"
@@ -86,12 +86,13 @@ def speculative_decode_batch(
     rule: Rule = LOSSLESS,
     record: Callable[[Cycle], None] | None = None,
 ) -> list[Decoded]:
-    """Decode prompts with a drafter, together; under a lossless rule the law is the plain loop's.
+    """Decode prompts with a drafter, together; a lossless rule keeps the plain loop's distribution.
 
-    depth: drafted tokens per cycle. draft_sampling: how the drafter's logits become the law that
-    drafts are drawn from (None: as the target's). Each output ends where the plain loop's would,
-    also inside an accepted run; counters are kept trimmed there and untrimmed. A cycle in which a
-    row is offered nothing is a plain step for it and no draft. record: told of every verification.
+    depth: drafted tokens per cycle. draft_sampling: how the drafter's logits become the
+    distribution that drafts are drawn from (None: as the target's). Each output ends where the
+    plain loop's would, also inside an accepted run; counters are kept trimmed there and untrimmed.
+    A cycle in which a row is offered nothing is a plain step for it and no draft. record: told of
+    every verification.
     """
     check_depth(drafter, depth)
     capacity = check_room(target, prompts, max_new_tokens, depth)
@@ -102,25 +103,27 @@ def speculative_decode_batch(
     cache = target.begin()
     tokens, counts = padded_rows(prompts, target.device)
     logits, features = target.step(cache, tokens, drafter.captures, counts, last_only=True)
-    root = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
+    last_token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     state = drafter.begin(target.readout, tokens[:, 0], capacity)
-    following = torch.cat([tokens[:, 1:], root[:, None]], dim=1)
-    following.scatter_(1, torch.tensor(counts, device=root.device)[:, None] - 1, root[:, None])
+    following = torch.cat([tokens[:, 1:], last_token[:, None]], dim=1)
+    following.scatter_(
+        1, torch.tensor(counts, device=last_token.device)[:, None] - 1, last_token[:, None]
+    )
     drafter.observe(state, following, counts, features)
-    going = batch.going
-    _, staying = batch.commit([[token] for token in root.tolist()], stops)
-    if staying and len(staying) < len(going):
-        target.select(cache, staying)
-        drafter.select(state, staying)
-        root = root[staying]
+    active = batch.active
+    _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
+    if kept and len(kept) < len(active):
+        target.select(cache, kept)
+        drafter.select(state, kept)
+        last_token = last_token[kept]
     before = now()
-    charge(going, prefill_s=before - started)
-    while batch.going:
-        going, names, starts = batch.going, batch.names, batch.starts
+    charge(active, prefill_s=before - started)
+    while batch.active:
+        active, names, starts = batch.active, batch.names, batch.starts
         lengths = cache.lengths
         proposal = draft_chain(drafter, state, depth, draft_sampling, chance, names, starts)
         t_verify = now()
-        drafted = torch.cat([root[:, None], proposal.tokens], dim=1)
+        drafted = torch.cat([last_token[:, None], proposal.tokens], dim=1)
         logits, features = target.step(cache, drafted, drafter.captures)
         verdict = verify(rule, proposal, logits, sampling, chance, names, starts)
         accepted = verdict.num_accepted.tolist()
@@ -129,30 +132,30 @@ def speculative_decode_batch(
             record(Cycle(names, starts, proposal, logits, verdict))
         counts = [number + 1 for number in accepted]
         target.rollback(cache, [n + count for n, count in zip(lengths, counts, strict=True)])
-        root, longest = verdict.bonus, max(counts)
-        committed = torch.cat([proposal.tokens, root[:, None]], dim=1)[:, :longest]
-        committed.scatter_(1, verdict.num_accepted[:, None], root[:, None])
+        last_token, longest = verdict.bonus, max(counts)
+        committed = torch.cat([proposal.tokens, last_token[:, None]], dim=1)[:, :longest]
+        committed.scatter_(1, verdict.num_accepted[:, None], last_token[:, None])
         new = [row[:count] for row, count in zip(committed.tolist(), counts, strict=True)]
-        kept, staying = batch.commit(new, stops)
+        num_kept, kept = batch.commit(new, stops)
         for row, nodes, taken, count in zip(
-            going, proposal.num_nodes.tolist(), accepted, kept, strict=True
+            active, proposal.num_nodes.tolist(), accepted, num_kept, strict=True
         ):
             _count(row, nodes, taken, count)
         t_observe = now()
-        if staying:
+        if kept:
             features = features.slice(0, longest)
-            if len(staying) < len(going):
-                target.select(cache, staying)
-                drafter.select(state, staying)
-                features, committed = features.rows(staying), committed[staying]
-                root = root[staying]
-                counts = [counts[place] for place in staying]
+            if len(kept) < len(active):
+                target.select(cache, kept)
+                drafter.select(state, kept)
+                features, committed = features.rows(kept), committed[kept]
+                last_token = last_token[kept]
+                counts = [counts[place] for place in kept]
             drafter.observe(state, committed, counts, features)
         after = now()
         draft_s = (t_verify - before) + (after - t_observe)
         verify_s = t_commit - t_verify
         other_s = after - before - draft_s - verify_s
-        charge(going, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
+        charge(active, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
         before = after
     return batch.decoded()
 
@@ -165,14 +168,16 @@ def check_depth(drafter: Drafter, depth: int) -> None:
         raise ValueError(f"depth must be {limit} for drafter={drafter.config.name}, got {depth}")
 
 
-def _count(row: Row, num_nodes: int, num_accepted: int, kept: int) -> None:
+def _count(row: Row, num_nodes: int, num_accepted: int, num_kept: int) -> None:
     stats = row.stats
     stats.num_target_passes += 1
     if num_nodes == 0:
-        stats.cycles.append((len(row.output) - kept, 0, 0))
+        stats.cycles.append((len(row.output) - num_kept, 0, 0))
         return
     stats.untrimmed.add(num_nodes, num_accepted)
     # Where the bonus reached the output nothing was cut.
-    drafted, accepted = (num_nodes, num_accepted) if kept > num_accepted else (kept, kept)
+    drafted, accepted = (
+        (num_nodes, num_accepted) if num_kept > num_accepted else (num_kept, num_kept)
+    )
     stats.trimmed.add(drafted, accepted)
-    stats.cycles.append((len(row.output) - kept, drafted, accepted))
+    stats.cycles.append((len(row.output) - num_kept, drafted, accepted))

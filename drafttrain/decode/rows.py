@@ -48,38 +48,38 @@ class Row:
 
 
 class Rows:
-    """All rows of a batch, and those still going."""
+    """All rows of a batch, and those still active."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], names: Sequence[int]) -> None:
         self.all = [
             Row(name, len(prompt)) for name, prompt in zip(names, prompts, strict=True)
         ]  # fmt: skip
-        self.going = list(self.all)
+        self.active = list(self.all)
 
     @property
     def names(self) -> list[int]:
-        """The names of the rows still going."""
-        return [row.name for row in self.going]
+        """The names of the active rows."""
+        return [row.name for row in self.active]
 
     @property
     def starts(self) -> list[int]:
-        """How many tokens each row going has committed, prompt included."""
-        return [row.num_prompt_tokens + len(row.output) for row in self.going]
+        """How many tokens each active row has committed, prompt included."""
+        return [row.num_prompt_tokens + len(row.output) for row in self.active]
 
     def commit(self, new: Sequence[Sequence[int]], stops: Stops) -> tuple[list[int], list[int]]:
-        """Take in each row's new tokens; return how many were kept, and which places stay.
+        """Take in each row's new tokens; return how many were kept, and the kept rows' places.
 
-        The rows of the other places have ended and leave.
+        The other rows have ended.
         """
-        kept, staying = [], []
-        for place, (row, tokens) in enumerate(zip(self.going, new, strict=True)):
+        num_kept, kept = [], []
+        for place, (row, tokens) in enumerate(zip(self.active, new, strict=True)):
             count, ended = stops.cut(row.output, tokens)
             row.output.extend(tokens[:count])
-            kept.append(count)
+            num_kept.append(count)
             if not ended:
-                staying.append(place)
-        self.going = [self.going[place] for place in staying]
-        return kept, staying
+                kept.append(place)
+        self.active = [self.active[place] for place in kept]
+        return num_kept, kept
 
     def decoded(self) -> list[Decoded]:
         """Return every row's output, in the order the prompts came."""

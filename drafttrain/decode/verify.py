@@ -1,7 +1,7 @@
 """Acceptance rules: pure functions of probabilities; all chance comes in as an argument.
 
-Row j of a chain's target laws is the law of the token after j drafted tokens: row 0 follows the
-root, row `depth` is the bonus after full acceptance.
+Row j of a chain's target distributions is the distribution of the token after j drafted tokens: row
+0 follows the last committed token, row `depth` is the bonus after full acceptance.
 """
 
 from abc import ABC, abstractmethod
@@ -15,27 +15,28 @@ from torch import Tensor
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.types import Proposal, Verdict
 
-Laws = Float[Tensor, "batch vocab"]
+Probs = Float[Tensor, "batch vocab"]
 Tokens = Int[Tensor, "batch tokens"]
 PerToken = Float[Tensor, "batch tokens"]
 
 
 class Rule(ABC):
-    """How a drafted token is accepted, and which law follows a rejection; a chain of such steps.
+    """How a drafted token is accepted, and which distribution follows a rejection.
 
-    A rule is lossless if `one_step_law` is the target's law for every drafter's law.
+    A rule is lossless if `one_step_distribution` is the target's distribution for every drafter's
+    distribution.
     """
 
     name: str
     lossless: bool
 
     @abstractmethod
-    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
+    def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
         """Return the probability of accepting each token, were it the one drafted."""
 
     @abstractmethod
-    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
-        """Return the law of the token that follows a rejection."""
+    def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
+        """Return the distribution of the token that follows a rejection."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,18 @@ class Rejection(Rule):
     """Rejection sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023). Lossless.
 
     Token x drawn from draft_probs is accepted with probability min(1, target_probs[x] /
-    draft_probs[x]); after a rejection the target's law less the drafter's, normalised, gives the
-    corrected token. Exact for any draft_probs that the tokens were really drawn from.
+    draft_probs[x]); after a rejection the target's distribution less the drafter's, normalised,
+    gives the corrected token. Exact for any draft_probs that the tokens were really drawn from.
     """
 
     name = "rejection sampling"
     lossless = True
 
-    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
+    def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
         """Return min(1, target/draft); 0 where the target never says the token."""
         return _ratio(target_probs.gather(1, token), draft_probs.gather(1, token))
 
-    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
+    def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
         return residual(target_probs, draft_probs)
 
 
@@ -63,7 +64,7 @@ class Typical(Rule):
     """Typical acceptance (Medusa, Cai et al., 2024, section 2.3.1). NOT lossless above T = 0.
 
     A token is accepted, always, where the target's probability of it exceeds min(epsilon, delta *
-    exp(-entropy)); after a rejection the target's own law gives the next token.
+    exp(-entropy)); after a rejection the target's own distribution gives the next token.
     """
 
     epsilon: float
@@ -71,12 +72,12 @@ class Typical(Rule):
     name = "typical acceptance"
     lossless = False
 
-    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
+    def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
         entropy = torch.special.entr(target_probs).sum(-1, keepdim=True)
         threshold = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
         return (target_probs.gather(1, token) > threshold).to(target_probs.dtype)
 
-    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
+    def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
         return target_probs
 
 
@@ -92,20 +93,21 @@ class Lenience(Rule):
     name = "lenience"
     lossless = False
 
-    def acceptance(self, target_probs: Laws, draft_probs: Laws, token: Tokens) -> PerToken:
+    def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
         return _ratio(target_probs.gather(1, token), self.lenience * draft_probs.gather(1, token))
 
-    def correction(self, target_probs: Laws, draft_probs: Laws) -> Laws:
+    def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
         return residual(target_probs, self.lenience * draft_probs)
 
 
 LOSSLESS = Rejection()
 
 
-def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch laws"]) -> Verdict:
+def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch positions"]) -> Verdict:
     """Accept the longest prefix of the chain that the target's own choices spell. Lossless.
 
-    choices: the target's argmax of each law; they are the law itself at temperature 0.
+    choices: the target's argmax of each distribution; they are the distribution itself at
+    temperature 0.
     """
     depth = proposal.tokens.shape[1]
     agree = proposal.tokens == choices[:, :depth]
@@ -120,51 +122,51 @@ def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch laws"]) -> Ver
 def verify_chain(
     rule: Rule,
     proposal: Proposal,
-    target_probs: Float[Tensor, "batch laws vocab"],
+    target_probs: Float[Tensor, "batch positions vocab"],
     chance: Chance,
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Verdict:
-    """Accept a chain token by token under a rule; after full acceptance the next law gives a bonus.
+    """Accept a chain token by token under a rule; after full acceptance comes a bonus token.
 
     A token that was chosen deterministically was drawn from a point mass.
     """
     batch, depth = proposal.tokens.shape
     device = proposal.tokens.device
-    going = torch.ones(batch, dtype=torch.bool, device=device)
+    active = torch.ones(batch, dtype=torch.bool, device=device)
     num_accepted = torch.zeros(batch, dtype=torch.long, device=device)
-    emit = target_probs[:, 0].clone()  # the law of the token that ends the cycle, per row
+    emit = target_probs[:, 0].clone()  # the distribution of the token that ends the cycle, per row
     num_nodes = proposal.num_nodes.to(device)
     for node in range(depth):
-        going &= node < num_nodes
+        active &= node < num_nodes
         token = proposal.tokens[:, node : node + 1]
-        law, drawn_from = target_probs[:, node], drawn_law(proposal, node, target_probs)
-        accept_probability = rule.acceptance(law, drawn_from, token).squeeze(1)
+        probs, drawn_from = target_probs[:, node], drawn_distribution(proposal, node, target_probs)
+        accept_probability = rule.acceptance(probs, drawn_from, token).squeeze(1)
         accepted = chance.accept(accept_probability, rows, starts, draw_of(node, Purpose.ACCEPT))
-        accepted &= going
-        rejected = going & ~accepted
-        emit = torch.where(rejected[:, None], rule.correction(law, drawn_from), emit)
+        accepted &= active
+        rejected = active & ~accepted
+        emit = torch.where(rejected[:, None], rule.correction(probs, drawn_from), emit)
         emit = torch.where(accepted[:, None], target_probs[:, node + 1], emit)
         num_accepted += accepted
-        going = accepted
-        if not bool(going.any()):
+        active = accepted
+        if not bool(active.any()):
             break
     bonus = chance.choose(emit, rows, starts, draw_of(0, Purpose.EMIT))
     return Verdict(num_accepted, bonus)
 
 
-def drawn_law(
-    proposal: Proposal, node: int, target_probs: Float[Tensor, "batch laws vocab"]
-) -> Laws:
-    """Return the law that a node was drawn from, in the dtype of the target's laws."""
+def drawn_distribution(
+    proposal: Proposal, node: int, target_probs: Float[Tensor, "batch positions vocab"]
+) -> Probs:
+    """Return the distribution that a node was drawn from, in the dtype of the target's."""
     if proposal.draft_probs is not None:
         return proposal.draft_probs[:, node].to(target_probs.dtype)
-    law = torch.zeros_like(target_probs[:, node])
-    return law.scatter_(1, proposal.tokens[:, node : node + 1], 1.0)
+    point = torch.zeros_like(target_probs[:, node])
+    return point.scatter_(1, proposal.tokens[:, node : node + 1], 1.0)
 
 
-def one_step_law(rule: Rule, target_probs: Laws, draft_probs: Laws) -> Laws:
-    """Return the law of the first token that a cycle emits, over the drafter's chance too.
+def one_step_distribution(rule: Rule, target_probs: Probs, draft_probs: Probs) -> Probs:
+    """Return the distribution of the first token that a cycle emits, over the drafter's chance too.
 
     In closed form: draft * acceptance + (1 - sum of that) * correction. For a lossless rule it is
     target_probs, up to rounding; otherwise its distance from it is what the rule costs.
@@ -177,11 +179,11 @@ def one_step_law(rule: Rule, target_probs: Laws, draft_probs: Laws) -> Laws:
     return accepted + rejected * rule.correction(target_probs, draft_probs)
 
 
-def residual(target_probs: Laws, draft_probs: Laws) -> Laws:
-    """Return the law after a rejection: max(0, target - draft), normalised.
+def residual(target_probs: Probs, draft_probs: Probs) -> Probs:
+    """Return the distribution after a rejection: max(0, target - draft), normalised.
 
-    Where nothing is left (both laws equal up to rounding) a rejection had probability zero up to
-    rounding too, and the target's law stands in.
+    Where nothing is left (both distributions equal up to rounding) a rejection had probability zero
+    up to rounding too, and the target's distribution stands in.
     """
     left = (target_probs - draft_probs).clamp(min=0)
     mass = left.sum(-1, keepdim=True)

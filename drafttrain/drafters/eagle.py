@@ -9,7 +9,12 @@ from torch import Tensor, nn
 
 from drafttrain.core import losses
 from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.chunked_losses import (
+    OutputHead,
+    TargetProbs,
+    chunked_losses,
+    loss_terms,
+)
 from drafttrain.core.ops.layer_calls import call_layer, dtype_of
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
@@ -109,9 +114,12 @@ class Eagle(LayerDrafter):
         predicted = predicted[rows, ahead - 2]
         truth = features.final_hidden[rows, ahead - 1]
         place = torch.arange(len(rows), device=rows.device)
-        law, heads = TargetLaw(readout, truth, place, None), [OutputHead.of(readout)]
+        target_probs, heads = (
+            TargetProbs(readout, truth, place, None),
+            [OutputHead.of(readout)],
+        )
         labels = batch.tokens[rows, ahead]
-        sums = chunked_losses(config, [1.0], heads, [predicted], place[None], labels, law)
+        sums = chunked_losses(config, [1.0], heads, [predicted], place[None], labels, target_probs)
         (token,) = loss_terms([1.0], sums)
         regression = losses.feature_regression(predicted, truth).sum()
         return {

@@ -13,7 +13,7 @@ from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.chunked_losses import (
     OutputHead,
     Sums,
-    TargetLaw,
+    TargetProbs,
     chunked_losses,
     loss_terms,
 )
@@ -141,8 +141,9 @@ class Eagle3(LayerDrafter):
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
 
-        The target's law is renormalised over the draft vocabulary; positions whose most likely
-        token lies outside contribute zero and are counted. A hard label outside contributes zero.
+        The target's distribution is renormalised over the draft vocabulary; positions whose most
+        likely token lies outside contribute zero and are counted. A hard label outside contributes
+        zero.
         """
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
         hidden = self.read(features, length)
@@ -204,12 +205,14 @@ class Eagle3(LayerDrafter):
             labels = self.vocab.draft_ids[labels]
         predicting = rows * batch.tokens.shape[1] + ahead - 1
         final = features.final_hidden.flatten(0, 1)
-        law = TargetLaw(features.readout, final, predicting, self.vocab)
+        target_probs = TargetProbs(features.readout, final, predicting, self.vocab)
         weights = [self.config.depth_decay**depth for depth in range(len(states))]
 
         def compare(states: list[Tensor]) -> Sums:
             head = OutputHead(self.lm_head.weight)
-            return chunked_losses(self.config, weights, [head], states, places, labels, law)
+            return chunked_losses(
+                self.config, weights, [head], states, places, labels, target_probs
+            )
 
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
         return dict(zip(self.depth_terms, terms, strict=True))

@@ -13,7 +13,7 @@ from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.chunked_losses import (
     OutputHead,
     Sums,
-    TargetLaw,
+    TargetProbs,
     chunked_losses,
     loss_terms,
 )
@@ -132,7 +132,8 @@ class Medusa(Drafter[MedusaState]):
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
 
-        Laws are compared at the position before the token: head k at t meets the target's at t+1+k.
+        Distributions are compared at the position before the token: head k at t meets the target's
+        at t+1+k.
         """
         assert self.vocab is None, "heads are trained over the whole vocabulary"
         config = self.config
@@ -146,10 +147,12 @@ class Medusa(Drafter[MedusaState]):
             for block, at in zip(self.blocks, reads, strict=True)
         ]
         places = torch.arange(len(rows), device=rows.device).where(known, -1)
-        law = None
+        target_probs = None
         if config.needs_target_probs:
             flat = rows * batch.tokens.shape[1] + ahead - 1
-            law = TargetLaw(features.readout, features.final_hidden.flatten(0, 1), flat, None)
+            target_probs = TargetProbs(
+                features.readout, features.final_hidden.flatten(0, 1), flat, None
+            )
         weights = [config.head_decay**k for k in range(config.num_heads)]
         labels = batch.tokens[rows, ahead]
 
@@ -157,7 +160,7 @@ class Medusa(Drafter[MedusaState]):
             matrices = [head.get_parameter("weight") for head in self.lm_heads]
             heads = [OutputHead(matrix, scale=config.logit_scale) for matrix in matrices]
             return chunked_losses(
-                config, weights, heads, states, places, labels, law, against_text=True
+                config, weights, heads, states, places, labels, target_probs, against_text=True
             )
 
         terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import layer_calls
-from drafttrain.core.ops.chunked_losses import Sums, TargetLaw, chunked_losses, loss_terms
+from drafttrain.core.ops.chunked_losses import Sums, TargetProbs, chunked_losses, loss_terms
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import LentLinear, document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import additive
@@ -123,7 +123,7 @@ class SmallLM(CausalDrafter):
     """A causal language model of the target's vocabulary, trained to say what the target says."""
 
     about = About("A distilled", "2310.08461")
-    reach = 1  # of the target it reads the law of each trained token, which stands one before it
+    reach = 1  # the target's distribution of a trained token stands one position before it
     depth_terms = ("depth_1",)  # training shows it one depth
 
     def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
@@ -220,14 +220,18 @@ class SmallLM(CausalDrafter):
                     own.weight.copy_(image * (own.weight.std() / image.std()))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """The losses of the next token at every trained position against the target's law."""
+        """The losses of every trained position's next token against the target's distribution."""
         rows, ahead = positions_to_predict(batch, 1)
         places = rows * batch.tokens.shape[1] + ahead - 1
-        law = TargetLaw(features.readout, features.final_hidden.flatten(0, 1), places, None)
+        target_probs = TargetProbs(
+            features.readout, features.final_hidden.flatten(0, 1), places, None
+        )
 
         def compare(states: list[Tensor]) -> Sums:
             labels, heads = batch.tokens[rows, ahead], [self.output_head()]
-            return chunked_losses(self.config, [1.0], heads, states, places[None], labels, law)
+            return chunked_losses(
+                self.config, [1.0], heads, states, places[None], labels, target_probs
+            )
 
         states = [self._hidden(batch).flatten(0, 1)]
         (term,) = loss_terms([1.0], within_calls([self._head[0]], states, compare))

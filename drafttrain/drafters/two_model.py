@@ -77,8 +77,8 @@ class TwoModel(CausalDrafter):
     """A model as it is. Lossless whatever its vocabulary: drafts are drawn from what is shared.
 
     vocabulary `same`: every id must be the same token for both. `intersection`: only shared tokens
-    are drafted, from the model's law renormalised over them (TLI); target tokens that it lacks are
-    read as its own encoding of their text.
+    are drafted, from the model's distribution renormalised over them (TLI); target tokens that it
+    lacks are read as its own encoding of their text.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Decoded
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
-from drafttrain.decode.verify import Rule, drawn_law, one_step_law
+from drafttrain.decode.verify import Rule, drawn_distribution, one_step_distribution
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
@@ -26,7 +26,7 @@ from drafttrain.target.model import Target
 
 COMPARED_IDS = 256
 SAME_LOGITS = 1e-3  # of the largest logit; float32 leaves 1e-6, a wrong position 1e-1
-EXACT_LAW = 1e-4  # total variation; float32 sums over large vocabularies leave 1e-6
+EXACT = 1e-4  # total variation; float32 sums over large vocabularies leave 1e-6
 SMALLEST_P = 1e-3  # a correct loop fails the test of uniformity once in a thousand certificates
 SAMPLED_AT = 1.0  # the temperature of the sampled checks where the evaluation itself is greedy
 PASS_WIDTHS = (1, 2, 3, 5, 8)
@@ -36,19 +36,19 @@ Prompts = Sequence[tuple[str, list[int]]]  # id, tokens
 
 
 class Audit:
-    """What the recorded cycles of one sampled decoding say of its law."""
+    """What the recorded cycles of one sampled decoding say of its distribution."""
 
     def __init__(self, rule: Rule, sampling: Sampling, vocab_size: int) -> None:
         self.rule, self.sampling = rule, sampling
-        self.distances: list[float] = []  # total variation, one per law visited
+        self.distances: list[float] = []  # total variation, one per distribution visited
         # Logits of some ids at every position of every row: all of them would fill the memory.
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randperm(vocab_size, generator=generator)[:COMPARED_IDS]
         self.logits: dict[int, dict[int, Tensor]] = {}
 
     def __call__(self, cycle: Cycle) -> None:
-        """Compare the one-step law at every position that the cycle reached with the target's."""
-        laws = probabilities(cycle.logits, self.sampling)
+        """Compare the one-step distribution with the target's where the cycle has been."""
+        probs = probabilities(cycle.logits, self.sampling)
         nodes = cycle.proposal.num_nodes.tolist()
         ids = self.ids.to(cycle.logits.device)
         for row, accepted in enumerate(cycle.verdict.num_accepted.tolist()):
@@ -56,10 +56,10 @@ class Audit:
             for node in range(accepted + 1):
                 seen[cycle.starts[row] + node] = cycle.logits[row, node, ids].double().cpu()
             for node in range(min(accepted + 1, nodes[row])):
-                law = laws[row : row + 1, node].double()
-                drawn = drawn_law(cycle.proposal, node, laws)[row : row + 1].double()
-                emitted = one_step_law(self.rule, law, drawn)
-                self.distances.append(float((emitted - law).abs().sum() / 2))
+                target_probs = probs[row : row + 1, node].double()
+                drawn = drawn_distribution(cycle.proposal, node, probs)[row : row + 1].double()
+                emitted = one_step_distribution(self.rule, target_probs, drawn)
+                self.distances.append(float((emitted - target_probs).abs().sum() / 2))
 
 
 def certify(
@@ -89,7 +89,7 @@ def certify(
         method = DraftMethod("drafted", drafter, config.depth)
         speculate = decoders(target, [method], config, sampling, seed)[method.name]
         drafted = _decoded(partial(speculate, record=audit), prompts)
-        checks.append(law_check(audit))
+        checks.append(distribution_check(audit))
         tick(1)
         checks.append(cache_check(target, prompts, drafted, audit))
         tick(1)
@@ -171,20 +171,20 @@ def gap_of(logits: Float[Tensor, " vocab"]) -> float:
     return float(best[0] - best[1])
 
 
-def law_check(audit: Audit) -> Check:
-    """Compare the law of each emitted token, in closed form, with the target's law there."""
+def distribution_check(audit: Audit) -> Check:
+    """Compare the distribution of each emitted token, in closed form, with the target's there."""
     distances = np.array(audit.distances) if audit.distances else np.zeros(1)
     mean, worst = float(distances.mean()), float(distances.max())
     lossless = is_lossless(audit.rule, audit.sampling)
     text = (
-        f"one-step law in closed form from the recorded probabilities, {len(audit.distances):,} "
-        f"positions at temperature {audit.sampling.temperature:g}: total variation from the "
-        f"target's law {mean:.2g} on average, {worst:.2g} at most"
+        "one-step distribution in closed form from the recorded probabilities, "
+        f"{len(audit.distances):,} positions at temperature {audit.sampling.temperature:g}: total "
+        f"variation from the target's distribution {mean:.2g} on average, {worst:.2g} at most"
     )
-    bound = f"at most {EXACT_LAW:g}" if lossless else "none: the rule is not lossless"
+    bound = f"at most {EXACT:g}" if lossless else "none: the rule is not lossless"
     # Where nothing was drafted, nothing is shown.
-    passed = worst <= EXACT_LAW if lossless and audit.distances else None
-    return Check("one-step law", passed, worst if lossless else mean, bound, text, [])
+    passed = worst <= EXACT if lossless and audit.distances else None
+    return Check("one-step distribution", passed, worst if lossless else mean, bound, text, [])
 
 
 @torch.inference_mode()
@@ -223,10 +223,10 @@ def text_checks(
     rule: Rule,
     sampling: Sampling,
 ) -> list[Check]:
-    """Compare sampled text with the target's own law, and with text sampled plainly.
+    """Compare sampled text with the target's own distribution, and with text sampled plainly.
 
-    Where the target's law is F, u = F(x-) + v p(x) with v uniform is uniform over tokens x of that
-    law (Rosenblatt, 1952, randomised): a test of the whole loop's law on the user's own target.
+    Where the target's distribution is F, u = F(x-) + v p(x) with v uniform is uniform over tokens x
+    drawn from it (Rosenblatt, 1952, randomised): a test of the whole loop on the user's own target.
     """
     lossless = is_lossless(rule, sampling)
     generator = np.random.default_rng(0)
@@ -237,25 +237,25 @@ def text_checks(
         for (_, prompt), decoded in zip(prompts, outputs, strict=True):
             text = torch.tensor([[*prompt, *decoded.tokens]], device=target.device)
             logits, _ = target.step(target.begin(), text[:, :-1])  # one pass without a cache
-            laws = probabilities(logits[0, len(prompt) - 1 :], sampling).double()
-            tokens = text[0, len(prompt) :, None].to(laws.device)
-            chosen = laws.gather(1, tokens)[:, 0]
+            probs = probabilities(logits[0, len(prompt) - 1 :], sampling).double()
+            tokens = text[0, len(prompt) :, None].to(probs.device)
+            chosen = probs.gather(1, tokens)[:, 0]
             likelihood[place].append(float(chosen.clamp(min=1e-30).log().mean()))
             if place == 0:
-                before = laws.cumsum(-1).gather(1, tokens)[:, 0] - chosen
+                before = probs.cumsum(-1).gather(1, tokens)[:, 0] - chosen
                 drawn = generator.random(len(tokens))
                 uniforms += (before.cpu().numpy() + drawn * chosen.cpu().numpy()).tolist()
                 outside += int((chosen == 0).sum())
     test = stats.kstest(np.clip(uniforms, 0, 1), "uniform")
     told = (
-        f"{len(uniforms):,} sampled tokens follow the target's law: Kolmogorov-Smirnov "
+        f"{len(uniforms):,} sampled tokens follow the target's distribution: Kolmogorov-Smirnov "
         f"p = {test.pvalue:.2g}"
     )
     if outside:
         told += f"; {outside} tokens lie outside the target's nucleus, by rounding or by the rule"
     passed = bool(test.pvalue >= SMALLEST_P) if lossless else None
     bound = f"p >= {SMALLEST_P:g}" if lossless else "none: the rule is not lossless"
-    uniform = Check("law of the sampled text", passed, float(test.pvalue), bound, told, [])
+    uniform = Check("distribution of the sampled text", passed, float(test.pvalue), bound, told, [])
     ours, theirs = (np.array(values) for values in likelihood)
     difference = ours - theirs
     low, high = _interval(difference)

@@ -137,7 +137,7 @@ class EvalConfig:
 
     @property
     def draft_sampling(self) -> Sampling:
-        """How the drafter's logits become the law that drafts are drawn from."""
+        """How the drafter's logits become the distribution that drafts are drawn from."""
         return self.draft_sampling_beside(self.sampling)
 
     def draft_sampling_beside(self, sampling: Sampling) -> Sampling:
@@ -160,7 +160,7 @@ class EvalConfig:
 
     @property
     def lossy(self) -> bool:
-        """Whether the rule changes the target's law anywhere in what is measured."""
+        """Whether the rule changes the target's distribution anywhere in what is measured."""
         return self.rule != "lossless" and any(temperature for temperature, _ in self.points)
 
     @property

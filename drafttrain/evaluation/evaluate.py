@@ -12,7 +12,7 @@ import torch
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
-from drafttrain.decode.loop import is_lossless, rule_of
+from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
 from drafttrain.evaluation.config import EvalConfig
@@ -90,10 +90,10 @@ def evaluate_drafter(
             told | {"point": [temperature, batch_size]},
         )
         if journal.known:
-            console.print(f"going on: {len(journal.known)} batches of prompts were measured before")
+            console.print(f"resuming: {len(journal.known)} batches of prompts were measured before")
         elif journal.others:
             console.print(
-                f"not taken up, measured under other conditions: {journal.others[0]}; to go on "
+                f"not taken up, measured under other conditions: {journal.others[0]}; to resume "
                 "there, set hardware.dtype, hardware.threads and the rest as its first line says"
             )
         journals.append(journal)
@@ -127,7 +127,7 @@ def evaluate_drafter(
     tables = [certificate_table(section)] if section is not None else []
     if points:
         rules = {
-            temperature: rule_of(config.sampling_at(temperature), config.acceptance_rule)
+            temperature: describe_rule(config.sampling_at(temperature), config.acceptance_rule)
             for temperature, _ in config.points
         }
         tables.append(sweep_table(points, rules))
@@ -159,10 +159,10 @@ def losslessness(
     """Return the greedy check of every report, and the certificate where it is wanted.
 
     A rule that is not lossless at every temperature measured is always certified: its distance from
-    the target's law belongs beside its numbers.
+    the target's distribution belongs beside its numbers.
     """
     rule, exact = config.acceptance_rule, parts.exact
-    name, lossless = rule_of(config.sampling, rule), is_lossless(rule, config.sampling)
+    name, lossless = describe_rule(config.sampling, rule), is_lossless(rule, config.sampling)
     chosen = [
         (prompt.id, first_turn(prompt, exact, template))
         for prompt in spread(prompts, config.lossless_prompts)

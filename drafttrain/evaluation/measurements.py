@@ -1,4 +1,4 @@
-"""What an evaluation has measured so far, on disk: a run of hours that stops goes on from there."""
+"""What an evaluation has measured so far, on disk: a run of hours that stops resumes there."""
 
 import hashlib
 import json

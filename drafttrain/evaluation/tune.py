@@ -38,7 +38,7 @@ def tune_drafter(
     """Return what every depth and batch size should bring, and what it brings if that is asked for.
 
     The prompts are decoded one at a time by the deepest chains for the acceptance of all depths;
-    with settings.measure at every depth and batch size. A stopped measurement goes on.
+    with settings.measure at every depth and batch size. A stopped measurement resumes.
     """
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
@@ -84,7 +84,7 @@ def tune_drafter(
             results = alone if size == 1 else results_at(size)
             here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
         predictions += here
-    for journal in journals:  # not before: a tune that stops goes on from all that it measured
+    for journal in journals:  # not before: a tune that stops resumes from all that it measured
         journal.finish()
     return predictions, costs
 

@@ -190,7 +190,9 @@ def certified(
     judged = [check for check in checks if check.passed is not None]
     failed = [check.name for check in judged if not check.passed]
     if not lossless:
-        statement = f"the rule, {rule}, changes the target's law; its distance stands below"
+        statement = (
+            f"the rule, {rule}, changes the target's distribution; its distance stands below"
+        )
     elif failed:
         statement = f"NOT certified: {', '.join(failed)} failed"
     else:

@@ -52,16 +52,17 @@ DEFINITIONS: dict[str, str] = {
     "which a method proposed nothing counted as the one token that they yield: what a drafter is "
     "worth where it is used throughout.",
     "outputs_differing": "Turns whose output is not, token for token, that of the plain loop in "
-    "the timing dtype, out of how many; under sampling they may differ, their law may not.",
+    "the timing dtype, out of how many; under sampling they may differ, their distribution may "
+    "not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
     "them.",
     "ci95": '95 % interval by bootstrap over prompts (BCa); none, "too few", from '
     f"fewer than {FEWEST_PROMPTS} prompts. Prompts "
     "decoded together share their batch's time, so that intervals of speeds at batch sizes above 1 "
     "are somewhat too narrow.",
-    "lossless": "Whether the verification rule leaves the target's law unchanged, and how many "
-    "greedy outputs were token for token those of the plain loop, in the dtype stated there, which "
-    "is not always the dtype of the timing.",
+    "lossless": "Whether the verification rule leaves the target's distribution unchanged, and how "
+    "many greedy outputs were token for token those of the plain loop, in the dtype stated there, "
+    "which is not always the dtype of the timing.",
     "beats_ngram": "Speedup of the drafter minus speedup of prompt lookup (ngram), paired by "
     "prompt: a drafter that does not beat it is not worth its cost, whatever it has learned.",
     "money": "Price per hour over output tokens per hour, for a million of them: of one stream of "

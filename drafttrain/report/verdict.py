@@ -184,11 +184,11 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
     if verdict.decision == UNKNOWN:
         return f"No speedup could be computed for {drafter} on {target}."
     gain = f"{number(verdict.speedup.value)} times as fast with {drafter} as alone"
-    law = "" if lossless else ", by a rule that changes what it writes"
+    rule = "" if lossless else ", by a rule that changes what it writes"
     doubt = ", but its timings were disturbed" if verdict.disturbed else ""
     open_ = ci95 is not None and ci95[0] <= 1 <= ci95[1]
     sure = ", which may be no difference at all" if open_ else ""
-    return f"{call(verdict)}: {target} decodes {gain} ({bounds(ci95)}){sure}{doubt}{law}."
+    return f"{call(verdict)}: {target} decodes {gain} ({bounds(ci95)}){sure}{doubt}{rule}."
 
 
 def is_serious(flag: Flag, check: LosslessCheck) -> bool:

@@ -325,9 +325,9 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
 
 def _how_to_go_on(folder: Path) -> str:
     if (folder / MANIFEST).is_file():  # a store, which `capture` writes
-        return "; the same command goes on where it stopped"
+        return "; the same command resumes where it stopped"
     if has_checkpoints(folder):
-        return "; go on with run.resume=true"
+        return "; resume with run.resume=true"
     return "; there is no checkpoint yet: start again"
 
 

@@ -140,7 +140,7 @@ def check_run_folder(config: Any) -> None:
     if has_checkpoints(folder) and not config.run.resume:
         raise ValueError(
             f"run.dir must be a folder without checkpoints, got {folder}, which holds an earlier "
-            "run; go on with it by run.resume=true, or start another by run.name=ANOTHER_NAME"
+            "run; resume it by run.resume=true, or start another by run.name=ANOTHER_NAME"
         )
 
 

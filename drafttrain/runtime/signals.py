@@ -18,12 +18,12 @@ SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
 # What `Stopped` says after the name of the signal, where nothing more is known.
 OF_TRAINING = (
     " outside the steps of training: checkpoints are as they were, and the same command with "
-    "run.resume=true goes on"
+    "run.resume=true resumes"
 )
 
 
 class Stopped(BaseException):
-    """The process was asked to end and has done so in order; the message says how to go on.
+    """The process was asked to end and has done so in order; the message says how to resume.
 
     Like KeyboardInterrupt no Exception: libraries that try something else on errors must not.
     code: of the exit, 130 for Ctrl-C and else 143.

@@ -93,9 +93,9 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, na
         gpus = lines["gpus-per-node"].rpartition(":")[2]  # h100:4
         ranks = int(gpus) if gpus.isdecimal() else ranks
     call = list(call)
-    again = "Queued again, it goes on where it stopped."
+    again = "Queued again, it resumes where it stopped."
     if call[0] == "train":
-        again = "run.resume=true starts anew where there is no checkpoint, else it goes on."
+        again = "run.resume=true starts anew where there is no checkpoint, else it resumes."
         if not any(text.startswith("run.resume=") for text in call):
             call.append("run.resume=true")
     told = [f"{key}={value}" if value else key for key, value in lines.items()]

@@ -71,7 +71,7 @@ def open_tracker(
     """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
 
     config: what the run was told, sections of plain data. resume_step: of the checkpoint that the
-    run goes on from, None for a new run; what was recorded of later steps is dropped. append: keep
+    run resumes from, None for a new run; what was recorded of later steps is dropped. append: keep
     every row, as an evaluation does. ValueError if a mirror cannot start; later failures of it
     cost a warning, not the run.
     """
@@ -140,7 +140,7 @@ class Tracker:
             return
         with alone(self._path):  # a run that is evaluated while it goes on has two writers
             if row["step"] == self._resume_step and self._path.exists():
-                # The step that a run goes on from is validated again: its new row replaces the old.
+                # The step that a run resumes from is validated again: its new row replaces the old.
                 rows = read_metrics(self._path)
                 others = [old for old in rows if _subject(old) != _subject(row)]
                 replace_records(self._path, others)

@@ -85,7 +85,7 @@ class Checkpoints:
         self._whole: Path | None = None  # verified by this process, which need not do it again
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to go on from, None if there is none."""
+        """Return the checkpoint to resume from, None if there is none."""
         names = self._names()
         named = self._index().get("latest")
         return self.folder / (named if named in names else names[-1]) if names else None
@@ -146,7 +146,7 @@ class Checkpoints:
                 self._prune(name)
 
     def to_resume(self, engine: Engine) -> Path | None:
-        """Return the checkpoint to go on from, verified, the same on every rank; None if none.
+        """Return the checkpoint to resume from, verified, the same on every rank; None if none.
 
         Raises CheckpointError on all ranks if it is damaged. With skip_damaged the newest whole one
         is taken instead, and `skipped` says what was not.
@@ -218,7 +218,7 @@ class Checkpoints:
 
     def _index(self) -> dict[str, Any]:
         path = self.folder / INDEX_FILE
-        way_out = f"{SKIP} goes on from the newest checkpoint, with none called the best yet"
+        way_out = f"{SKIP} resumes from the newest checkpoint, with none called the best yet"
         if not path.exists():
             if len(self._names()) > 1:  # the first one is there before its index, for a moment
                 raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
@@ -271,7 +271,7 @@ class Checkpoints:
             intact = str(damage)
         return (
             f"no checkpoint could be written to {self.folder}: {reason(error, self.folder)}; then "
-            f"go on with run.resume=true ({intact})"
+            f"resume with run.resume=true ({intact})"
         )
 
 
@@ -300,7 +300,7 @@ def verify(folder: Path, only: str | None = None) -> None:
 
 
 def _way_round(folder: Path) -> str:
-    return f"{SKIP} goes on from the newest whole checkpoint, as removing {folder} would"
+    return f"{SKIP} resumes from the newest whole checkpoint, as removing {folder} would"
 
 
 def load_state(folder: Path) -> TrainState:

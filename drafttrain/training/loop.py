@@ -128,7 +128,7 @@ def train(
                 engine.ranks.part()
             if stopping:
                 raise stop.stopped(
-                    f" after step {state.step} of {config.max_steps}, which is saved; go on with "
+                    f" after step {state.step} of {config.max_steps}, which is saved; resume with "
                     "run.resume=true"
                 )
             if last:

@@ -1,4 +1,4 @@
-"""Validation without the target's model: how much of its stored law the drafter's covers."""
+"""Validation without the target's model: the overlap with its stored distribution."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -278,8 +278,8 @@ def test_debug_shows_the_traceback(failing, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("command", "how"),
     [
-        ("train", "; the same command with run.resume=true goes on"),
-        ("evaluate", "; the same command goes on from what it measured"),
+        ("train", "; the same command with run.resume=true resumes"),
+        ("evaluate", "; the same command resumes from what it measured"),
     ],
 )
 def test_interruption_says_how_to_go_on(
@@ -299,7 +299,7 @@ def test_a_measurement_that_is_asked_to_end_says_how_to_go_on(
     asked = f"import os; os.kill(os.getpid(), {int(number)}); raise error"
     assert failing(KeyError("went on"), asked, which="evaluate") == code
     said = capsys.readouterr().err
-    assert said == f"{told}; the same command goes on from what it measured\n"
+    assert said == f"{told}; the same command resumes from what it measured\n"
 
 
 @pytest.mark.parametrize("folder", ["x" * 300, "/proc/x", "a\0b"])

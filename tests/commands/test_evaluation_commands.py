@@ -173,7 +173,7 @@ def test_a_lossy_rule_in_a_sweep_says_so_though_the_report_is_greedy(run: Path) 
     assert main([*arguments, "eval.rule=typical", "eval.temperatures=[0,1]"]) == 0
     report = json.loads((run / "evaluations/lossy_sweep/report.json").read_text())
     checks = {check["name"]: check for check in report["certificate"]["checks"]}
-    assert checks["one-step law"]["measured"] > 0
+    assert checks["one-step distribution"]["measured"] > 0
     [sweep] = [table for table in report["tables"] if table["title"].startswith("Depth")]
     assert any("temperature 1" in note and "NOT lossless" in note for note in sweep["notes"])
 
@@ -224,8 +224,8 @@ def test_a_lossy_rule_says_so_wherever_it_appears(
     report = json.loads((run / "evaluations/lossy/report.json").read_text())
     assert not report["lossless"]["lossless"]
     checks = {check["name"]: check for check in report["certificate"]["checks"]}
-    assert checks["one-step law"]["measured"] > 0
-    assert {"law of the sampled text", "quality"} <= set(checks)
+    assert checks["one-step distribution"]["measured"] > 0
+    assert {"distribution of the sampled text", "quality"} <= set(checks)
     told = " ".join(capsys.readouterr().out.split())
     assert "NOT lossless" in told
     for name in ("report.md", "report.html"):

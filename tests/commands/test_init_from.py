@@ -188,7 +188,7 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     told[1] = f"run.dir={again}"
     assert train(*told, "trainer.max_steps=1") == 0
     assert yaml.safe_load((again / "config.yaml").read_text())["drafter"]["name"] == "eagle3"
-    # And it goes on where it stopped, told the same.
+    # And it resumes where it stopped, told the same.
     capsys.readouterr()
     assert train(*told, "trainer.max_steps=2", "run.resume=true") == 0
     assert sorted(p.name for p in (again / "checkpoints").glob("step-*"))[-1] == "step-000002"

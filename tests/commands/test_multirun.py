@@ -127,7 +127,7 @@ def test_a_signal_stops_the_job_and_the_sweep(
     sweep.send_signal(number)
     error = sweep.communicate(timeout=100)[1]
     assert sweep.returncode == code, error
-    assert error.endswith(f"{said}; the same command goes on with the sweep\n")
+    assert error.endswith(f"{said}; the same command resumes the sweep\n")
     (line,) = record(here / "sweep")
     assert (line["name"], line["result"]) == ("seed_0", "stopped")
 

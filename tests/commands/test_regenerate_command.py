@@ -700,7 +700,7 @@ def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
     for answered in (2, 4):
         assert cli.main(call) == 143
         assert capsys.readouterr().err == (
-            "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
+            "stopped by SIGTERM: what is answered stays, and the same command resumes\n"
         )
         assert len(lines(tmp_path / "out.jsonl")) == answered
     assert cli.main(call) == 0
@@ -726,7 +726,7 @@ def test_a_killed_process_loses_nothing_and_doubles_nothing(
         process.send_signal(number)
         _, said = process.communicate()
         assert process.returncode == code, said
-    assert said == "stopped by SIGTERM: what is answered stays, and the same command goes on\n"
+    assert said == "stopped by SIGTERM: what is answered stays, and the same command resumes\n"
     kept = out.read_bytes().count(b"\n")
     subprocess.run(call, check=True, stdout=subprocess.DEVNULL)
     assert [row["index"] for row in lines(out)] == list(range(60))

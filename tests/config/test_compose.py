@@ -314,7 +314,7 @@ def test_most_used_keys_and_examples_exist(tmp_path: Path, monkeypatch: pytest.M
 def test_a_checkpointed_run_is_not_overwritten(run_folder: Path) -> None:
     (run_folder / "checkpoints" / "step_10").mkdir(parents=True)
     config = typed(compose("train", [f"run.dir={run_folder}"]), TrainConfig)
-    with pytest.raises(ValueError, match=r"earlier run; go on with it by run\.resume=true, or"):
+    with pytest.raises(ValueError, match=r"earlier run; resume it by run\.resume=true, or"):
         check_run_folder(config)
 
 

@@ -13,7 +13,7 @@ from test_losses import BETA, ETA, config
 
 from drafttrain.core.losses import REJECTION, TOKEN_LOSSES
 from drafttrain.core.ops import chunked_losses as chunked
-from drafttrain.core.ops.chunked_losses import OutputHead, TargetLaw, loss_terms
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, loss_terms
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, weighted_sum
 from drafttrain.core.vocab import DraftVocab
@@ -134,7 +134,7 @@ def case(positions: int = 7, depths: int = 2) -> dict[str, Any]:
         "states": [random(9, 4) for _ in range(depths)],
         "places": places,
         "labels": torch.tensor([0, 3, -1, 6, 2, 2, 1])[:positions],
-        "law": TargetLaw(readout, random(positions, 5), torch.arange(positions), vocab),
+        "target_probs": TargetProbs(readout, random(positions, 5), torch.arange(positions), vocab),
     }
 
 
@@ -190,22 +190,25 @@ def test_what_is_not_asked_for_is_not_differentiated() -> None:
 
 
 @pytest.mark.parametrize("kind", TOKEN_LOSSES)
-@pytest.mark.parametrize("where", ["state", "head", "law"])
+@pytest.mark.parametrize("where", ["state", "head", "target_probs"])
 def test_a_nan_reaches_the_loss_and_the_gradient(kind: str, where: str) -> None:
-    if where == "law" and kind == "hard_cross_entropy":
-        pytest.skip("it reads no law")
+    if where == "target_probs" and kind == "hard_cross_entropy":
+        pytest.skip("it reads no distribution")
     given = case()
     with torch.no_grad():
         {
             "state": given["states"][0],
             "head": given["heads"][0].weight,
-            "law": given["law"].final_hidden[1],
+            "target_probs": given["target_probs"].final_hidden[1],
         }[where].fill_(torch.nan)
     states = [state.requires_grad_() for state in given["states"]]
     terms = chunked_losses(config(losses={kind: 1.0}), **given)
     assert bool(terms[0].sum.isnan())
     weighted_sum({"one": terms[0], "two": terms[1]}).backward()
-    if (where, kind) != ("law", "total_variation"):  # whose slope is a sign, and NaN has none
+    if (where, kind) != (
+        "target_probs",
+        "total_variation",
+    ):  # whose slope is a sign, and NaN has none
         assert bool(states[0].grad.isnan().any())
 
 
@@ -217,14 +220,15 @@ def test_tokens_that_a_head_cannot_say_count_as_the_plain_loss_has_them(kind: st
     bias = torch.zeros(7, dtype=torch.float64)
     bias[3] = -torch.inf
     heads = [OutputHead(head.weight.requires_grad_(), bias)]
-    readout = given["law"].readout
+    readout = given["target_probs"].readout
     silent = torch.zeros(13, dtype=torch.float64)
     for possible in (True, False):
         silent[6] = 0.0 if possible else -torch.inf  # draft id 3
-        law = replace(given["law"], readout=replace(readout, head_bias=silent))
+        target_probs = replace(given["target_probs"], readout=replace(readout, head_bias=silent))
         labels = torch.full_like(given["labels"], 2)
         terms = chunked_losses(
-            config(losses={kind: 1.0}), **{**given, "heads": heads, "law": law, "labels": labels}
+            config(losses={kind: 1.0}),
+            **{**given, "heads": heads, "target_probs": target_probs, "labels": labels},
         )
         infinite = possible and kind in ("soft_cross_entropy", "forward_kl", "lk_hybrid")
         assert bool(terms[0].sum.isinf()) == infinite
@@ -308,12 +312,12 @@ def test_what_a_reduced_vocabulary_lacks_is_rejected() -> None:
     """Target (0.5, 0.3, 0.2), drafter (5/8, 3/8) of the first two: 0.8 of drafts are accepted."""
     readout = Readout(torch.ones(3, 1), torch.tensor([[0.5], [0.3], [0.2]]).log())
     vocab = DraftVocab.of(torch.tensor([0, 1]), 3)
-    law = TargetLaw(readout, torch.ones(2, 1), torch.tensor([0, 1]), vocab)
+    target_probs = TargetProbs(readout, torch.ones(2, 1), torch.tensor([0, 1]), vocab)
     heads = [OutputHead(torch.tensor([[0.5], [0.3]]).log())]
     places, labels = torch.tensor([[0, 1]]), torch.tensor([0, -1])
     states, told = [torch.ones(2, 1)], config(losses=REJECTION)
     (term,) = loss_terms(
-        [1.0], chunked.chunked_losses(told, [1.0], heads, states, places, labels, law)
+        [1.0], chunked.chunked_losses(told, [1.0], heads, states, places, labels, target_probs)
     )
     assert float(1 - term.sum / term.count) == pytest.approx(0.8)
     assert int(term.count) == 2
@@ -322,13 +326,13 @@ def test_what_a_reduced_vocabulary_lacks_is_rejected() -> None:
 
 def test_a_token_that_the_drafter_lacks_is_rejected_wherever_the_target_prefers_it() -> None:
     readout = Readout(torch.ones(3, 1), torch.tensor([[0.2], [0.1], [0.7]]).log())
-    law = TargetLaw(
+    target_probs = TargetProbs(
         readout, torch.ones(1, 1), torch.tensor([0]), DraftVocab.of(torch.tensor([0, 1]), 3)
     )
     head = OutputHead(torch.tensor([[0.6], [0.4]]).log())
     sums = chunked.chunked_losses(
         config(losses=REJECTION), [1.0], [head], [torch.ones(1, 1)],
-        torch.tensor([[0]]), torch.tensor([-1]), law,
+        torch.tensor([[0]]), torch.tensor([-1]), target_probs,
     )  # fmt: skip
     (term,) = loss_terms([1.0], sums)
     assert float(1 - term.sum) == pytest.approx(0.3)

@@ -27,9 +27,9 @@ LOSS_OF: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "soft_cross_entropy": losses.soft_cross_entropy,
     "forward_kl": losses.forward_kl,
     "reverse_kl": losses.reverse_kl,
-    "jsd": lambda logits, law: losses.jsd(logits, law, BETA),
+    "jsd": lambda logits, target_probs: losses.jsd(logits, target_probs, BETA),
     "total_variation": losses.total_variation,
-    "lk_hybrid": lambda logits, law: losses.lk_hybrid(logits, law, ETA),
+    "lk_hybrid": lambda logits, target_probs: losses.lk_hybrid(logits, target_probs, ETA),
 }
 DIVERGENCES = [name for name in DISTRIBUTION_LOSSES if name != "soft_cross_entropy"]
 
@@ -63,8 +63,8 @@ DEFINITION: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def two_laws(scale: float = 2.0, positions: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft logits and a target's law over 11 tokens, in float64."""
+def two_distributions(scale: float = 2.0, positions: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft logits and a target's distribution over 11 tokens, in float64."""
     generator = torch.Generator().manual_seed(1)
     draw = torch.randn(2, positions, 11, generator=generator, dtype=torch.float64) * scale
     return draw[0], draw[1].softmax(-1)
@@ -80,20 +80,22 @@ def test_every_distribution_loss_is_tested_here() -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
 def test_the_value_is_the_definitions(name: str) -> None:
-    logits, law = two_laws()
-    expected = DEFINITION[name](law.numpy(), softmax(logits.numpy(), -1))
-    value = LOSS_OF[name](logits, law)
+    logits, target_probs = two_distributions()
+    expected = DEFINITION[name](target_probs.numpy(), softmax(logits.numpy(), -1))
+    value = LOSS_OF[name](logits, target_probs)
     assert value.dtype == torch.float64
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     # Half-precision logits are compared in float32, not where they are.
-    half = LOSS_OF[name](logits.bfloat16(), law.float())
+    half = LOSS_OF[name](logits.bfloat16(), target_probs.float())
     assert half.dtype == torch.float32
-    rounded = DEFINITION[name](law.numpy(), softmax(logits.bfloat16().double().numpy(), -1))
+    rounded = DEFINITION[name](
+        target_probs.numpy(), softmax(logits.bfloat16().double().numpy(), -1)
+    )
     np.testing.assert_allclose(half, rounded, rtol=1e-5)
 
 
 def test_hard_cross_entropy_reads_the_label_and_skips_what_is_none() -> None:
-    logits, _ = two_laws(positions=4)
+    logits, _ = two_distributions(positions=4)
     labels = torch.tensor([3, NOT_A_LABEL, 0, 10])
     value = losses.hard_cross_entropy(logits, labels)
     probs = softmax(logits.numpy(), -1)
@@ -102,30 +104,32 @@ def test_hard_cross_entropy_reads_the_label_and_skips_what_is_none() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DISTRIBUTION_LOSSES if name != "lk_hybrid"])
 def test_the_gradient_is_the_values(name: str) -> None:
-    logits, law = two_laws(positions=3)
+    logits, target_probs = two_distributions(positions=3)
     assert torch.autograd.gradcheck(
-        lambda given: LOSS_OF[name](given, law), (logits.requires_grad_(),)
+        lambda given: LOSS_OF[name](given, target_probs), (logits.requires_grad_(),)
     )
 
 
 def test_the_gradient_of_lk_hybrid_holds_its_weight_fixed() -> None:
-    logits, law = two_laws(positions=3)
-    share = (-ETA * (1 - losses.total_variation(logits, law))).exp()
+    logits, target_probs = two_distributions(positions=3)
+    share = (-ETA * (1 - losses.total_variation(logits, target_probs))).exp()
 
     def held(given: torch.Tensor) -> torch.Tensor:
-        tv = losses.total_variation(given, law)
-        return share * losses.forward_kl(given, law) + (1 - share) * tv
+        tv = losses.total_variation(given, target_probs)
+        return share * losses.forward_kl(given, target_probs) + (1 - share) * tv
 
     assert torch.autograd.gradcheck(held, (logits.requires_grad_(),))
     (expected,) = torch.autograd.grad(held(logits).sum(), logits)
-    (found,) = torch.autograd.grad(losses.lk_hybrid(logits, law, ETA).sum(), logits)
+    (found,) = torch.autograd.grad(losses.lk_hybrid(logits, target_probs, ETA).sum(), logits)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_a_divergence_is_zero_for_equal_laws_only_and_has_no_gradient_there(name: str) -> None:
-    logits, law = two_laws()
-    assert bool((LOSS_OF[name](logits, law) > 0.01).all())
+def test_a_divergence_is_zero_for_equal_distributions_only_and_has_no_gradient_there(
+    name: str,
+) -> None:
+    logits, target_probs = two_distributions()
+    assert bool((LOSS_OF[name](logits, target_probs) > 0.01).all())
     logits.requires_grad_()
     equal = LOSS_OF[name](logits, logits.detach().softmax(-1))
     assert float(equal.detach().abs().max()) < 1e-12
@@ -135,36 +139,39 @@ def test_a_divergence_is_zero_for_equal_laws_only_and_has_no_gradient_there(name
 
 
 def test_cross_entropy_is_forward_kl_and_the_targets_entropy() -> None:
-    logits, law = two_laws()
-    entropy = -(law * law.log()).sum(-1)
-    expected = losses.forward_kl(logits, law) + entropy
-    torch.testing.assert_close(losses.soft_cross_entropy(logits, law), expected)
+    logits, target_probs = two_distributions()
+    entropy = -(target_probs * target_probs.log()).sum(-1)
+    expected = losses.forward_kl(logits, target_probs) + entropy
+    torch.testing.assert_close(losses.soft_cross_entropy(logits, target_probs), expected)
 
 
 def test_jsd_is_symmetric_at_one_half_bounded_and_tends_to_both_kls() -> None:
-    logits, law = two_laws()
-    there = losses.jsd(logits, law, 0.5)
-    back = losses.jsd(law.log(), logits.softmax(-1), 0.5)
+    logits, target_probs = two_distributions()
+    there = losses.jsd(logits, target_probs, 0.5)
+    back = losses.jsd(target_probs.log(), logits.softmax(-1), 0.5)
     torch.testing.assert_close(there, back)
-    other = losses.jsd(law.log(), logits.softmax(-1), BETA)
-    assert not torch.allclose(losses.jsd(logits, law, BETA), other), "elsewhere it is not"
+    other = losses.jsd(target_probs.log(), logits.softmax(-1), BETA)
+    assert not torch.allclose(losses.jsd(logits, target_probs, BETA), other), "elsewhere it is not"
     torch.testing.assert_close(
-        losses.jsd(law.log(), logits.softmax(-1), 1 - BETA), LOSS_OF["jsd"](logits, law)
+        losses.jsd(target_probs.log(), logits.softmax(-1), 1 - BETA),
+        LOSS_OF["jsd"](logits, target_probs),
     )
     apart = losses.jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[0.0, 1.0]]), 0.5)
     assert float(apart) == pytest.approx(np.log(2))
     tiny = 1e-7
-    forward = losses.jsd(logits, law, tiny) / tiny
-    torch.testing.assert_close(forward, losses.forward_kl(logits, law), rtol=1e-4, atol=0)
-    reverse = losses.jsd(logits, law, 1 - tiny) / tiny
-    torch.testing.assert_close(reverse, losses.reverse_kl(logits, law), rtol=1e-4, atol=0)
+    forward = losses.jsd(logits, target_probs, tiny) / tiny
+    torch.testing.assert_close(forward, losses.forward_kl(logits, target_probs), rtol=1e-4, atol=0)
+    reverse = losses.jsd(logits, target_probs, 1 - tiny) / tiny
+    torch.testing.assert_close(reverse, losses.reverse_kl(logits, target_probs), rtol=1e-4, atol=0)
 
 
 def test_lk_hybrid_runs_from_forward_kl_to_total_variation() -> None:
-    logits, law = two_laws()
-    torch.testing.assert_close(losses.lk_hybrid(logits, law, 0.0), losses.forward_kl(logits, law))
-    far = losses.lk_hybrid(logits, law, 1e4)
-    torch.testing.assert_close(far, losses.total_variation(logits, law))
+    logits, target_probs = two_distributions()
+    torch.testing.assert_close(
+        losses.lk_hybrid(logits, target_probs, 0.0), losses.forward_kl(logits, target_probs)
+    )
+    far = losses.lk_hybrid(logits, target_probs, 1e4)
+    torch.testing.assert_close(far, losses.total_variation(logits, target_probs))
 
 
 IMPOSSIBLE = {
@@ -188,10 +195,10 @@ def test_zero_probabilities_give_no_nan_and_a_finite_gradient(
 ) -> None:
     raw, probs = IMPOSSIBLE[case]
     logits = torch.tensor([raw], dtype=dtype, requires_grad=True)
-    law = torch.tensor([probs], dtype=dtype)
-    loss = LOSS_OF[name](logits, law)
+    target_probs = torch.tensor([probs], dtype=dtype)
+    loss = LOSS_OF[name](logits, target_probs)
     value = loss.detach()
-    infinite = bool(((logits == -torch.inf) & (law > 0)).any())
+    infinite = bool(((logits == -torch.inf) & (target_probs > 0)).any())
     needs_support = name in ("soft_cross_entropy", "forward_kl", "lk_hybrid")
     assert bool(value.isinf()) == (infinite and needs_support), "infinite where its definition is"
     assert not bool(value.isnan())
@@ -199,52 +206,56 @@ def test_zero_probabilities_give_no_nan_and_a_finite_gradient(
     assert bool(gradient.isfinite().all())
     if not infinite and case != "the target never does":
         with np.errstate(divide="ignore", invalid="ignore"):
-            p, q = law.double().numpy(), softmax(logits.detach().double().numpy(), -1)
+            p, q = target_probs.double().numpy(), softmax(logits.detach().double().numpy(), -1)
             expected = DEFINITION[name](p[:, q[0] > 0], q[:, q[0] > 0])
         if name != "reverse_kl" or case != "the target's is subnormal":
             np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 def test_reverse_kl_floors_what_the_target_never_says() -> None:
-    logits, law = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
+    logits, target_probs = torch.zeros(1, 2), torch.tensor([[0.0, 1.0]])
     floor = np.log(np.finfo(np.float32).tiny)
-    assert float(losses.reverse_kl(logits, law)) == pytest.approx(np.log(0.5) - 0.5 * floor)
+    assert float(losses.reverse_kl(logits, target_probs)) == pytest.approx(
+        np.log(0.5) - 0.5 * floor
+    )
 
 
 @pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
-@pytest.mark.parametrize("where", ["logits", "law"])
+@pytest.mark.parametrize("where", ["logits", "distribution"])
 def test_a_nan_is_not_hidden(name: str, where: str) -> None:
-    logits, law = two_laws()
-    {"logits": logits, "law": law}[where][2, 0] = torch.nan
-    assert LOSS_OF[name](logits, law).isnan().tolist() == [i == 2 for i in range(7)]
+    logits, target_probs = two_distributions()
+    {"logits": logits, "distribution": target_probs}[where][2, 0] = torch.nan
+    assert LOSS_OF[name](logits, target_probs).isnan().tolist() == [i == 2 for i in range(7)]
 
 
 def test_positions_do_not_meet() -> None:
     """Chunks of positions give what the whole gives: nothing is averaged or shared over them."""
-    logits, law = two_laws()
+    logits, target_probs = two_distributions()
     labels = torch.arange(7)
     every = config(losses=dict.fromkeys(TOKEN_LOSSES, 0.5))
-    whole = every.token_loss(logits, law, labels)
-    chunks = zip(logits.split(3), law.split(3), labels.split(3), strict=True)
+    whole = every.token_loss(logits, target_probs, labels)
+    chunks = zip(logits.split(3), target_probs.split(3), labels.split(3), strict=True)
     torch.testing.assert_close(torch.cat([every.token_loss(*chunk) for chunk in chunks]), whole)
 
 
 def test_losses_are_summed_by_weight() -> None:
-    logits, law = two_laws()
+    logits, target_probs = two_distributions()
     labels = torch.arange(7)
     mixed = config(
         losses={"jsd": 2.0, "hard_cross_entropy": 0.5, "lk_hybrid": 1.0, "forward_kl": 0}
     )
     expected = (
-        2 * LOSS_OF["jsd"](logits, law)
+        2 * LOSS_OF["jsd"](logits, target_probs)
         + 0.5 * losses.hard_cross_entropy(logits, labels)
-        + LOSS_OF["lk_hybrid"](logits, law)
+        + LOSS_OF["lk_hybrid"](logits, target_probs)
     )
-    torch.testing.assert_close(mixed.token_loss(logits, law, labels), expected)
+    torch.testing.assert_close(mixed.token_loss(logits, target_probs, labels), expected)
     for name in DISTRIBUTION_LOSSES:
         one = config(losses={name: 1.0})
         assert one.needs_target_probs
-        assert torch.equal(one.token_loss(logits, law, labels), LOSS_OF[name](logits, law)), name
+        assert torch.equal(
+            one.token_loss(logits, target_probs, labels), LOSS_OF[name](logits, target_probs)
+        ), name
     hard = config(losses={"hard_cross_entropy": 1.0, "jsd": 0.0})
     assert not hard.needs_target_probs
     assert torch.equal(
@@ -324,7 +335,7 @@ def test_a_drafter_learns_a_batch_by_every_loss(family: str, name: str, target: 
 
 @pytest.mark.parametrize("name", DISTRIBUTION_LOSSES)
 @torch.no_grad()
-def test_a_medusa_head_meets_the_law_of_the_token_that_it_predicts(
+def test_a_medusa_head_meets_the_distribution_of_the_token_that_it_predicts(
     name: str, target: Target
 ) -> None:
     drafter = random_drafter(
@@ -361,9 +372,9 @@ def test_eagle3_reads_hard_labels_in_its_own_vocabulary(target: Target) -> None:
     assert drafter.vocab is not None
     batch = as_batch(list(range(1, 97, 2)))
     features = target.features(batch, drafter.captures)
-    law = target.readout.logits(features.final_hidden[0])
+    target_probs = target.readout.logits(features.final_hidden[0])
     says = drafter.vocab.draft_ids.tolist()
-    covered = [t for t in range(2, 48) if says[int(law[t - 1].argmax())] >= 0]
+    covered = [t for t in range(2, 48) if says[int(target_probs[t - 1].argmax())] >= 0]
     labels = [says[int(batch.tokens[0, t])] for t in covered]
     logits = captured_logits(drafter, target, batch)
     assert len(logits) == len(labels) < 46, "some of the target's choices must lie outside"
@@ -390,9 +401,9 @@ def test_training_compares_what_decoding_drafts_with_what_the_target_says(
         terms = losses_of(drafter, target, as_batch(tokens, mask=mask))
         term = terms["head_1" if family == "medusa" else "depth_1"]
         logits = stepped_logits(drafter, target, tokens, ahead - 1, 1)
-        law, _ = target.step(target.begin(), torch.tensor([tokens[:ahead]]), ())
+        target_probs, _ = target.step(target.begin(), torch.tensor([tokens[:ahead]]), ())
         labels = torch.tensor([tokens[ahead]])
-        expected = config(**values).token_loss(logits, law[:, -1].softmax(-1), labels)
+        expected = config(**values).token_loss(logits, target_probs[:, -1].softmax(-1), labels)
         torch.testing.assert_close(term.sum, expected.sum(), rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The decode loop: stops, limits, counters, the rules; test_law.py has its exact law."""
+"""The decode loop: stops, limits, counters, the rules; what it emits is in test_distribution.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -161,19 +161,23 @@ def test_an_empty_prompt_is_refused(target: Target) -> None:
 # --- the rules themselves ---
 
 
-def laws(count: int, vocab: int) -> Iterator[Tensor]:
+def distributions(count: int, vocab: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         yield torch.rand(vocab, generator=generator, dtype=torch.float64) ** 4
 
 
-def test_acceptance_and_residual_together_give_the_target_law() -> None:
-    for raw_target, raw_draft in zip(laws(200, 6), list(laws(201, 6))[1:], strict=True):
+def test_acceptance_and_residual_together_give_the_target_distribution() -> None:
+    for raw_target, raw_draft in zip(
+        distributions(200, 6), list(distributions(201, 6))[1:], strict=True
+    ):
         raw_target[raw_target < raw_target.median()] = 0
-        law, draft = raw_target / raw_target.sum(), raw_draft / raw_draft.sum()
-        accept = torch.minimum(law, draft)
-        rest = residual(law[None], draft[None])[0]
-        torch.testing.assert_close(accept + (1 - accept.sum()) * rest, law, atol=1e-14, rtol=0)
+        distribution, draft = raw_target / raw_target.sum(), raw_draft / raw_draft.sum()
+        accept = torch.minimum(distribution, draft)
+        rest = residual(distribution[None], draft[None])[0]
+        torch.testing.assert_close(
+            accept + (1 - accept.sum()) * rest, distribution, atol=1e-14, rtol=0
+        )
 
 
 def test_greedy_rule_equals_rejection_with_point_masses() -> None:

@@ -1,4 +1,4 @@
-"""A whole model as a drafter: its cache, its vocabulary against the target's, and the exact law."""
+"""A whole model as a drafter: its cache, its vocabulary, and the exact distribution."""
 
 import json
 import shutil
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from builders import draft_model_dir, model_config
-from law_replay import EXACT, distance, replay
-from law_support import PLAIN, Case, Small, target_law
+from distribution_replay import EXACT, distance, replay
+from distribution_support import PLAIN, Case, Small, target_distribution
 from test_drafters import NoChance, as_batch, build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -66,7 +66,7 @@ def intersecting(target: Target) -> Any:
 
 @pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7, 0, 0.8), GREEDY], ids=str)
 @pytest.mark.parametrize("kind", ["padded", "cut", "spelled"])
-def test_the_loop_emits_exactly_the_law_of_the_target(
+def test_the_loop_emits_exactly_the_distribution_of_the_target(
     kind: str, sampling: Sampling, small: Small
 ) -> None:
     """Where the drafter has more logits than the target, or fewer, or reads one token as two."""
@@ -76,8 +76,8 @@ def test_the_loop_emits_exactly_the_law_of_the_target(
         drafter = two_model(small.target, {"padded": 7, "cut": 4}[kind]).double()
     case = Case(prompts=((0, 1, 2, 3),), limit=2, sampling=sampling)
     replayed = replay(small, drafter, case, 1000)
-    assert sum(replayed.law.values()) == pytest.approx(1, abs=EXACT)
-    assert distance(replayed.law, target_law(small, case)) <= EXACT
+    assert sum(replayed.distribution.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(replayed.distribution, target_distribution(small, case)) <= EXACT
 
 
 class Watched:

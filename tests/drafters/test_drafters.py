@@ -204,12 +204,12 @@ def expected_loss(
     """The family's loss on the token at `ahead`, from its definition."""
     if name == "medusa":
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
-    law = target.readout.logits(features.final_hidden[:, ahead - 1])
+    distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
     if drafter.vocab is not None:
-        if drafter.vocab.draft_ids[law.argmax()] < 0:
+        if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)
-        law = law[:, drafter.vocab.target_ids]
-    return losses.soft_cross_entropy(logits, law.softmax(-1)).sum()
+        distribution = distribution[:, drafter.vocab.target_ids]
+    return losses.soft_cross_entropy(logits, distribution.softmax(-1)).sum()
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

@@ -62,22 +62,27 @@ def test_a_correct_loop_is_certified(
     name: str, changes: dict[str, Any], target: Target, prompts: Any
 ) -> None:
     checks = checks_of(target, prompts[:4], name, batch_size=3, **changes)
-    assert {"greedy output, float32", "one-step law", "cache and positions", "batch"} <= set(checks)
+    assert {
+        "greedy output, float32",
+        "one-step distribution",
+        "cache and positions",
+        "batch",
+    } <= set(checks)
     assert all(check.passed is not False for check in checks.values()), checks
     section = certified(
         list(checks.values()), rule="r", lossless=True, dtype="float32", num_prompts=4
     )
     assert section.certified
     assert section.statement == "certified: 5 of 5 checks passed on 4 prompts"
-    assert checks["one-step law"].measured < 1e-6
+    assert checks["one-step distribution"].measured < 1e-6
     assert checks["cache and positions"].measured < 1e-5
 
 
-def test_resampling_from_the_target_fails_the_one_step_law(
+def test_resampling_from_the_target_fails_the_one_step_distribution(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "residual", lambda target_probs, draft_probs: target_probs)
-    assert checks_of(target, prompts[:3])["one-step law"].passed is False
+    assert checks_of(target, prompts[:3])["one-step distribution"].passed is False
 
 
 def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
@@ -93,10 +98,10 @@ def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
 
 
 @pytest.mark.slow
-def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
+def test_draft_distributions_that_were_not_drawn_from_fail_the_distribution_of_the_text(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recorded law is flatter than the true one: every closed form is fine, the text is not."""
+    """What is recorded is flatter than the truth: every closed form is fine, the text is not."""
     real = loop.draft_chain
 
     def misrecorded(*arguments: Any) -> Any:
@@ -108,28 +113,28 @@ def test_draft_laws_that_were_not_drawn_from_fail_the_law_of_the_text(
 
     monkeypatch.setattr(loop, "draft_chain", misrecorded)
     checks = checks_of(target, prompts, max_new_tokens=120, draft_temperature=0.3)
-    assert checks["one-step law"].passed
-    assert checks["law of the sampled text"].passed is False
+    assert checks["one-step distribution"].passed
+    assert checks["distribution of the sampled text"].passed is False
 
 
-def test_draft_laws_that_are_no_laws_fail_the_one_step_law(
+def test_draft_distributions_that_are_no_distributions_fail_the_one_step_distribution(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are drawn from the law once normalised; acceptance goes by what was recorded."""
+    """Tokens are drawn from what is normalised once; acceptance goes by what was recorded."""
     real = loop.draft_chain
 
     def halved(*arguments: Any) -> Any:
         proposal = real(*arguments)
-        laws = proposal.draft_probs
-        return replace(proposal, draft_probs=None if laws is None else laws / 2)
+        distributions = proposal.draft_probs
+        return replace(proposal, draft_probs=None if distributions is None else distributions / 2)
 
     monkeypatch.setattr(loop, "draft_chain", halved)
-    assert checks_of(target, prompts[:3])["one-step law"].passed is False
+    assert checks_of(target, prompts[:3])["one-step distribution"].passed is False
 
 
 def test_what_was_not_looked_at_is_not_certified(target: Target, prompts: Any) -> None:
     checks = checks_of(target, prompts[:1], max_new_tokens=1, batch_size=3)
-    for name in ("one-step law", "cache and positions", "batch"):
+    for name in ("one-step distribution", "cache and positions", "batch"):
         assert checks[name].passed is None, name
 
 
@@ -145,34 +150,36 @@ def test_a_lossy_rule_is_measured_and_not_certified(
 ) -> None:
     assert settings(**changes).acceptance_rule == rule
     checks = checks_of(target, prompts[:4], draft_temperature=0.5, **changes)
-    law = checks["one-step law"]
-    assert law.passed is None
-    assert law.measured > 0.01
-    assert "not lossless" in law.bound
-    assert checks["law of the sampled text"].passed is None
+    distribution = checks["one-step distribution"]
+    assert distribution.passed is None
+    assert distribution.measured > 0.01
+    assert "not lossless" in distribution.bound
+    assert checks["distribution of the sampled text"].passed is None
     section = certified(
         list(checks.values()), rule="lenience", lossless=False, dtype="float32", num_prompts=4
     )
     assert not section.certified
-    assert "changes the target's law" in section.statement
+    assert "changes the target's distribution" in section.statement
     outcomes = {name: outcome for name, outcome, _, _ in certificate_table(section).rows}
-    assert outcomes["one-step law"] == "reported"
+    assert outcomes["one-step distribution"] == "reported"
     assert outcomes["cache and positions"] == "passed"
 
 
 def test_no_token_gains_more_than_lenience_allows() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
-        law, draft = (
+        distribution, draft = (
             torch.rand(1, 6, generator=generator, dtype=torch.float64) ** 4 for _ in range(2)
         )
-        law, draft = law / law.sum(), draft / draft.sum()
-        emitted = verify.one_step_law(Lenience(0.4), law, draft)
+        distribution, draft = distribution / distribution.sum(), draft / draft.sum()
+        emitted = verify.one_step_distribution(Lenience(0.4), distribution, draft)
         assert float(emitted.sum()) == pytest.approx(1, abs=1e-12)
-        assert bool((emitted <= law / 0.4 + 1e-12).all())
-        exact = verify.one_step_law(Lenience(1.0), law, draft)
-        torch.testing.assert_close(exact, verify.one_step_law(LOSSLESS, law, draft))
-        torch.testing.assert_close(exact, law)
+        assert bool((emitted <= distribution / 0.4 + 1e-12).all())
+        exact = verify.one_step_distribution(Lenience(1.0), distribution, draft)
+        torch.testing.assert_close(
+            exact, verify.one_step_distribution(LOSSLESS, distribution, draft)
+        )
+        torch.testing.assert_close(exact, distribution)
 
 
 def test_the_rounding_noise_of_bfloat16_is_larger_than_that_of_float32(

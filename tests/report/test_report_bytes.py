@@ -54,8 +54,8 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
     ]
     checks = [
         Check("greedy output, float32", False, 0.5, "1", "1 of 2 identical", [DIVERGENCE]),
-        Check("one-step law", True, 1e-7, "1e-6", "at most 1e-07 apart", []),
-        Check("law of the text", None, 0.1, "none", "0.1 apart", []),
+        Check("one-step distribution", True, 1e-7, "1e-6", "at most 1e-07 apart", []),
+        Check("distribution of the text", None, 0.1, "none", "0.1 apart", []),
     ]
     section = certified(checks, rule="greedy", lossless=True, dtype="float32", num_prompts=2)
     report = build_report(

@@ -421,4 +421,4 @@ def test_a_store_goes_on_by_the_same_command_and_a_run_by_its_checkpoint(tmp_pat
     store = tmp_path / "store"
     store.mkdir()
     (store / "manifest.json").touch()
-    assert _how_to_go_on(store) == "; the same command goes on where it stopped"
+    assert _how_to_go_on(store) == "; the same command resumes where it stopped"

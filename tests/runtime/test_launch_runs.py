@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_ends_all_within_seconds(place: Path) -> None:
         seconds = time.monotonic() - begin
     assert errors == (
         "error: rank 1 of 2 was killed by SIGKILL, perhaps by the system for want of memory; "
-        "the other ranks were ended; go on with run.resume=true\n"
+        "the other ranks were ended; resume with run.resume=true\n"
     )
     assert process.returncode == 137
     assert seconds < 15
@@ -228,7 +228,9 @@ def test_a_terminal_shows_one_bar_and_ctrl_c_is_said_once(place: Path) -> None:
     os.close(ours)
     text = shown.decode()
     assert process.returncode == 130
-    assert once(r"interrupted after step \d+ of 100000, which is saved; go on with run", text), text
+    assert once(r"interrupted after step \d+ of 100000, which is saved; resume with run", text), (
+        text
+    )
     assert once("this step is saved first; Ctrl-C again ends at once", text), text
     assert "Traceback" not in text
     bars = [line for line in text.split("\n") if "━" in line]

@@ -225,8 +225,8 @@ def gap_where_they_part(target: Target, row: dict[str, Any], turn: int, others: 
     asked = [Message(**message) for message in row["messages"][: 2 * turn + 1]]
     prompt = prompt_tokens(asked, target.tokenizer, BY_TEMPLATE)
     logits, _ = target.step(target.begin(), torch.tensor([[*prompt, *own[:place]]]), last_only=True)
-    law = logits[0, -1].log_softmax(-1)
-    return abs(float(law[own[place]] - law[others[place]]))
+    distribution = logits[0, -1].log_softmax(-1)
+    return abs(float(distribution[own[place]] - distribution[others[place]]))
 
 
 def test_an_engine_samples_by_seed(
@@ -268,7 +268,7 @@ def test_a_server_that_dies_costs_nothing_that_was_answered(
                 server.kill()
             yield outcomes
 
-    with pytest.raises(ValueError, match=r"failed 8 conversations in a row.*goes on from there"):
+    with pytest.raises(ValueError, match=r"failed 8 conversations in a row.*resumes there"):
         run(out, asked, config, dying)
     assert len(out.read_text().splitlines()) == 4
     server.start()

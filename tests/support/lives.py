@@ -26,7 +26,7 @@ from typing import Any
 STARTING, STEP, VALIDATING, SAVING, PRUNING, METRICS, ENDING = range(7)
 PHASES = ("starting", "step", "validation", "saving", "pruning", "metrics", "ending")
 # Where to strike: mostly anywhere, and on purpose where time alone would seldom lead. The first
-# time (the second of these) there is a checkpoint to go on from.
+# time (the second of these) there is a checkpoint to resume from.
 AIMS = (None, PRUNING, METRICS, SAVING, None, VALIDATING, STARTING, None)
 MOST_STEPS = 6  # of a life: the run is not over before it has been killed often enough
 PATIENCE_S = 90.0  # while this process runs: one that is stopped for a while may be stopped
@@ -305,7 +305,7 @@ def check_stopped(life: Life, run: Path, where: str) -> None:
         assert set(life.codes.values()) <= {143, -signal.SIGTERM, -signal.SIGUSR1}, life.said()
         return
     assert set(life.codes.values()) == {143}, (where, life.codes, life.said())
-    said = re.search(r"after step (\d+) of \d+, which is saved; go on", life.log(0).read_text())
+    said = re.search(r"after step (\d+) of \d+, which is saved; resume", life.log(0).read_text())
     if said is None:
         assert "outside the steps of training" in life.said(), life.said()
         return

@@ -57,7 +57,7 @@ def unrolled(layer: Any, values: Tensor, turn: Any, mask: Any, past: list[Any]) 
 
 
 def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
-    """EAGLE-3: depth after depth, each with its own logits; the law made once."""
+    """EAGLE-3: depth after depth, each with its own logits; the distribution made once."""
     config, vocab = drafter.config, drafter.vocab
     steps, length = config.unroll, batch.tokens.shape[1] - 1
     hidden = drafter.read(features)[:, :-1]
@@ -67,13 +67,13 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     rows, ahead = positions_to_predict(batch, 2)
     allowed = batch.positions[rows, ahead] - 2
     with torch.no_grad():
-        law = wide(features.readout.logits(features.final_hidden[rows, ahead - 1]))
-        choices, covered = law.argmax(-1), torch.ones_like(rows, dtype=torch.bool)
+        target_probs = wide(features.readout.logits(features.final_hidden[rows, ahead - 1]))
+        choices, covered = target_probs.argmax(-1), torch.ones_like(rows, dtype=torch.bool)
         if vocab is not None:
             choices = vocab.draft_ids[choices]
-            covered = (choices >= 0) | law.isnan().any(-1)
-            law, choices = law[:, vocab.target_ids], choices.clamp(min=0)
-        law = law.softmax(-1)
+            covered = (choices >= 0) | target_probs.isnan().any(-1)
+            target_probs, choices = target_probs[:, vocab.target_ids], choices.clamp(min=0)
+        target_probs = target_probs.softmax(-1)
     labels = batch.tokens[rows, ahead]
     if vocab is not None:
         labels = vocab.draft_ids[labels]
@@ -87,7 +87,7 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
         known = allowed >= depth
         used = known & covered
         logits = drafter.logits(features.readout, hidden[rows[used], ahead[used] - 2 - depth])
-        loss = config.token_loss(logits, law[used], labels[used])
+        loss = config.token_loss(logits, target_probs[used], labels[used])
         terms[f"depth_{depth + 1}"] = LossTerm(
             config.depth_decay**depth,
             loss.sum(),
@@ -108,14 +108,17 @@ def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     rows, ahead = positions_to_predict(batch, 2)
     predicted, truth = predicted[rows, ahead - 2], features.final_hidden[rows, ahead - 1]
     with torch.no_grad():
-        law = wide(features.readout.logits(truth)).softmax(-1)
+        target_probs = wide(features.readout.logits(truth)).softmax(-1)
     logits = drafter.logits(features.readout, predicted)
-    token = config.token_loss(logits, law, batch.tokens[rows, ahead]).sum()
+    token = config.token_loss(logits, target_probs, batch.tokens[rows, ahead]).sum()
     count, regression = torch.tensor(len(rows)), losses.feature_regression(predicted, truth).sum()
     return {
         "feature": LossTerm(config.feature_weight, regression, count),
         "depth_1": LossTerm(
-            config.token_weight, token, count, count_correct(logits.detach(), law.argmax(-1))
+            config.token_weight,
+            token,
+            count,
+            count_correct(logits.detach(), target_probs.argmax(-1)),
         ),
     }
 
@@ -125,18 +128,20 @@ def medusa(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     config = drafter.config
     hidden = features.final_hidden.to(dtype_of(drafter))
     all_rows, all_ahead = positions_to_predict(batch, 2)
-    law = None
+    target_probs = None
     if config.needs_target_probs:
         with torch.no_grad():
             truth = features.final_hidden[all_rows, all_ahead - 1]
-            law = wide(features.readout.logits(truth)).softmax(-1)
+            target_probs = wide(features.readout.logits(truth)).softmax(-1)
     terms: Losses = {}
     for k in range(config.num_heads):
         known = batch.positions[all_rows, all_ahead] >= 2 + k
         rows, ahead = all_rows[known], all_ahead[known]
         labels = batch.tokens[rows, ahead]
         logits = drafter._say(k, hidden[rows, ahead - 2 - k])
-        loss = config.token_loss(logits, None if law is None else law[known], labels)
+        loss = config.token_loss(
+            logits, None if target_probs is None else target_probs[known], labels
+        )
         terms[f"head_{k + 1}"] = LossTerm(
             config.head_decay**k,
             loss.sum(),
@@ -151,9 +156,11 @@ def small_lm(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     rows, ahead = positions_to_predict(batch, 1)
     logits = drafter.shared_logits(drafter.head(drafter._hidden(batch)[rows, ahead - 1]))
     with torch.no_grad():
-        law = wide(features.readout.logits(features.final_hidden[rows, ahead - 1])).softmax(-1)
-    loss = drafter.config.token_loss(logits, law, batch.tokens[rows, ahead])
-    correct = count_correct(logits.detach(), law.argmax(-1))
+        target_probs = wide(
+            features.readout.logits(features.final_hidden[rows, ahead - 1])
+        ).softmax(-1)
+    loss = drafter.config.token_loss(logits, target_probs, batch.tokens[rows, ahead])
+    correct = count_correct(logits.detach(), target_probs.argmax(-1))
     return {"depth_1": LossTerm(1.0, loss.sum(), torch.tensor(len(rows)), correct)}
 
 

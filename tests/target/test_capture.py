@@ -287,7 +287,7 @@ def test_a_disk_that_fills_up_is_a_plain_message_and_nothing_is_lost(
 
     folder = tmp_path / "store"
     monkeypatch.setattr(shards, "save_file", fills_up)
-    with pytest.raises(ValueError, match=r"the disk of store\.dir=.* is full .* goes on where"):
+    with pytest.raises(ValueError, match=r"the disk of store\.dir=.* is full .* resumes where"):
         write(target, folder)
     monkeypatch.setattr(shards, "save_file", save)
     write(target, folder)
@@ -428,7 +428,7 @@ def test_a_scheduler_that_asks_to_stop_is_told_how_to_go_on(
         capsys.readouterr()
         assert main([*call, f"store.dir={folder}"]) == 143
         assert capsys.readouterr().err == (
-            "stopped by SIGTERM: what is stored stays, and the same command goes on where it "
+            "stopped by SIGTERM: what is stored stays, and the same command resumes where it "
             "stopped\n"
         )
         begun = read_manifest(folder)
@@ -465,7 +465,7 @@ def test_two_ranks_write_the_store_of_one_with_the_target_in_pieces_and_through_
     for dies, placement, kept in (("1", "device", 1), ("0", "zero3", 2)):
         done = run(dies, placement)
         assert done.returncode != 0
-        assert "the same command goes on where it stopped" in done.stderr, done.stderr
+        assert "the same command resumes where it stopped" in done.stderr, done.stderr
         assert "run.resume" not in done.stderr
         manifest = read_manifest(folder)
         assert manifest is not None

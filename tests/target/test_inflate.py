@@ -167,7 +167,8 @@ def test_the_drafter_grows_by_the_same_ratio_and_accepts_the_same(
     assert f"feed-forward layers {ratio:.1f} times as wide" in label
     widths = [m.gate_proj.out_features for m in large.modules() if isinstance(m, MLP)]
     assert widths == [64 * ratio]
-    # Sampled, because the laws of random weights overlap where their first choices do not meet.
+    # Sampled, because the distributions of random weights overlap where their first choices do not
+    # meet.
     one, other = (
         speculative_decode(
             target,

@@ -17,8 +17,8 @@ from drafttrain.target.answers.selfgen import (
     EMIT,
     USER,
     Frame,
+    distribution,
     frame_of,
-    law,
     load,
     selfgen,
 )
@@ -70,7 +70,7 @@ def written_alone(index: int, target: Target, config: SelfgenConfig, frame: Fram
 
     def next_token(kind: int, first: bool) -> int:
         logits, _ = target.step(target.begin(), torch.tensor([tokens]), last_only=True)
-        probs = law(logits[:, 0], kind, first, config, frame)
+        probs = distribution(logits[:, 0], kind, first, config, frame)
         return int(chance.choose(probs, [index], [len(tokens)], EMIT))
 
     for place in range(config.max_user_tokens):

@@ -297,7 +297,7 @@ def test_what_a_drafter_lacks_in_a_store_is_named(target: Target, tmp_path: Path
         open_store(tmp_path / "some")
 
 
-def test_teacher_forced_alpha_is_the_overlap_of_the_laws(
+def test_teacher_forced_alpha_is_the_overlap_of_the_distributions(
     target: Target, folder: Path, tmp_path: Path
 ) -> None:
     """Against the definition, for heads on a whole vocabulary: E sum min(target, draft)."""
@@ -331,7 +331,7 @@ def test_teacher_forced_alpha_is_the_overlap_of_the_laws(
 def test_teacher_forced_alpha_counts_what_a_reduced_vocabulary_lacks(
     target: Target, folder: Path
 ) -> None:
-    """A uniform drafter of 24 tokens: its overlap with the target's whole law, everywhere."""
+    """A uniform drafter of 24 tokens: its overlap with the target's distribution, everywhere."""
     samples = random_samples()[:5]
     drafter = random_drafter("eagle3", target, draft_vocab_size=64, draft_vocab_coverage=1.0)
     assert drafter.vocab is not None
@@ -344,8 +344,8 @@ def test_teacher_forced_alpha_counts_what_a_reduced_vocabulary_lacks(
     overlaps = []
     for sample in samples:
         final = target.features(collate([sample]), ()).final_hidden[0]
-        laws = target.readout.logits(final).softmax(-1)[:, drafter.vocab.target_ids]
-        overlap = laws.clamp(max=1 / drafter.vocab.size).sum(-1).detach()
+        distributions = target.readout.logits(final).softmax(-1)[:, drafter.vocab.target_ids]
+        overlap = distributions.clamp(max=1 / drafter.vocab.size).sum(-1).detach()
         overlaps += [
             float(overlap[t - 1]) for t in range(2, len(sample.tokens)) if sample.loss_mask[t]
         ]

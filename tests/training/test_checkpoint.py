@@ -182,7 +182,7 @@ def test_a_damaged_file_is_refused_by_name(file: str, damage: str, tmp_path: Pat
     engine = make_engine("none")
     before = weights(engine)
     expected = (
-        rf"step-000020/{file} must .*; run.resume=true run.skip_damaged=true goes on from the "
+        rf"step-000020/{file} must .*; run.resume=true run.skip_damaged=true resumes from the "
         r"newest whole checkpoint, as removing \S+step-000020 would"
     )
     with pytest.raises(CheckpointError, match=expected):

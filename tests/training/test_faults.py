@@ -106,7 +106,7 @@ def test_who_asks_to_stop_gets_a_checkpoint_of_the_step_reached(
         assert main(arguments) == code
     assert signal.getsignal(signal.SIGTERM) == handler
     said = capsys.readouterr().err
-    assert said == f"{told} after step 5 of 9, which is saved; go on with run.resume=true\n"
+    assert said == f"{told} after step 5 of 9, which is saved; resume with run.resume=true\n"
     latest = Checkpoints(run / "checkpoints", 2).latest()
     assert latest is not None
     assert load_state(latest).step == 5
@@ -305,7 +305,7 @@ def test_a_disk_that_is_full_while_saving_costs_nothing_that_was_saved(
         assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: no checkpoint could be written to {run}/checkpoints: the disk ")
-    assert "the disk is full (0.00 GB free): make room there; then go on with run.resume" in said
+    assert "the disk is full (0.00 GB free): make room there; then resume with run.resume" in said
     assert "(step-000003 is intact)" in said
     assert [path.name for path in (run / "checkpoints").glob("*step*")] == ["step-000003"]
     verify(run / "checkpoints/step-000003")
@@ -496,7 +496,7 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {weights} must match its recorded checksum")
-    assert "run.resume=true run.skip_damaged=true goes on from the newest whole checkpoint" in said
+    assert "run.resume=true run.skip_damaged=true resumes from the newest whole checkpoint" in said
     assert main([*arguments, "run.skip_damaged=true"]) == 0
     captured = capsys.readouterr().out
     assert f"skipped, as run.skip_damaged says: {weights} must match its rec" in captured

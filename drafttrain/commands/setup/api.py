@@ -166,7 +166,7 @@ def evaluate(
     """Measure a drafter as it is now in the whole speculative loop, beside plain decoding.
 
     folder: gets report.json, report.md, report.html and the measurements, from which a stopped
-    evaluation goes on; None keeps no file. settings: keys of `eval` (prompts, prompts_per_task,
+    evaluation resumes; None keeps no file. settings: keys of `eval` (prompts, prompts_per_task,
     depth, certify), and template, template_kwargs, template_date.
     """
     if settings.get("engine", "drafttrain") != "drafttrain":

@@ -3,7 +3,8 @@
 Logits over a vocabulary are the largest tensors of a training step by far. A chunk's are made, give
 their loss and at once its gradient, and are gone: what stays is the gradient of the states and of
 the head's weight (Liger's fused linear cross-entropy, Hsu et al., 2024, arXiv:2410.10989). The
-target's law of a chunk is made once and met by every depth or head that predicts its tokens.
+target's distribution of a chunk is made once and met by every depth or head that predicts its
+tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,19 +56,19 @@ class OutputHead:
 
 
 @dataclass(frozen=True)
-class TargetLaw:
-    """What the target says of each position to predict: its law, and its first choice."""
+class TargetProbs:
+    """What the target says of each position to predict: its distribution, and its first choice."""
 
     readout: Readout
     final_hidden: Float[Tensor, "row hidden"]
     places: Int[Tensor, " position"]  # the row of the state that the target predicts from
-    vocab: DraftVocab | None  # the law is renormalised over it; positions outside are left out
+    vocab: DraftVocab | None  # renormalised over it; positions outside are left out
 
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class _Law(NamedTuple):
+class _ChunkProbs(NamedTuple):
     probs: Tensor | None
     choices: Tensor  # in the drafter's vocabulary; -1: outside it
     kept: Tensor | None  # the positions of the chunk that these are of; None: all
@@ -80,7 +81,7 @@ def chunked_losses(
     states: Sequence[Float[Tensor, "row width"]],
     places: Int[Tensor, "depth position"],
     labels: Int[Tensor, " position"],
-    law: TargetLaw | None,
+    target_probs: TargetProbs | None,
     against_text: bool = False,
 ) -> Sums:
     """Return the losses of every depth (or parallel head), with gradients to states and heads.
@@ -89,15 +90,15 @@ def chunked_losses(
 
     heads: one for each depth, or one for all. states: by depth. places: the row of states[depth]
     from which a position is predicted at that depth, -1 where it is not. labels: the text's tokens
-    in the drafter's vocabulary. law: may be None for losses on the text alone. against_text: count
-    as correct what agrees with the text, not with the target.
+    in the drafter's vocabulary. target_probs: may be None for losses on the text alone.
+    against_text: count as correct what agrees with the text, not with the target.
 
     The sums must be differentiated together, weighed by `weights` times any number (`weighted_sum`
     does), once; otherwise the chunks are computed a second time. Not twice differentiable.
     """
     device = places.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    task = _Task(config, tuple(heads), dtype, places, labels, law, against_text)
+    task = _Task(config, tuple(heads), dtype, places, labels, target_probs, against_text)
     tensors = (*states, *(head.weight for head in heads), *(head.bias for head in heads))
     if torch.is_grad_enabled():
         sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
@@ -122,7 +123,7 @@ class _Task:
     dtype: torch.dtype | None  # of products, where autocast chose it
     places: Tensor
     labels: Tensor
-    law: TargetLaw | None
+    target_probs: TargetProbs | None
     against_text: bool
 
     def cast(self, tensor: Tensor | None) -> Any:
@@ -165,8 +166,8 @@ class _Pass:
         self.correct = torch.zeros(depths, dtype=torch.long, device=device)
         self.uncovered = torch.zeros(depths, dtype=torch.long, device=device)
         self.target = None
-        if task.law is not None:
-            theirs = OutputHead.of(task.law.readout)
+        if task.target_probs is not None:
+            theirs = OutputHead.of(task.target_probs.readout)
             weight, bias = task.cast(theirs.weight), task.cast(theirs.bias)
             self.target = replace(theirs, weight=weight, bias=bias)
         usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
@@ -180,40 +181,40 @@ class _Pass:
         size = max(self.fewest, self.budget // max(len(head.weight) for head in heads))
         for start in range(0, task.places.shape[1], size):
             piece = slice(start, start + size)
-            places, labels, law = task.places[:, piece], task.labels[piece], self._law(piece)
-            if law is not None and law.kept is not None:
+            places, labels, chunk = task.places[:, piece], task.labels[piece], self._chunk(piece)
+            if chunk is not None and chunk.kept is not None:
                 known = (places >= 0).sum(1)
-                places, labels = places[:, law.kept], labels[law.kept]
+                places, labels = places[:, chunk.kept], labels[chunk.kept]
                 self.uncovered += known - (places >= 0).sum(1)
-            choices = labels if law is None or task.against_text else law.choices
-            probs = None if law is None else law.probs
+            choices = labels if chunk is None or task.against_text else chunk.choices
+            probs = None if chunk is None else chunk.probs
             for index, head in enumerate(task.heads):
                 depths = range(len(places)) if len(task.heads) == 1 else range(index, index + 1)
                 together = max(1, self.budget // max(1, len(labels) * len(head.weight)))
                 for group in (depths[i : i + together] for i in range(0, len(depths), together)):
                     self._compare(index, group, places, labels, choices, probs)
 
-    def _law(self, piece: slice) -> _Law | None:
+    def _chunk(self, piece: slice) -> _ChunkProbs | None:
         """Return what the target says of a chunk of positions, constants."""
-        law = self.task.law
-        if law is None or self.target is None:
+        target = self.task.target_probs
+        if target is None or self.target is None:
             return None
-        hidden = law.final_hidden[law.places[piece]]
+        hidden = target.final_hidden[target.places[piece]]
         logits, _ = _logits(self.target, self.target.weight, self.target.bias, hidden)
         logits = logits.to(self.wide)
         best = logits.max(-1)
-        if law.vocab is None:
+        if target.vocab is None:
             probs = logits.softmax(-1) if self.task.config.needs_target_probs else None
-            return _Law(probs, best.indices, None)
-        choices = law.vocab.draft_ids[best.indices]
+            return _ChunkProbs(probs, best.indices, None)
+        choices = target.vocab.draft_ids[best.indices]
         if self.task.config.of_rejection:
-            return _Law(logits.softmax(-1)[:, law.vocab.target_ids], choices, None)
+            return _ChunkProbs(logits.softmax(-1)[:, target.vocab.target_ids], choices, None)
         # A NaN must reach the loss, where it is caught, and not pass for a token left out.
         kept = ((choices >= 0) | best.values.isnan()).nonzero()[:, 0]
         probs = None
         if self.task.config.needs_target_probs:
-            probs = logits[kept[:, None], law.vocab.target_ids].softmax(-1)
-        return _Law(probs, choices[kept].clamp(min=0), kept)
+            probs = logits[kept[:, None], target.vocab.target_ids].softmax(-1)
+        return _ChunkProbs(probs, choices[kept].clamp(min=0), kept)
 
     def _compare(
         self,

@@ -53,8 +53,8 @@ def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[An
     chosen = []
     for answers, name, yes in zip(found, names, wanted.tolist(), strict=True):
         if yes:
-            law = torch.full((1, len(answers)), 1 / len(answers))
-            chosen.append(answers[int(chance.choose(law, [name], [0], TURN))])
+            probs = torch.full((1, len(answers)), 1 / len(answers))
+            chosen.append(answers[int(chance.choose(probs, [name], [0], TURN))])
     return chosen
 
 
@@ -106,24 +106,24 @@ def continue_texts(
     """Sample each answer together with the others; a row leaves when it has ended."""
     ends, device = frozenset(drafter.spec.eos_token_ids), batch.tokens.device
     written: list[list[int]] = [[] for _ in answers]
-    going = list(range(len(answers)))
+    active = list(range(len(answers)))
     cache = RaggedCache()
     before = [batch.tokens[a.row, a.first : a.start].tolist() for a in answers]
     logits = drafter.read(cache, *padded_rows(before, device))
     while True:
-        law = probabilities(logits, Sampling(temperature, 0, 1.0))
-        names = [answers[i].conversation for i in going]
-        starts = [answers[i].start - answers[i].first + len(written[i]) for i in going]
-        tokens = chance.choose(law, names, starts, EMIT)
-        staying = []
-        for place, (i, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
+        probs = probabilities(logits, Sampling(temperature, 0, 1.0))
+        names = [answers[i].conversation for i in active]
+        starts = [answers[i].start - answers[i].first + len(written[i]) for i in active]
+        tokens = chance.choose(probs, names, starts, EMIT)
+        kept = []
+        for place, (i, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
             written[i].append(token)
             room = answers[i].stop - answers[i].start
             if token not in ends and len(written[i]) < room:
-                staying.append(place)
-        if not staying:
+                kept.append(place)
+        if not kept:
             return written
-        if len(staying) < len(going):
-            cache.select(staying)
-            going, tokens = [going[place] for place in staying], tokens[staying]
-        logits = drafter.read(cache, tokens[:, None], [1] * len(going))
+        if len(kept) < len(active):
+            cache.select(kept)
+            active, tokens = [active[place] for place in kept], tokens[kept]
+        logits = drafter.read(cache, tokens[:, None], [1] * len(active))

@@ -155,19 +155,19 @@ def witness_section(
     resampling = Resampling(config.resamples, seed)
     mine = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == name}
 
-    def run(dtype: torch.dtype, law: Sampling, sizes: Sequence[int], place: str) -> Witness:
+    def run(dtype: torch.dtype, drawn: Sampling, sizes: Sequence[int], place: str) -> Witness:
         return witness(
             served,
             [one.tokens for one in asked],
             depth=depth,
-            sampling=law,
+            sampling=drawn,
             max_new_tokens=limit,
             dtype=str(dtype).removeprefix("torch."),
             eos_ids=target.spec.eos_token_ids,
             threads=threads,
             folder=folder / place,
             batch_sizes=sizes,
-            repeats=REPEATS if law == sampling else 1,
+            repeats=REPEATS if drawn == sampling else 1,
             device=target.device.type,
             max_positions=target.spec.max_positions,
             show=show,

@@ -154,7 +154,7 @@ def regenerate(
 ) -> Work:
     """Have every conversation answered that is not yet, and leave the answers in input order.
 
-    Outcomes are on the disk before the next are awaited: a run that is killed goes on from them.
+    Outcomes are on the disk before the next are awaited: a run that is killed resumes from them.
     Raises Stopped where `stop` was asked.
     """
     missing = answers.missing(asked)

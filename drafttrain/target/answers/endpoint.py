@@ -136,7 +136,7 @@ def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings
     if failed >= GIVE_UP_AFTER:
         raise ValueError(
             f"regenerate.base_url={config.base_url} failed {failed} conversations in a row, the "
-            f"last with: {why}; what is answered stays, and the same command goes on from there"
+            f"last with: {why}; what is answered stays, and the same command resumes there"
         )
     if refused >= NONE_OF:
         raise ValueError(

@@ -186,7 +186,7 @@ def write(
             here = np.flatnonzero(phase[rows] == kind)
             if len(here):
                 scored = logits[torch.from_numpy(here).to(target.device), 0]
-                probs = law(scored, kind, position == start, config, frame)
+                probs = distribution(scored, kind, position == start, config, frame)
                 where = [position] * len(here)
                 chosen = chance.choose(probs, keys[rows[here]].tolist(), where, EMIT)
                 tokens[rows[here], position] = chosen.cpu().numpy()
@@ -230,10 +230,10 @@ def write(
     ]
 
 
-def law(
+def distribution(
     logits: Float[Tensor, "rows vocab"], kind: int, first: bool, config: SelfgenConfig, frame: Frame
 ) -> Float[Tensor, "rows vocab"]:
-    """Return the law of the next token of a user turn or an answer; `logits` is overwritten."""
+    """Return the distribution of a turn's next token; `logits` is overwritten."""
     temperature = config.answer_temperature
     if kind == USER:
         temperature = config.user_temperature

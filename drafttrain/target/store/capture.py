@@ -252,7 +252,7 @@ def _disk_full_explained(folder: Path) -> Iterator[None]:
         raise DiskError(
             f"the disk of store.dir={folder} is full "
             f"({_size_of(shutil.disk_usage(folder).free)} free): make room there; the same command "
-            "then goes on where it stopped"
+            "then resumes where it stopped"
         ) from error
 
 

@@ -41,7 +41,7 @@ class StoredTarget:
         if not manifest.complete:
             raise StoreError(
                 f"features.dir must be a finished store, but {folder} is not: the same "
-                f"command goes on where it stopped: {shards.recapture(folder, manifest)}"
+                f"command resumes where it stopped: {shards.recapture(folder, manifest)}"
             )
         self.manifest, self.spec = manifest, manifest.target
         self.readout = self._readout()

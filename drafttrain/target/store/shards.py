@@ -425,7 +425,7 @@ def require_whole(folder: Path, manifest: Manifest, record: File, checksum: bool
 
 
 def recapture(folder: Path, manifest: Manifest, *more: str) -> str:
-    """Return the command that goes on with a store, as its settings say.
+    """Return the command that resumes a store, as its settings say.
 
     Not the one that its provenance records: that may be anybody's text, and would be typed.
     """

@@ -87,7 +87,7 @@ class Engine(ABC):
                 f"optimizer step {self.steps_taken} must have a finite loss and gradient, got loss "
                 f"{loss:g} and gradient norm {norm:g}; the step was not taken and the weights are "
                 "as before. Lower trainer.lr or trainer.max_grad_norm, or look at this step's "
-                "conversations, then go on from the last checkpoint with run.resume=true"
+                "conversations, then resume from the last checkpoint with run.resume=true"
             )
         for group in self._optimizer.param_groups:
             group["lr"] = lr

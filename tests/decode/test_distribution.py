@@ -1,7 +1,7 @@
-"""What the real loop emits has exactly the target's law: every drafter, every lossless rule.
+"""What the real loop emits has the target's exact distribution: every drafter and lossless rule.
 
-Not by statistics: `law_support` replays the loop over every answer that chance could give. Lossy
-rules emit exactly the law that their closed form predicts, which is another.
+Not by statistics: `distribution_support` replays the loop over every answer that chance could give.
+Lossy rules emit exactly the distribution that their closed form predicts, which is another.
 """
 
 import math
@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from law_replay import EXACT, Replayed, distance, replay
-from law_support import (
+from distribution_replay import EXACT, Replayed, distance, replay
+from distribution_support import (
     DRAFTERS,
     PLAIN,
     Case,
-    Law,
+    Distribution,
     Small,
-    draft_law,
+    draft_distribution,
     drafter_for,
-    next_laws,
+    next_distributions,
     parts,
-    predicted_law,
-    target_law,
+    predicted_distribution,
+    target_distribution,
 )
 
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.loop import is_lossless
-from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_step_law
+from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_step_distribution
 from drafttrain.drafters.base import Drafter
 
 
@@ -65,24 +65,24 @@ HAPPENS = {"first rejected", "partly accepted", "all accepted", "rows accept dif
 @pytest.fixture(scope="module")
 def smalls(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Small]:
     """Targets by how many tokens they know."""
-    folder = tmp_path_factory.mktemp("law")
+    folder = tmp_path_factory.mktemp("distribution")
     return {size: Small.make(folder, size) for size in (3, 4, 5, 6)}
 
 
 def certify(small: Small, drafter: Drafter | None, case: Case, width: int) -> Replayed:
-    """Assert that the loop's law is the target's own, and that no uniform was used twice."""
+    """Assert that the loop's distribution is the target's, and no uniform was used twice."""
     says_so = is_lossless(case.rule, case.sampling)
     assert says_so or case.rule == Lenience(1.0)  # exact, but not promised
     replayed = replay(small, drafter, case, width)
-    assert sum(replayed.law.values()) == pytest.approx(1, abs=EXACT)
-    assert distance(replayed.law, target_law(small, case)) <= EXACT
+    assert sum(replayed.distribution.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(replayed.distribution, target_distribution(small, case)) <= EXACT
     assert replayed.num_repeated == 0
     return replayed
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_three_tokens_have_the_law_of_the_target(
+def test_three_tokens_have_the_distribution_of_the_target(
     name: str, sampling: Sampling, smalls: dict[int, Small]
 ) -> None:
     drafter = drafter_for(name, smalls[4])
@@ -90,12 +90,12 @@ def test_three_tokens_have_the_law_of_the_target(
     if sampling == PLAIN:
         ends = set() if name == "ngram" else {"end inside an accepted run"}
         assert replayed.seen >= HAPPENS | ends | {"limit inside an accepted run"}
-        assert len(replayed.law) > 30
+        assert len(replayed.distribution) > 30
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, TOP_2], ids=["plain", "top_k"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_one_prompt_at_a_time_has_the_law_of_the_target(
+def test_one_prompt_at_a_time_has_the_distribution_of_the_target(
     name: str, sampling: Sampling, smalls: dict[int, Small]
 ) -> None:
     """One walk after another, each a decoding of its own: no batch takes part."""
@@ -103,7 +103,7 @@ def test_one_prompt_at_a_time_has_the_law_of_the_target(
     alone = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
     assert alone.num_walks > 5
     together = replay(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
-    assert distance(alone.law, together.law) <= EXACT
+    assert distance(alone.distribution, together.distribution) <= EXACT
 
 
 @pytest.mark.parametrize("samplings", DRAFT_SAMPLINGS.values(), ids=DRAFT_SAMPLINGS)
@@ -146,10 +146,10 @@ def test_stop_strings_end_an_accepted_run(name: str, smalls: dict[int, Small]) -
     """Spelled by two tokens, by the end of one and another, and by the beginning of one."""
     small, drafter = smalls[5], drafter_for(name, smalls[5])
     case = Case(sampling=Sampling(1.0, 4, 1.0), stop_strings=("bb", "ba"))
-    stopped = certify(small, drafter, case, width=1000).law
+    stopped = certify(small, drafter, case, width=1000).distribution
     shorter = {text for (text,) in stopped if len(text) < 3 and text[-1] != 4}
     assert {(1, 1), (2, 1), (1, 2)} <= shorter  # b b, ab b, b ab
-    assert distance(stopped, target_law(small, replace(case, stop_strings=()))) > 0.01
+    assert distance(stopped, target_distribution(small, replace(case, stop_strings=()))) > 0.01
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -158,7 +158,7 @@ def test_a_prompt_of_a_single_token(name: str, smalls: dict[int, Small]) -> None
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_the_plain_loop_has_the_law_of_the_target(
+def test_the_plain_loop_has_the_distribution_of_the_target(
     sampling: Sampling, smalls: dict[int, Small]
 ) -> None:
     """The baseline of every speedup samples what the drafted loop samples."""
@@ -166,7 +166,7 @@ def test_the_plain_loop_has_the_law_of_the_target(
     certify(smalls[3], None, Case(TWO, sampling=sampling, limit=2), width=1)
 
 
-# --- batches: the joint law of two rows ---
+# --- batches: the joint distribution of two rows ---
 
 TWO = ((0, 1, 0, 1, 0), (1, 1))
 
@@ -185,7 +185,7 @@ TWO = ((0, 1, 0, 1, 0), (1, 1))
 def test_two_rows_of_a_batch_are_independent(
     name: str, case: Case, smalls: dict[int, Small]
 ) -> None:
-    """Answers of both rows replayed jointly: the law is the product of the rows' own laws."""
+    """Answers of both rows replayed jointly: the distribution is the product of the rows' own."""
     replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
     assert "rows accept differently" in replayed.seen
     assert "a row has left" in replayed.seen
@@ -224,42 +224,42 @@ def test_lossy_rules_do_what_their_papers_say(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", LOSSY.values(), ids=LOSSY)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_lossy_rule_emits_the_law_that_its_closed_form_predicts(
+def test_a_lossy_rule_emits_the_distribution_that_its_closed_form_predicts(
     name: str, rule: Rule, smalls: dict[int, Small]
 ) -> None:
     small, drafter = smalls[3], drafter_for(name, smalls[3])
     case = Case(rule=rule)
-    emitted = replay(small, drafter, case, width=1000).law
-    assert distance(emitted, predicted_law(small, drafter, case)) <= EXACT
+    emitted = replay(small, drafter, case, width=1000).distribution
+    assert distance(emitted, predicted_distribution(small, drafter, case)) <= EXACT
     assert not is_lossless(rule, case.sampling)
-    assert total_variation(emitted, target_law(small, case)) > 0.01
+    assert total_variation(emitted, target_distribution(small, case)) > 0.01
 
 
-def total_variation(one: Law, other: Law) -> float:
+def total_variation(one: Distribution, other: Distribution) -> float:
     """Half the sum of the differences."""
     return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one | other) / 2
 
 
 @pytest.mark.parametrize("rule", [Rejection(), *LOSSY.values()], ids=["rejection", *LOSSY])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_token_after_the_root_has_the_one_step_law(
+def test_the_token_after_the_root_has_the_one_step_distribution(
     name: str, rule: Rule, smalls: dict[int, Small]
 ) -> None:
     """The closed form that certificates are made of, against the loop itself."""
     small, drafter = smalls[4], drafter_for(name, smalls[4])
     case = Case(limit=2, depth=1, rule=rule)
     (prompt,) = case.prompts
-    emitted = replay(small, drafter, case, width=1000).law
-    roots = next_laws(small, [prompt], case.sampling)[0].tolist()
+    emitted = replay(small, drafter, case, width=1000).distribution
+    roots = next_distributions(small, [prompt], case.sampling)[0].tolist()
     for root, probability in enumerate(roots[:-1]):
         text = (*prompt, root)
-        target_probs = next_laws(small, [text], case.sampling)
-        draft_probs = draft_law(small, drafter, case, text, ())
-        law = target_probs
+        target_probs = next_distributions(small, [text], case.sampling)
+        draft_probs = draft_distribution(small, drafter, case, text, ())
+        distribution = target_probs
         if draft_probs is not None:
-            law = one_step_law(rule, target_probs, draft_probs)
-            torch.testing.assert_close(sum(parts(rule, target_probs, draft_probs)), law)
-        for token, p in enumerate(law[0].tolist()):
+            distribution = one_step_distribution(rule, target_probs, draft_probs)
+            torch.testing.assert_close(sum(parts(rule, target_probs, draft_probs)), distribution)
+        for token, p in enumerate(distribution[0].tolist()):
             assert emitted.get(((root, token),), 0.0) == pytest.approx(probability * p, abs=EXACT)
 
 
@@ -273,7 +273,7 @@ def test_at_temperature_zero_every_rule_is_lossless(name: str, smalls: dict[int,
             certify(smalls[4], drafter, case, width=1000)
 
 
-# --- what a drafter does wrong costs acceptance, never the law ---
+# --- what a drafter does wrong costs acceptance, never the distribution ---
 
 
 class Misled(Drafter):
@@ -327,5 +327,7 @@ def test_a_broken_drafter_is_still_lossless(
     certify(small, broken, case, width=1000)
     # A lossy rule shows that the mistake does reach the drafts.
     lossy = replace(case, rule=Lenience(0.5))
-    laws = [replay(small, drafter, lossy, width=1000).law for drafter in (whole, broken)]
-    assert distance(*laws) > 1e-4
+    distributions = [
+        replay(small, drafter, lossy, width=1000).distribution for drafter in (whole, broken)
+    ]
+    assert distance(*distributions) > 1e-4

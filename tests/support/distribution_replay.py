@@ -1,7 +1,7 @@
 """Runs the real decode loop once for every sequence of answers that chance could give.
 
-What comes out is the exact joint law of the outputs of a batch, through everything that the loop
-is made of: key-value caches, positions, warpers, stops, limits, rows that leave.
+What comes out is the exact joint distribution of the outputs of a batch, through everything that
+the loop is made of: key-value caches, positions, warpers, stops, limits, rows that leave.
 """
 
 import math
@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from law_support import Case, Law, Small, target_law
+from distribution_support import Case, Distribution, Small, target_distribution
 from torch import Tensor
 
 from drafttrain.decode import loop
@@ -112,9 +112,9 @@ class Seen(set[str]):
 
 @dataclass(frozen=True)
 class Replayed:
-    """The law of what the loop emitted, how many walks that took, and what happened in them."""
+    """The distribution of what the loop emitted, the walks that took, and what happened there."""
 
-    law: Law
+    distribution: Distribution
     num_walks: int
     num_repeated: int
     seen: Seen
@@ -127,7 +127,7 @@ def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Rep
     walks, as rows that know nothing of each other, at a hundredth of the price.
     """
     group = len(case.prompts)
-    law: Law = {}
+    distribution: Distribution = {}
     seen = Seen(case, small.target.spec.eos_token_ids)
     pending: list[Walk] = [{}]
     num_walks = num_repeated = 0
@@ -158,18 +158,22 @@ def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Rep
         outputs = [row.tokens for row in decoded]
         for index, walk in enumerate(chance.walks):
             said = tuple(outputs[index * group : (index + 1) * group])
-            law[said] = law.get(said, 0.0) + math.prod(b - a for a, b in walk.values())
+            distribution[said] = distribution.get(said, 0.0) + math.prod(
+                b - a for a, b in walk.values()
+            )
         pending += chance.siblings
         num_walks += len(chance.walks)
         num_repeated += chance.num_repeated
-    return Replayed(law, num_walks, num_repeated, seen)
+    return Replayed(distribution, num_walks, num_repeated, seen)
 
 
-def distance(one: Law, other: Law) -> float:
+def distance(one: Distribution, other: Distribution) -> float:
     """The largest difference between the probabilities of an output."""
     return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one | other)
 
 
 def deviation(small: Small, drafter: Drafter, case: Case, width: int) -> float:
-    """The check itself: how far the loop's law is from the target's own."""
-    return distance(replay(small, drafter, case, width).law, target_law(small, case))
+    """The check itself: how far the loop's distribution is from the target's own."""
+    return distance(
+        replay(small, drafter, case, width).distribution, target_distribution(small, case)
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from law_support import Case
+from distribution_support import Case
 from torch import Tensor
 
 from drafttrain.core import sampling
@@ -37,7 +37,7 @@ class Control:
     case: Case = PLAIN_CASE
     drafter: str = "medusa"
     width: int = 1000  # walks in one batch; 1 where the mistake is about the rows of a batch
-    at_least: float = 1e-3  # how far the law must be off
+    at_least: float = 1e-3  # how far the distribution must be off
 
 
 def edit(patch: pytest.MonkeyPatch, function: Any, old: str, new: str, *owners: Any) -> None:
@@ -85,7 +85,7 @@ class Inverted(Rejection):
 
 
 class Unwarped(Rejection):
-    """The ratio from the target's raw law, the rest from the warped one (COLD is a square)."""
+    """The ratio from raw target probabilities, the rest from warped ones (COLD is a square)."""
 
     def acceptance(self, target_probs: Tensor, draft_probs: Tensor, token: Tensor) -> Tensor:
         raw = target_probs**COLD.temperature
@@ -133,7 +133,7 @@ def _as_the_worst(self: Any, cache: Any, lengths: list[int]) -> None:
 _residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
 
 SPLIT = "num_nodes = torch.full((len(drafted),), depth)"
-CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(laws, tokens)]
+CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(distributions, tokens)]
     num_nodes = torch.stack(sure, dim=1).int().cumprod(1).sum(1)"""
 
 CONTROLS = [
@@ -153,12 +153,22 @@ CONTROLS = [
     # transformers #47932: the candidate's logits were recorded before they were processed.
     Control(
         "draft_probs recorded from raw logits",
-        edits(draft.draft_chain, "laws.append(law)", "laws.append(logits.softmax(-1))", loop),
+        edits(
+            draft.draft_chain,
+            "distributions.append(distribution)",
+            "distributions.append(logits.softmax(-1))",
+            loop,
+        ),
         Case(sampling=COLD),
     ),
     Control(
         "draft_probs recorded before top-p",
-        edits(draft.draft_chain, "laws.append(law)", "laws.append(logits.softmax(-1))", loop),
+        edits(
+            draft.draft_chain,
+            "distributions.append(distribution)",
+            "distributions.append(logits.softmax(-1))",
+            loop,
+        ),
         Case(draft_sampling=TOP_P),
     ),
     Control(
@@ -169,15 +179,20 @@ CONTROLS = [
     # DeepSpec #31.
     Control(
         "drawn from bfloat16, recorded in full precision",
-        edits(draft.draft_chain, "chance.choose(law,", "chance.choose(law.bfloat16(),", loop),
+        edits(
+            draft.draft_chain,
+            "chance.choose(distribution,",
+            "chance.choose(distribution.bfloat16(),",
+            loop,
+        ),
         at_least=1e-5,
     ),
     Control(
         "draft ids taken for target ids",
         edits(
             draft.draft_chain,
-            "chance.choose(law,",
-            "chance.choose(law[:, drafter.vocab.target_ids],",
+            "chance.choose(distribution,",
+            "chance.choose(distribution[:, drafter.vocab.target_ids],",
             loop,
         ),
         drafter="eagle3",
@@ -188,7 +203,7 @@ CONTROLS = [
         edits(
             draft.draft_chain,
             "token = logits.argmax(-1)",
-            "token = logits.argmax(-1); laws.append(logits.softmax(-1))",
+            "token = logits.argmax(-1); distributions.append(logits.softmax(-1))",
             loop,
         ),
         Case(draft_sampling=GREEDY),
@@ -196,11 +211,13 @@ CONTROLS = [
     # DSpark, appendix A: which nodes are verified may not depend on what was drawn.
     Control("nodes cut after they were drawn", edits(draft.draft_chain, SPLIT, CUT, loop)),
     Control(
-        "target law not warped",
+        "target distribution not warped",
         sets(loop, "probabilities", lambda logits, sampling: logits.softmax(-1)),
         Case(sampling=COLD),
     ),
-    Control("ratio from the target's raw law", nothing, Case(sampling=COLD, rule=Unwarped())),
+    Control(
+        "ratio from the target's raw distribution", nothing, Case(sampling=COLD, rule=Unwarped())
+    ),
     # EAGLE PR #47, issue #50: greedy posterior at temperature > 0.
     Control(
         "argmax verification at temperature 1",
@@ -214,14 +231,14 @@ CONTROLS = [
         "the first draft always accepted",
         edits(
             verify.verify_chain,
-            "accepted &= going",
-            "accepted = going & (accepted | (node == 0))",
+            "accepted &= active",
+            "accepted = active & (accepted | (node == 0))",
             loop,
         ),
     ),
     Control(
         "accepting goes on after a rejection",
-        edits(verify.verify_chain, "accepted &= going", "pass", loop),
+        edits(verify.verify_chain, "accepted &= active", "pass", loop),
     ),
     Control(
         "greedy matches counted after a mismatch",
@@ -230,7 +247,7 @@ CONTROLS = [
         drafter="ngram",
     ),
     Control(
-        "bonus from the law of the last node",
+        "bonus from the distribution of the last node",
         edits(verify.verify_chain, "target_probs[:, node + 1]", "target_probs[:, node]", loop),
         Case(depth=1),
     ),
@@ -309,19 +326,19 @@ CONTROLS = [
         sets(
             rows.Rows,
             "starts",
-            property(lambda self: [row.num_prompt_tokens for row in self.going]),
+            property(lambda self: [row.num_prompt_tokens for row in self.active]),
         ),
     ),
     # Batches.
     Control(
         "rows share a uniform",
-        sets(rows.Rows, "names", property(lambda self: [0] * len(self.going))),
+        sets(rows.Rows, "names", property(lambda self: [0] * len(self.active))),
         Case(((0, 1, 0), (1, 1, 0)), limit=1, depth=1),
         width=1,
     ),
     Control(
         "chance keyed by place, not by row",
-        sets(rows.Rows, "names", property(lambda self: list(range(len(self.going))))),
+        sets(rows.Rows, "names", property(lambda self: list(range(len(self.active))))),
         Case(((0, 1, 0), (1, 1)), limit=2, depth=1),
         drafter="ngram",
         width=1,

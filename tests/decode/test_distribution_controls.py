@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from law_controls import CONTROLS, Control, edit
-from law_replay import EXACT, deviation
-from law_support import Small, drafter_for
+from distribution_controls import CONTROLS, Control, edit
+from distribution_replay import EXACT, deviation
+from distribution_support import Small, drafter_for
 
 from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS

@@ -1,7 +1,8 @@
-"""Targets of at most six tokens in float64, their drafters, and the laws that outputs must have.
+"""Targets of at most six tokens in float64, their drafters, and what outputs must follow.
 
-`target_law` asks Transformers for full forwards and warps them with its own processors: nothing
-of the loop, of its caches or of `sampling` takes part. `predicted_law` is what a rule promises.
+`target_distribution` asks Transformers for full forwards and warps them with its own processors:
+nothing of the loop, of its caches or of `sampling` takes part. `predicted_distribution` is what a
+rule promises.
 """
 
 import functools
@@ -34,11 +35,11 @@ from drafttrain.target.model import Target
 
 PLAIN = Sampling(1.0, 0, 1.0)
 WORDS, END = ("a", "b", "ab", "c", "ca"), "<end>"
-SEEDS = {3: 28, 4: 22, 5: 12, 6: 18}  # chosen so that no law is nearly certain
+SEEDS = {3: 28, 4: 22, 5: 12, 6: 18}  # chosen so that no distribution is nearly certain
 CONF = ROOT / "conf" / "drafter"
 
 Text = tuple[int, ...]
-Law = dict[tuple[Text, ...], float]  # of the outputs of all rows of a batch, jointly
+Distribution = dict[tuple[Text, ...], float]  # of the outputs of all rows of a batch, jointly
 
 
 # --- targets and drafters ---
@@ -57,7 +58,7 @@ def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def small_llama(words: Sequence[str], seed: int, **shape: Any) -> LlamaForCausalLM:
-    """A random Llama over these words, whose laws are far from flat and from each other."""
+    """A random Llama over these words, with distributions far from flat and from each other."""
     settings: dict[str, Any] = {
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -79,7 +80,7 @@ def small_llama(words: Sequence[str], seed: int, **shape: Any) -> LlamaForCausal
 
 @dataclass(frozen=True, eq=False)
 class Small:
-    """A target whose every law can be enumerated; the folder is for what its drafters need."""
+    """A target that can be enumerated; the folder is for what its drafters need."""
 
     target: Target
     words: tuple[str, ...]
@@ -178,8 +179,8 @@ def ended(small: Small, case: Case, output: Text) -> bool:
 
 
 @torch.no_grad()
-def next_laws(small: Small, texts: Sequence[Text], sampling: Sampling) -> Tensor:
-    """The target's law after each text (equally long): full forwards, warped by Transformers."""
+def next_distributions(small: Small, texts: Sequence[Text], sampling: Sampling) -> Tensor:
+    """The target's distribution after each text (equally long), warped by Transformers."""
     tokens = torch.tensor(texts)
     scores = small.target.model(input_ids=tokens, use_cache=False).logits[:, -1]
     if sampling.greedy:
@@ -194,44 +195,50 @@ def next_laws(small: Small, texts: Sequence[Text], sampling: Sampling) -> Tensor
     return scores.softmax(-1)
 
 
-def row_law(small: Small, case: Case, prompt: Text) -> dict[Text, float]:
-    """The target's own law of one row's output."""
+def row_distribution(small: Small, case: Case, prompt: Text) -> dict[Text, float]:
+    """The target's own distribution of one row's output."""
     done: dict[Text, float] = {}
-    going: dict[Text, float] = {(): 1.0}
-    while going:
-        laws = next_laws(small, [prompt + output for output in going], case.sampling)
+    active: dict[Text, float] = {(): 1.0}
+    while active:
+        distributions = next_distributions(
+            small, [prompt + output for output in active], case.sampling
+        )
         longer = {
             (*output, token): probability * p
-            for (output, probability), law in zip(going.items(), laws.tolist(), strict=True)
-            for token, p in enumerate(law)
+            for (output, probability), distribution in zip(
+                active.items(), distributions.tolist(), strict=True
+            )
+            for token, p in enumerate(distribution)
             if p > 0
         }
         done |= {output: p for output, p in longer.items() if ended(small, case, output)}
-        going = {output: p for output, p in longer.items() if output not in done}
+        active = {output: p for output, p in longer.items() if output not in done}
     return done
 
 
-def product(laws: Sequence[dict[Text, float]]) -> Law:
-    """The joint law of independent rows."""
-    joint: Law = {(): 1.0}
-    for law in laws:
-        joint = {(*key, text): p * q for key, p in joint.items() for text, q in law.items()}
+def product(distributions: Sequence[dict[Text, float]]) -> Distribution:
+    """The joint distribution of independent rows."""
+    joint: Distribution = {(): 1.0}
+    for distribution in distributions:
+        joint = {
+            (*key, text): p * q for key, p in joint.items() for text, q in distribution.items()
+        }
     return joint
 
 
-def target_law(small: Small, case: Case) -> Law:
-    """The target's own law of the outputs of all rows."""
-    return product([row_law(small, case, prompt) for prompt in case.prompts])
+def target_distribution(small: Small, case: Case) -> Distribution:
+    """The target's own distribution of the outputs of all rows."""
+    return product([row_distribution(small, case, prompt) for prompt in case.prompts])
 
 
-# --- the law that a rule predicts, in closed form ---
+# --- the distribution that a rule predicts, in closed form ---
 
 
 @torch.no_grad()
-def draft_law(
+def draft_distribution(
     small: Small, drafter: Drafter, case: Case, text: Text, drafted: Text
 ) -> Tensor | None:
-    """The law of the next draft, from nothing: "1 vocab", or None where nothing is offered."""
+    """The distribution of the next draft: "1 vocab", or None where nothing is offered."""
     target = small.target
     prefix = torch.tensor([text])
     _, features = target.step(target.begin(), prefix[:, :-1], drafter.captures)
@@ -247,22 +254,22 @@ def draft_law(
     logits = drafter.expand(state, None)
     for token in drafted:
         logits = drafter.expand(state, torch.tensor([token]))
-    law = probabilities(logits, case.draft_sampling or case.sampling)
-    return law if drafter.vocab is None else drafter.vocab.scatter(law)
+    distribution = probabilities(logits, case.draft_sampling or case.sampling)
+    return distribution if drafter.vocab is None else drafter.vocab.scatter(distribution)
 
 
-def predicted_law(small: Small, drafter: Drafter, case: Case) -> Law:
-    """The law of one row under the case's rule: acceptance and correction, node by node.
+def predicted_distribution(small: Small, drafter: Drafter, case: Case) -> Distribution:
+    """The distribution of one row under the case's rule: acceptance and correction, node by node.
 
     A cycle's node takes draft * acceptance on to the next node, and the rest, by the correction,
-    to the next cycle: the two terms of `one_step_law`, apart.
+    to the next cycle: the two terms of `one_step_distribution`, apart.
     """
     (prompt,) = case.prompts
-    law: Law = {}
+    distribution: Distribution = {}
 
     @functools.cache
-    def next_law(output: Text) -> Tensor:
-        return next_laws(small, [prompt + output], case.sampling)
+    def next_distribution(output: Text) -> Tensor:
+        return next_distributions(small, [prompt + output], case.sampling)
 
     def says(probs: Tensor, output: Text, drafted: Text | None, probability: float) -> None:
         for token, p in enumerate(probs[0].tolist()):
@@ -272,15 +279,15 @@ def predicted_law(small: Small, drafter: Drafter, case: Case) -> Law:
 
     def walk(output: Text, drafted: Text | None, probability: float) -> None:
         if output and ended(small, case, output):
-            law[(output,)] = law.get((output,), 0.0) + probability
+            distribution[(output,)] = distribution.get((output,), 0.0) + probability
             return
         if drafted is None:
             drafted = ()
-        target_probs = next_law(output)
+        target_probs = next_distribution(output)
         root = prompt + output[: len(output) - len(drafted)]
         draft_probs = None
         if output and len(drafted) < case.depth:
-            draft_probs = draft_law(small, drafter, case, root, drafted)
+            draft_probs = draft_distribution(small, drafter, case, root, drafted)
         if draft_probs is None:
             says(target_probs, output, None, probability)  # the root, or the bonus
             return
@@ -289,11 +296,11 @@ def predicted_law(small: Small, drafter: Drafter, case: Case) -> Law:
         says(corrected, output, None, probability)
 
     walk((), None, 1.0)
-    return law
+    return distribution
 
 
 def parts(rule: Rule, target_probs: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """What a node emits by acceptance and by correction; together `one_step_law`."""
+    """What a node emits by acceptance and by correction; together `one_step_distribution`."""
     every = torch.arange(target_probs.shape[1])[None]
     accepted = draft_probs * rule.acceptance(target_probs, draft_probs, every)
     rest = 1 - accepted.sum(-1, keepdim=True)

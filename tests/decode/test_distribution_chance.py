@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from law_support import Case, Law, Small, drafter_for, target_law
+from distribution_support import Case, Distribution, Small, drafter_for, target_distribution
 from scipy import stats
 
 from drafttrain.core.chance import Purpose, SeededChance, draw_of
@@ -71,18 +71,18 @@ def test_choices_of_one_cycle_and_of_neighbouring_keys_are_independent() -> None
 
 def test_answers_have_the_probabilities_that_were_asked_for() -> None:
     rows, starts = range(COUNT), [3] * COUNT
-    law = torch.tensor([0.05, 0.0, 0.3, 0.25, 0.4], dtype=torch.float64)
-    chosen = SeededChance(0).choose(law.expand(COUNT, 5), rows, starts, 2)
+    distribution = torch.tensor([0.05, 0.0, 0.3, 0.25, 0.4], dtype=torch.float64)
+    chosen = SeededChance(0).choose(distribution.expand(COUNT, 5), rows, starts, 2)
     counts = chosen.bincount(minlength=5).numpy()
     assert counts[1] == 0
     kept = [0, 2, 3, 4]
-    assert stats.chisquare(counts[kept], COUNT * law.numpy()[kept]).pvalue > 0.01
+    assert stats.chisquare(counts[kept], COUNT * distribution.numpy()[kept]).pvalue > 0.01
     for p in (0.02, 0.5, 0.97):
         yes = SeededChance(0).accept(torch.full((COUNT,), p), rows, starts, 1).sum()
         assert stats.binomtest(int(yes), COUNT, p).pvalue > 0.01
 
 
-# --- end to end: the loop with seeded chance, against the exact law ---
+# --- end to end: the loop with seeded chance, against the exact distribution ---
 
 
 def emitted_by_seeded_chance(small: Small, name: str, case: Case, count: int) -> Counter[object]:
@@ -100,12 +100,12 @@ def emitted_by_seeded_chance(small: Small, name: str, case: Case, count: int) ->
     return Counter((row.tokens,) for row in decoded)
 
 
-def fit(counts: Counter[object], law: Law) -> float:
-    """The p value of these counts under a law; what is expected too rarely is one class."""
+def fit(counts: Counter[object], distribution: Distribution) -> float:
+    """The p value of counts under a distribution; what is expected too rarely is one class."""
     total = counts.total()
-    often = [key for key, p in law.items() if p * total >= 5]
+    often = [key for key, p in distribution.items() if p * total >= 5]
     seen = [counts[key] for key in often]
-    expected = [law[key] * total for key in often]
+    expected = [distribution[key] * total for key in often]
     rest = total - sum(expected)
     if rest >= 5:
         seen.append(total - sum(seen))
@@ -116,13 +116,13 @@ def fit(counts: Counter[object], law: Law) -> float:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
-def test_the_seeded_loop_samples_the_exact_law(
+def test_the_seeded_loop_samples_the_exact_distribution(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, case = Small.make(tmp_path, 4), Case()
-    law = target_law(small, case)
+    distribution = target_distribution(small, case)
     sample = partial(emitted_by_seeded_chance, small, name, case, 6000)
-    assert len(law) > 30
-    assert fit(sample(), law) > 0.01
+    assert len(distribution) > 30
+    assert fit(sample(), distribution) > 0.01
     monkeypatch.setattr(verify, "residual", lambda target_probs, draft_probs: target_probs)
-    assert fit(sample(), law) < 1e-6
+    assert fit(sample(), distribution) < 1e-6
