@@ -35,7 +35,7 @@ torch.set_num_threads(1)
 # Shapes and types of every call in the package, as signatures state them: a third of the time of
 # the tests, so where it is asked for, as CI does. It does not survive torch.compile.
 if os.environ.get("CHECK_SHAPES") == "1":
-    jaxtyping.install_import_hook("drafttrain", "beartype.beartype")
+    jaxtyping.install_import_hook("drafttrain", "shape_checker.check")
 
 TINY_VOCAB_SIZE = 97
 SPECIAL_TOKENS = ["<|pad|>", "<|begin|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]

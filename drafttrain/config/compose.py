@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import yaml
@@ -160,7 +160,7 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
     ValueError in one line names section.key, what must hold and what was got.
     """
     plain = revealed(OmegaConf.to_container(config))
-    return _typed({field.name: plain[field.name] for field in fields(schema)}, schema)
+    return _typed({field.name: plain[field.name] for field in fields(cast(Any, schema))}, schema)
 
 
 def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:
@@ -191,7 +191,8 @@ def recorded(folder: Path, schema: type[Config], key: str) -> Config:
     key: the setting that names the folder, for messages.
     """
     saved = load_config(folder, key)
-    return _typed({field.name: complete(field.name, saved) for field in fields(schema)}, schema)
+    names = [field.name for field in fields(cast(Any, schema))]
+    return _typed({name: complete(name, saved) for name in names}, schema)
 
 
 def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, TypeVar
 from drafttrain.runtime.run_folder import RunConfig
 
 if TYPE_CHECKING:  # they take time to import: a mistyped key is answered before that
-    from _typeshed import DataclassInstance
-
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
@@ -148,4 +146,4 @@ COMMANDS: dict[str, type] = {
     "regenerate": RegenerateConfig,
     "plan": PlanConfig,
 }
-Config = TypeVar("Config", bound="DataclassInstance")
+Config = TypeVar("Config")  # one of these

@@ -32,7 +32,7 @@ CONFIDENCE = 0.95
 
 Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
 Statistic = Callable[..., Values]  # of columns by prompt, and `axis`
-Columns = Sequence[Sequence[float]]
+Columns = Sequence[Sequence[float] | np.ndarray]
 Pairs = list[tuple[int, int]]  # by prompt: tokens accepted, and the drafts or passes they came in
 
 
@@ -143,7 +143,7 @@ def speed(rows: Sequence[Measurement]) -> float | None:
     return ratio(sum(row.num_output_tokens for row in rows), sum(row.seconds.total for row in rows))
 
 
-def _tokens_and_seconds(rows: Sequence[Measurement]) -> list[list[float]]:
+def _tokens_and_seconds(rows: Sequence[Measurement]) -> Columns:
     return [[row.num_output_tokens for row in rows], [row.seconds.total for row in rows]]
 
 
@@ -209,7 +209,7 @@ def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resa
     columns = [np.array(column, dtype=np.float64) for column in zip(*drafted, strict=True)]
     statistic = of_sides(length_or_one, [1, 1], width=2)
     value = float(statistic(*columns, axis=-1))
-    return Change(value, interval(statistic, columns, resampling))  # type: ignore[arg-type]
+    return Change(value, interval(statistic, columns, resampling))
 
 
 def outside_of(rows: Sequence[Measurement]) -> list[OutsideCounts] | None:

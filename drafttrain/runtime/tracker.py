@@ -243,7 +243,7 @@ def _cell(value: Any) -> str:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
-    return list(read_records(path, dict[str, Any]))
+    return list(read_records(path, dict))
 
 
 def _subject(row: dict[str, Any]) -> tuple[Any, ...]:

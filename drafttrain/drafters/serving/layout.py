@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ Tensors = Mapping[str, Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
 
 
+@runtime_checkable
 class Files(Protocol):
     """What lies in a drafter's directory: config.json, and tensors by name.
 
