@@ -376,7 +376,7 @@ def test_slurms_script_starts_a_rank_for_every_gpu_of_a_node(script: Any) -> Non
 def test_slurms_script_captures_too(script: Any) -> None:
     text = script("capture", "store.dir=features", "hardware=cpu", "hardware.ranks=2", "--slurm")
     assert "#SBATCH --job-name=capture-tiny\n" in text
-    assert "resume" not in text
+    assert "run.resume" not in text
     call = text[text.index("-m drafttrain") : text.index(" &\n")].replace("\\\n", " ")
     assert shlex.split(call)[2:4] == ["capture", "store.dir=features"]
 

@@ -25,7 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 LONG = ["trainer.max_steps=100000", "trainer.save_every=5", "trainer.validate_every=100000"]
 FAULTY = '''
 """A drafter of the user's own, which fails on rank 1."""
-import os, sys
+import os, sys, time
 from dataclasses import dataclass
 from drafttrain.drafters.eagle3 import Eagle3Config
 
@@ -37,7 +37,10 @@ class FaultyConfig(Eagle3Config):
             print("the card has left the bus", file=sys.stderr, flush=True)
             os._exit(3)
         if os.environ["RANK"] == "1":
+            while not os.path.exists("built"):  # a launcher ends rank 0 as soon as rank 1 fails
+                time.sleep(0.01)
             raise KeyError("page 7")
+        open("built", "w").close()
         return super().build(spec)
 '''
 

@@ -133,7 +133,7 @@ def _as_the_worst(self: Any, cache: Any, lengths: list[int]) -> None:
 _residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
 
 SPLIT = "num_nodes = torch.full((len(drafted),), depth)"
-CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(distributions, tokens)]
+CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(draft_probs, tokens)]
     num_nodes = torch.stack(sure, dim=1).int().cumprod(1).sum(1)"""
 
 CONTROLS = [
@@ -155,8 +155,8 @@ CONTROLS = [
         "draft_probs recorded from raw logits",
         edits(
             draft.draft_chain,
-            "distributions.append(distribution)",
-            "distributions.append(logits.softmax(-1))",
+            "draft_probs.append(probs)",
+            "draft_probs.append(logits.softmax(-1))",
             loop,
         ),
         Case(sampling=COLD),
@@ -165,8 +165,8 @@ CONTROLS = [
         "draft_probs recorded before top-p",
         edits(
             draft.draft_chain,
-            "distributions.append(distribution)",
-            "distributions.append(logits.softmax(-1))",
+            "draft_probs.append(probs)",
+            "draft_probs.append(logits.softmax(-1))",
             loop,
         ),
         Case(draft_sampling=TOP_P),
@@ -181,8 +181,8 @@ CONTROLS = [
         "drawn from bfloat16, recorded in full precision",
         edits(
             draft.draft_chain,
-            "chance.choose(distribution,",
-            "chance.choose(distribution.bfloat16(),",
+            "chance.choose(probs,",
+            "chance.choose(probs.bfloat16(),",
             loop,
         ),
         at_least=1e-5,
@@ -191,8 +191,8 @@ CONTROLS = [
         "draft ids taken for target ids",
         edits(
             draft.draft_chain,
-            "chance.choose(distribution,",
-            "chance.choose(distribution[:, drafter.vocab.target_ids],",
+            "chance.choose(probs,",
+            "chance.choose(probs[:, drafter.vocab.target_ids],",
             loop,
         ),
         drafter="eagle3",
@@ -203,7 +203,7 @@ CONTROLS = [
         edits(
             draft.draft_chain,
             "token = logits.argmax(-1)",
-            "token = logits.argmax(-1); distributions.append(logits.softmax(-1))",
+            "token = logits.argmax(-1); draft_probs.append(logits.softmax(-1))",
             loop,
         ),
         Case(draft_sampling=GREEDY),

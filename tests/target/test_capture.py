@@ -193,7 +193,7 @@ def test_a_torn_line_of_the_journal_is_left_out(
     plain |= {"complete": False, "shards": []}
     (folder / "manifest.json").write_text(json.dumps(plain))
     (folder / "journal-0.jsonl").write_text("\n".join([*lines[:3], lines[3][:40]]))
-    with pytest.raises(ValueError, match=r"finished store, but .* is not: the same command goes"):
+    with pytest.raises(ValueError, match=r"store, but .* is not: the same command resumes"):
         StoredTarget(folder, torch.float32, torch.device("cpu"), True)
     lines.clear()
     write(target, folder, lines=lines)

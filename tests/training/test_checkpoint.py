@@ -233,7 +233,7 @@ def test_a_damaged_index_is_refused_by_name(damage: str, tmp_path: Path) -> None
         else:
             path.write_bytes(damaged if damage == "flip" else content[:-9])
         with pytest.raises(
-            CheckpointError, match=r"index\.json must .*run\.skip_damaged=true goes"
+            CheckpointError, match=r"index\.json must .*run\.skip_damaged=true resumes"
         ):
             Checkpoints(tmp_path, 2).resume(make_engine("none"))
     skipping, engine = Checkpoints(tmp_path, 2, skip_damaged=True), make_engine("none")

@@ -9,6 +9,7 @@ from typing import Any
 
 from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.template import Template
+from drafttrain.runtime.signals import Stopped
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown, typed
 from drafttrain.target.answers.config import RegenerateSettings
@@ -84,6 +85,7 @@ def by_endpoint(
     refuses all there is.
     """
     with asyncio.Runner() as runner:
+        runner.get_loop().set_exception_handler(_tell)
         client = open_client(config)
         tasks: set[asyncio.Task[Outcome]] = set()
         try:
@@ -124,6 +126,12 @@ def by_endpoint(
             if tasks:
                 runner.run(asyncio.wait(tasks))
             runner.run(client.close())
+
+
+def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Pass on what failed in a callback, but a request to stop: that is obeyed and said later."""
+    if not isinstance(context.get("exception"), Stopped):
+        loop.default_exception_handler(context)
 
 
 def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings) -> None:
