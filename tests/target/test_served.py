@@ -2,13 +2,16 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -27,6 +30,7 @@ from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.models import EMBEDDED, load_model_config, load_tokenizer
 from drafttrain.target.served import visible_name
+from drafttrain.target.vllm import worker
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import HAS_VLLM, VARIABLE, require_vllm
@@ -245,3 +249,17 @@ def test_settings_of_vllm_are_checked(change: dict[str, Any], message: str) -> N
     values = yaml.safe_load((CONF / "vllm" / "default.yaml").read_text())
     with pytest.raises(ValueError, match=message):
         VllmConfig(**values | change)
+
+
+def test_two_engines_fit_where_the_system_would_give_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that were read fill the memory of any machine in the end; they do not count as taken."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    request = {"target": str(tmp_path), "device": "cpu", "dtype": "float32"}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_AVPHYS_PAGES" else 4096)
+    for gigabytes, fit in ((4, True), (1, False)):
+        memory = SimpleNamespace(available=gigabytes << 30)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert worker.fits_twice(request) is fit
