@@ -254,7 +254,7 @@ def test_settings_of_vllm_are_checked(change: dict[str, Any], message: str) -> N
 def test_two_engines_fit_where_the_system_would_give_memory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that were read fill the memory of any machine in the end; they do not count as taken."""
+    """Files that were read fill the memory of any machine in the end; it is not taken."""
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
     request = {"target": str(tmp_path), "device": "cpu", "dtype": "float32"}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
