@@ -35,7 +35,7 @@ from drafttrain.target.store.capture import capture
 from drafttrain.target.store.config import StoreConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.loop import StepChance, optimizer_step
+from drafttrain.training.loop import StepChance, StopVote, optimizer_step
 
 CPU = torch.device("cpu")
 
@@ -158,7 +158,9 @@ def compare(
                 started = time.perf_counter()
                 group = steps.next_group()
                 asked = time.perf_counter()
-                optimizer_step(engine, source, group, StepChance(0, step), 1e-4, Quiet())  # type: ignore[arg-type]
+                vote = StopVote(engine.ranks, StopRequest())
+                chance = StepChance(0, step)
+                optimizer_step(engine, source, group, chance, 1e-4, Quiet(), vote)  # type: ignore[arg-type]
                 ended = time.perf_counter()
                 seconds, tokens = seconds + ended - started, tokens + group.tokens
                 if step:
