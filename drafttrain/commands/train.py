@@ -24,7 +24,7 @@ from drafttrain.runtime.hardware import (
     choose_train_dtype,
 )
 from drafttrain.runtime.lock import require_free
-from drafttrain.runtime.ranks import join_ranks
+from drafttrain.runtime.ranks import LostRankError, join_ranks
 from drafttrain.runtime.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -46,7 +46,11 @@ from drafttrain.training.loop import train as run_training
 def train(config: TrainConfig) -> None:
     """Train a drafter on what the target says, from data to the best checkpoint."""
     with StopRequest().listening() as stop, ExitStack() as held:
-        train_until(stop, config, held)
+        try:
+            train_until(stop, config, held)
+        except LostRankError:
+            stop.obey()  # asked as this one was, another may have left before it met the others
+            raise
 
 
 def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None:

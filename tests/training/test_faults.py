@@ -27,6 +27,7 @@ from drafttrain.data.conversations import JsonlConfig, read
 from drafttrain.data.files import file_records
 from drafttrain.report.write import write_texts
 from drafttrain.runtime.disk import DiskError, append_text, write_whole, written
+from drafttrain.runtime.ranks import LostRankError
 from drafttrain.runtime.run_folder import append_log
 from drafttrain.runtime.signals import ECHO_S, Stopped, StopRequest
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
@@ -144,6 +145,24 @@ def test_before_the_first_step_a_scheduler_is_obeyed_at_once(
     assert main(settings(tmp_path / "run", place / "data.jsonl")) == 143
     assert "stopped by SIGTERM outside the steps of training" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_was_asked_to_stop_is_not_lost_to_one_that_stopped_before_its_steps(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All are asked at once: one outside its steps leaves, and another waits in vain within."""
+
+    def wait_in_vain() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise LostRankError("rank 0 lost another of the 2 ranks")
+
+    decode = at_call(1, drafttrain.training.validation.speculative_decode, wait_in_vain)
+    monkeypatch.setattr(drafttrain.training.validation, "speculative_decode", decode)
+    assert main(settings(tmp_path / "run", place / "data.jsonl", *SHORT)) == 143
+    assert "stopped by SIGTERM outside the steps of training" in capsys.readouterr().err
 
 
 def test_a_second_sigterm_ends_at_once_but_its_echo_does_not() -> None:
