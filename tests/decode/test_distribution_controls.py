@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from distribution_controls import CONTROLS, Control, edit
+from distribution_controls import CONTROLS, Control
 from distribution_replay import EXACT, deviation
 from distribution_support import Small, drafter_for
 
-from drafttrain.decode import loop, verify
 from drafttrain.decode.verify import LOSSLESS
 
 
@@ -31,8 +30,3 @@ def test_without_a_mistake_each_of_these_settings_is_exact(small: Small) -> None
     assert len(settings) > 10
     for name, case, width in settings:
         assert deviation(small, drafter_for(name, small), case, width) <= EXACT
-
-
-def test_a_control_whose_line_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AssertionError, match="verify_chain has 0 places that read 'gone'"):
-        edit(monkeypatch, verify.verify_chain, "gone", "", loop)

@@ -1,13 +1,11 @@
 """Mistakes of published code and of guides, each put into the real loop.
 
-A mistake is a line of the loop changed in place, or one of its functions or rules replaced. The
-sources of those that were published are in the comments.
+A mistake enters where the loop takes a part from elsewhere: a function, a rule, the source of
+chance. The sources of those that were published are in the comments.
 """
 
-import inspect
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,12 +13,16 @@ import torch
 from distribution_support import Case
 from torch import Tensor
 
-from drafttrain.core import sampling
-from drafttrain.core.chance import Purpose, draw_of
+from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.decode import draft, loop, rows, verify
-from drafttrain.decode.verify import Rejection
+from drafttrain.core.types import Proposal, Verdict
+from drafttrain.decode import draft, loop, verify
+from drafttrain.decode.draft import draft_chain
+from drafttrain.decode.rows import Rows, Stops
+from drafttrain.decode.verify import Rejection, Rule, verify_chain, verify_greedy
+from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.target import model as target
 
 PLAIN_CASE = Case()
@@ -38,24 +40,6 @@ class Control:
     drafter: str = "medusa"
     width: int = 1000  # walks in one batch; 1 where the mistake is about the rows of a batch
     at_least: float = 1e-3  # how far the distribution must be off
-
-
-def edit(patch: pytest.MonkeyPatch, function: Any, old: str, new: str, *owners: Any) -> None:
-    """Change one place in the source of a function, in every module or class that holds it."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, (
-        f"{function.__name__} has {source.count(old)} places that read {old!r}: it has changed,"
-        " and this control must change with it"
-    )
-    found: dict[str, Any] = {}
-    exec(source.replace(old, new), inspect.unwrap(function).__globals__, found)
-    for owner in owners:
-        patch.setattr(owner, function.__name__, found[function.__name__])
-
-
-def edits(function: Any, old: str, new: str, *owners: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """The same, to be done later."""
-    return lambda patch: edit(patch, function, old, new, *owners)
 
 
 def sets(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
@@ -130,11 +114,143 @@ def _as_the_worst(self: Any, cache: Any, lengths: list[int]) -> None:
     cache.rollback([old - max(drops) for old in cache.lengths])
 
 
-_residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
+# --- drafting ---
 
-SPLIT = "num_nodes = torch.full((len(drafted),), depth)"
-CUT = """sure = [l.gather(1, t[:, None])[:, 0] > 0.45 for l, t in zip(draft_probs, tokens)]
-    num_nodes = torch.stack(sure, dim=1).int().cumprod(1).sum(1)"""
+
+@dataclass
+class ChangedChance:
+    """Chance, asked about other probabilities than the loop gives."""
+
+    real: Chance
+    of_choice: Callable[[Tensor], Tensor] = lambda probs: probs
+    always: int | None = None  # the draw that is accepted whatever its probability
+
+    def accept(
+        self, probability: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
+    ) -> Tensor:
+        accepted = self.real.accept(probability, rows, starts, draw)
+        return accepted | (draw == self.always)
+
+    def choose(
+        self, probs: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
+    ) -> Tensor:
+        return self.real.choose(self.of_choice(probs), rows, starts, draw)
+
+
+def _recorded_raw(drafter: Drafter, state: DraftState, depth: int, *rest: Any) -> Proposal:
+    """draft_probs are the softmax of the logits, however the token was chosen."""
+    seen: list[Tensor] = []
+    real = drafter.expand
+
+    def expand(state: DraftState, newest: Tensor | None) -> Tensor:
+        seen.append(real(state, newest))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, "expand", expand)
+        proposal = draft_chain(drafter, state, depth, *rest)
+    return replace(proposal, draft_probs=torch.stack(seen, dim=1).softmax(-1))
+
+
+def _recorded_whole(
+    drafter: Drafter, state: DraftState, depth: int, sampling: Sampling, chance: Chance, *rest: Any
+) -> Proposal:
+    """Tokens are drawn from bfloat16, draft_probs recorded in full precision."""
+    chance = ChangedChance(chance, Tensor.bfloat16)
+    return draft_chain(drafter, state, depth, sampling, chance, *rest)
+
+
+def _draft_ids(
+    drafter: Drafter, state: DraftState, depth: int, sampling: Sampling, chance: Chance, *rest: Any
+) -> Proposal:
+    """The place of a token in the draft vocabulary is offered as its id."""
+    assert drafter.vocab is not None
+    ids = drafter.vocab.target_ids
+    chance = ChangedChance(chance, lambda probs: probs[:, ids])
+    return draft_chain(drafter, state, depth, sampling, chance, *rest)
+
+
+def _cut_by_probability(*arguments: Any) -> Proposal:
+    """Nodes are cut once it is known what was drawn."""
+    proposal = draft_chain(*arguments)
+    assert proposal.draft_probs is not None
+    sure = proposal.draft_probs.gather(2, proposal.tokens[..., None])[..., 0] > 0.45
+    return replace(proposal, num_nodes=sure.int().cumprod(1).sum(1))
+
+
+def _unnormalised(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The tokens that top-p leaves keep the probabilities they had before it."""
+    before = probabilities(logits, replace(sampling, top_p=1.0))
+    return torch.where(probabilities(logits, sampling) > 0, before, 0.0)
+
+
+# --- verifying ---
+
+
+def _first_accepted(
+    rule: Rule, proposal: Proposal, target_probs: Tensor, chance: Chance, *rest: Any
+) -> Verdict:
+    """The first drafted token is accepted whatever its probability."""
+    always = draw_of(0, Purpose.ACCEPT)
+    return verify_chain(rule, proposal, target_probs, ChangedChance(chance, always=always), *rest)
+
+
+def _after_a_rejection(
+    rule: Rule,
+    proposal: Proposal,
+    target_probs: Tensor,
+    chance: Chance,
+    rows: Sequence[int],
+    starts: Sequence[int],
+) -> Verdict:
+    """A rejection does not end the chain: later nodes are judged and counted too."""
+    assert proposal.draft_probs is not None
+    batch, depth = proposal.tokens.shape
+    count, emit = torch.zeros(batch, dtype=torch.long), target_probs[:, 0]
+    for node in range(depth):
+        token, drawn = proposal.tokens[:, node : node + 1], proposal.draft_probs[:, node]
+        probability = rule.acceptance(target_probs[:, node], drawn, token).squeeze(1)
+        good = chance.accept(probability, rows, starts, draw_of(node, Purpose.ACCEPT))
+        correction = rule.correction(target_probs[:, node], drawn)
+        emit = torch.where(good[:, None], target_probs[:, node + 1], correction)
+        count += good
+    return Verdict(count, chance.choose(emit, rows, starts, draw_of(0, Purpose.EMIT)))
+
+
+def _all_matches(proposal: Proposal, choices: Tensor) -> Verdict:
+    """Greedy matches count after a mismatch too."""
+    count = (proposal.tokens == choices[:, :-1]).sum(-1)
+    return Verdict(count, choices.gather(1, count[:, None]).squeeze(1))
+
+
+def _bonus_of_last_node(rule: Rule, proposal: Proposal, probs: Tensor, *rest: Any) -> Verdict:
+    """After full acceptance the bonus comes from the last node's own distribution."""
+    return verify_chain(rule, proposal, torch.cat([probs[:, :-1], probs[:, -2:-1]], 1), *rest)
+
+
+# --- ends ---
+
+
+def _only_the_newest(self: Stops, output: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
+    """A stop token before the newest one is passed over."""
+    room = self.limit - len(output)
+    return min(len(new), room), len(new) >= room or new[-1] in self.tokens
+
+
+def _one_less(self: Stops, output: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
+    """The limit is one short inside a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self, "limit", self.limit - (len(new) > 2))
+        return _cut(self, output, new)
+
+
+def _without_bonus(self: Rows, new: Sequence[Sequence[int]], stops: Stops) -> Any:
+    """At depth 1, two new tokens are a draft and the bonus."""
+    return _commit(self, [tokens[:1] for tokens in new], stops)
+
+
+_residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
+_cut, _commit, _verify = Stops.cut, Rows.commit, loop.verify
 
 CONTROLS = [
     # HF transformers PR #28508 corrected the second; the first is the commonest of guides.
@@ -153,63 +269,38 @@ CONTROLS = [
     # transformers #47932: the candidate's logits were recorded before they were processed.
     Control(
         "draft_probs recorded from raw logits",
-        edits(
-            draft.draft_chain,
-            "draft_probs.append(probs)",
-            "draft_probs.append(logits.softmax(-1))",
-            loop,
-        ),
+        sets(loop, "draft_chain", _recorded_raw),
         Case(sampling=COLD),
     ),
     Control(
         "draft_probs recorded before top-p",
-        edits(
-            draft.draft_chain,
-            "draft_probs.append(probs)",
-            "draft_probs.append(logits.softmax(-1))",
-            loop,
-        ),
+        sets(loop, "draft_chain", _recorded_raw),
         Case(draft_sampling=TOP_P),
     ),
     Control(
         "top-p without renormalising draft_probs",
-        edits(sampling.probabilities, "probs = probs / probs.sum(-1, keepdim=True)", "pass", draft),
+        sets(draft, "probabilities", _unnormalised),
         Case(draft_sampling=TOP_P),
     ),
     # DeepSpec #31.
     Control(
         "drawn from bfloat16, recorded in full precision",
-        edits(
-            draft.draft_chain,
-            "chance.choose(probs,",
-            "chance.choose(probs.bfloat16(),",
-            loop,
-        ),
+        sets(loop, "draft_chain", _recorded_whole),
         at_least=1e-5,
     ),
     Control(
         "draft ids taken for target ids",
-        edits(
-            draft.draft_chain,
-            "chance.choose(probs,",
-            "chance.choose(probs[:, drafter.vocab.target_ids],",
-            loop,
-        ),
+        sets(loop, "draft_chain", _draft_ids),
         drafter="eagle3",
     ),
     # The guides' q = softmax for a draft that was the argmax; EAGLE #171, #183, #221.
     Control(
         "a greedy draft judged by its softmax probability",
-        edits(
-            draft.draft_chain,
-            "token = logits.argmax(-1)",
-            "token = logits.argmax(-1); draft_probs.append(logits.softmax(-1))",
-            loop,
-        ),
+        sets(loop, "draft_chain", _recorded_raw),
         Case(draft_sampling=GREEDY),
     ),
     # DSpark, appendix A: which nodes are verified may not depend on what was drawn.
-    Control("nodes cut after they were drawn", edits(draft.draft_chain, SPLIT, CUT, loop)),
+    Control("nodes cut after they were drawn", sets(loop, "draft_chain", _cut_by_probability)),
     Control(
         "target distribution not warped",
         sets(loop, "probabilities", lambda logits, sampling: logits.softmax(-1)),
@@ -221,7 +312,11 @@ CONTROLS = [
     # EAGLE PR #47, issue #50: greedy posterior at temperature > 0.
     Control(
         "argmax verification at temperature 1",
-        edits(loop.verify, "if sampling.greedy and rule.lossless:", "if True:", loop),
+        sets(
+            loop,
+            "verify",
+            lambda rule, proposal, logits, *rest: verify_greedy(proposal, logits.argmax(-1)),
+        ),
     ),
     Control("accepted where it is the argmax", nothing, Case(rule=Argmax())),
     Control("a probability threshold", nothing, Case(rule=Threshold())),
@@ -229,62 +324,44 @@ CONTROLS = [
     Control("5 % more accepted", nothing, Case(rule=AdditiveSlack())),
     Control(
         "the first draft always accepted",
-        edits(
-            verify.verify_chain,
-            "accepted &= active",
-            "accepted = active & (accepted | (node == 0))",
-            loop,
-        ),
+        sets(loop, "verify_chain", _first_accepted),
     ),
     Control(
-        "accepting goes on after a rejection",
-        edits(verify.verify_chain, "accepted &= active", "pass", loop),
+        "accepting continues after a rejection",
+        sets(loop, "verify_chain", _after_a_rejection),
     ),
     Control(
         "greedy matches counted after a mismatch",
-        edits(verify.verify_greedy, ".int().cumprod(-1)", ".int()", loop),
+        sets(loop, "verify_greedy", _all_matches),
         Case(((0, 1, 1, 1),), sampling=GREEDY),
         drafter="ngram",
     ),
     Control(
         "bonus from the distribution of the last node",
-        edits(verify.verify_chain, "target_probs[:, node + 1]", "target_probs[:, node]", loop),
+        sets(loop, "verify_chain", _bonus_of_last_node),
         Case(depth=1),
     ),
     Control(
         "verification a row late",
-        edits(
-            loop.verify,
-            "probabilities(logits, sampling)",
-            "probabilities(logits.roll(1, 1), sampling)",
+        sets(
             loop,
+            "verify",
+            lambda rule, proposal, logits, *rest: _verify(rule, proposal, logits.roll(1, 1), *rest),
         ),
     ),
     # transformers #47912: an end inside the accepted run was passed over.
     Control(
         "only the newest token is looked at for the end",
-        edits(
-            rows.Stops.cut, "enumerate(new[:room])", "list(enumerate(new[:room]))[-1:]", rows.Stops
-        ),
+        sets(Stops, "cut", _only_the_newest),
     ),
     Control(
         "the bonus is forgotten after full acceptance",
-        edits(
-            loop.speculative_decode_batch,
-            "new = [row[:count] for",
-            "new = [row[: count - (count > depth)] for",
-            loop,
-        ),
+        sets(Rows, "commit", _without_bonus),
         Case(depth=1),
     ),
     Control(
         "a limit one short inside a run",
-        edits(
-            rows.Stops.cut,
-            "self.limit - len(output)",
-            "self.limit - len(output) - (len(new) > 2)",
-            rows.Stops,
-        ),
+        sets(Stops, "cut", _one_less),
     ),
     Control(
         "rejected tokens stay in the cache",
@@ -324,7 +401,7 @@ CONTROLS = [
     Control(
         "the same uniforms in every cycle",
         sets(
-            rows.Rows,
+            Rows,
             "starts",
             property(lambda self: [row.num_prompt_tokens for row in self.active]),
         ),
@@ -332,13 +409,13 @@ CONTROLS = [
     # Batches.
     Control(
         "rows share a uniform",
-        sets(rows.Rows, "names", property(lambda self: [0] * len(self.active))),
+        sets(Rows, "names", property(lambda self: [0] * len(self.active))),
         Case(((0, 1, 0), (1, 1, 0)), limit=1, depth=1),
         width=1,
     ),
     Control(
         "chance keyed by place, not by row",
-        sets(rows.Rows, "names", property(lambda self: list(range(len(self.active))))),
+        sets(Rows, "names", property(lambda self: list(range(len(self.active))))),
         Case(((0, 1, 0), (1, 1)), limit=2, depth=1),
         drafter="ngram",
         width=1,
