@@ -1,6 +1,6 @@
 """drafttrain: train, measure and serve the drafters of speculative decoding.
 
-From Python, with what the commands leave behind:
+From Python, with what the commands write:
 
     target = drafttrain.load_target("tiny")
     drafter = drafttrain.load_drafter("outputs/demo", target)
@@ -18,7 +18,7 @@ __all__ = ["evaluate", "generate", "load_drafter", "load_target"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: it brings torch, which takes seconds."""
+    """Import a name when it is first used, because importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module 'drafttrain' has no attribute {name!r}")
     from drafttrain.commands.setup import api

@@ -73,12 +73,12 @@ class Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its status.
 
-    0: done. 2: what was typed, or what it names, cannot be meant: the same command would fail
-    again. 1: the machine failed, another process has what is needed, or nobody foresaw it.
-    130: Ctrl-C. 143: a scheduler's signal, after what there is was saved.
+    0: done. 2: the command line, or a file that it names, is invalid: the same command would fail
+    again. 1: the machine failed, another process holds what is needed, or the error is unexpected.
+    130: Ctrl-C. 143: a scheduler's signal, after the progress was saved.
     """
-    # Read when torch is loaded. OpenMP's threads spin for milliseconds before they sleep: on a
-    # busy machine two are ten times slower than one. Tens of microseconds harm nobody.
+    # Torch reads it when it loads. OpenMP's threads spin for milliseconds before they sleep, which
+    # makes two threads ten times slower than one on a busy machine. Tens of microseconds are fine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -114,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if command in TOGETHER:
                 from drafttrain.runtime.launch import launch
 
-                assert folder is not None, "what ranks do together has a folder"
+                assert folder is not None, "a command of several ranks has a folder"
                 code = launch(loaded.hardware, arguments, folder)
                 if code is not None:
                     return code
-            # What saves more than this, when it is asked to end, listens for itself.
+            # A command that saves more when it is asked to stop installs a handler of its own.
             with StopRequest(GOES_ON.get(command, "")).listening():
                 module = importlib.import_module(f"drafttrain.commands.{command}")
                 getattr(module, command)(loaded)
@@ -142,14 +142,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _status(error)
         if is_ours():
             leave_word(text, status, foreseen=_foreseen(error), consequence=is_consequence(error))
-        # Every rank finds the same mistake in what was typed.
+        # Every rank finds the same mistake in the command line.
         elif speaks_first() if composed else rank() == 0:
             say_error(f"error: {text}")
         return status
 
 
 def read(arguments: Sequence[str]) -> Request:
-    """Sort the command line; UsageError says what cannot be meant."""
+    """Parse the command line; UsageError names what is invalid in it."""
     request = Request()
     rest = iter(arguments)
     for text in rest:
@@ -188,7 +188,7 @@ def read(arguments: Sequence[str]) -> Request:
             )
         elif request.command is None:
             if text not in COMMANDS:
-                # Few slips are in the first letter, and `generate` is not nearly `regenerate`.
+                # Typos rarely change the first letter, and `generate` does not mean `regenerate`.
                 near = [name for name in COMMANDS if name[0] == text[:1]]
                 raise UsageError(
                     f"no command is called {shown(text)}{did_you_mean(text, near)} "
@@ -208,7 +208,7 @@ def _help(request: Request) -> str:
     groups = command_groups(request.command)
     own = [entry.name for entry in fields(COMMANDS[request.command]) if entry.name not in groups]
     texts = []
-    for text in request.overrides:  # --help SECTION or --help SECTION=CHOICE; keys say nothing here
+    for text in request.overrides:  # --help SECTION or --help SECTION=CHOICE; keys are ignored
         section, _, choice = text.partition("=")
         if "." in section:
             continue
@@ -223,7 +223,7 @@ def _help(request: Request) -> str:
 
 
 def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str:
-    """Say in one line what went wrong; what nobody foresaw leaves its traceback in a file."""
+    """Return the error in one line; write the traceback of an unexpected one to a file."""
     text = escaped(" ".join(str(error).split()))
     if _foreseen(error):
         return text
@@ -232,7 +232,7 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
     name = f"error_rank{rank()}.log" if rank() else "error.log"
-    # os.path answers where pathlib raises: a name may be too long, or no name at all.
+    # os.path returns False where pathlib raises: the name may be too long or invalid.
     kept = folder is not None and os.path.isdir(folder)
     log = folder / name if folder and kept else Path(f"drafttrain_{name}")
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -240,7 +240,7 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
     try:
         append_text(log, f"{date} {call(*arguments)}\n{trace}\n")
         where = f"the traceback is in {log}; {DEBUG}=1 shows it here"
-    except Exception as problem:  # whatever it is, the error itself is what must be said
+    except Exception as problem:  # whatever it is, the first error must be reported
         where = f"{escaped(str(problem))}; {DEBUG}=1 shows the traceback here"
     return f"{type(error).__name__}: {text} ({where})"
 

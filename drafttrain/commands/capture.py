@@ -33,7 +33,7 @@ from drafttrain.target.store.capture import capture as write_store
 
 
 def capture(config: CaptureConfig) -> None:
-    """Write what drafters read of the target to store.dir, once; resume where a capture stopped."""
+    """Write the features that drafters read to store.dir, once; resume where a capture stopped."""
     ranks = join_ranks(choose_device(config.hardware))
     ranks = replace(ranks, goes_on="the same command resumes where it stopped")
     stop = StopRequest(": what is stored stays, and the same command resumes where it stopped")
@@ -42,7 +42,7 @@ def capture(config: CaptureConfig) -> None:
 
 
 def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> None:
-    """Write what is missing of the store, unless a scheduler asks to stop meanwhile."""
+    """Write the missing part of the store, until it is complete or a scheduler asks to stop."""
     dtype = choose_train_dtype(config.hardware, ranks.device)
 
     def say(line: str) -> None:
@@ -95,7 +95,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
 
 
 def check_store_folder(folder: Path) -> None:
-    """Refuse a place that cannot be written, or that is a run's, before a target is loaded."""
+    """Refuse a folder that cannot be written or that holds a run, before a target is loaded."""
     require_writable(folder, "store.dir")
     if (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir():
         raise ValueError(

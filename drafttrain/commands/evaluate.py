@@ -29,14 +29,14 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
-    """Measure what is set up, and write the report to a place that is this command's own."""
+    """Measure what is set up, and write the report to a folder that this command has locked."""
     settings = setup.settings
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
     report, results, journals = measured(config, setup, place, provenance())
     keep(place, settings_of(config, setup.subject))
     write_report(report, place)
-    if served is not None:  # what we measured is on the disk, whatever becomes of vLLM
+    if served is not None:  # our own measurements are on disk even if vLLM fails
         report = witnessed(report, results, config, setup, served, place / "vllm")
         write_report(report, place)
     for journal in journals:

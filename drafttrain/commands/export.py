@@ -1,4 +1,4 @@
-"""What serving engines load, and the Hub."""
+"""A drafter in the layouts that serving engines load, and its push to the Hub."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,7 @@ def export(config: ExportConfig) -> None:
         provenance=record,
         reports=reports,
     )
-    # The folder is replaced as a whole: a lock in it would be too.
+    # The folder is replaced as a whole, and a lock inside it would be replaced too.
     with hold(place, "export.dir", "export", console.print, file=beside(place)):
         with written(place, "export.dir"):
             done = export_vllm(

@@ -23,13 +23,13 @@ from drafttrain.runtime.untrusted_input import escaped
 RECORD = "jobs.jsonl"
 LOGS = "logs"
 BEGUN, DONE, FAILED, STOPPED = "begun", "done", "failed", "stopped"
-SHOWN = 300  # characters of what a job said last
+SHOWN = 300  # characters of a job's last line of output
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job: a line of the record."""
+    """The outcome of a job: a line of the record."""
 
     name: str
     overrides: list[str]
@@ -40,11 +40,11 @@ class Outcome:
 
 
 def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) -> int:
-    """Carry out every job of a sweep; return 1 where one failed, else 0.
+    """Run every job of a sweep; return 1 if any failed, else 0.
 
-    The record in the sweep's folder has a line for each job. The same command line skips those that
-    are done there, and a training that was begun resumes. Raises Stopped after a signal, which the
-    job at work was sent.
+    The record in the sweep's folder has a line for each job. The same command line skips the jobs
+    that the record has as done, and resumes a training that was begun. Raises Stopped after a
+    signal, which is passed on to the running job.
     """
     if "RANK" in os.environ:
         raise UsageError("--multirun starts every job itself: it takes plain python, no launcher")
@@ -74,7 +74,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
             log = sweep.folder / LOGS / f"{job.name}.log"
             _keep(sweep, outcomes, Outcome(job.name, job.overrides, BEGUN))
             start = time.monotonic()
-            with console.status(f"{place}  runs; its output: {log}"):
+            with console.status(f"{place}  running; its output: {log}"):
                 status, stop, said = _run(words, log)
             result = DONE if status == 0 else STOPPED if stop else FAILED
             seconds = round(time.monotonic() - start, 1)
@@ -89,7 +89,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
 
 
 def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
-    """Say what to do with what the jobs made, and which of them failed."""
+    """Print the commands to run next and the jobs that failed; return the sweep's status."""
     done = [job for job in sweep.jobs if outcomes[job.name].result == DONE]
     runs = list(dict.fromkeys(job.run for job in done if job.run is not None))
     names = list(dict.fromkeys(job.evaluation for job in done))
@@ -109,7 +109,7 @@ def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
 
 
 def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, str]:
-    """Run a command line; return its status, the signal that came meanwhile, and its last line.
+    """Run a command line; return its status, a signal received meanwhile, and its last line.
 
     Every signal that asks this process to end is passed on to the job.
     """

@@ -16,7 +16,7 @@ WIDTH = 100
 
 
 def plan(config: PlanConfig) -> None:
-    """Say what a run would take and bring, from its configuration alone; write it where asked."""
+    """Print a run's cost and its drafter's benefit from the configuration alone; write plan.dir."""
     if config.plan.dir is not None:
         require_writable(Path(config.plan.dir), "plan.dir")
     found, source = plan_of(config)
@@ -36,6 +36,6 @@ def plan(config: PlanConfig) -> None:
 
 
 def listed(title: str, texts: Sequence[str], width: int) -> str:
-    """Return a list of sentences under a title, folded."""
+    """Return a list of sentences under a title, wrapped to a width."""
     folded = [textwrap.fill(f"- {text}", width, subsequent_indent="  ") for text in texts]
     return "\n".join([title, *folded, ""])

@@ -40,7 +40,7 @@ def regenerate(config: RegenerateConfig) -> None:
 
 
 def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
-    """Answer what is not answered yet, unless a scheduler asks to stop meanwhile."""
+    """Answer the prompts without an answer, until all have one or a scheduler asks to stop."""
     settings = config.regenerate
     out = Path(settings.out).expanduser()
     console.print(
@@ -54,7 +54,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     if settings.backend != OPENAI and settings.max_new_tokens >= config.data.max_length:
         raise ValueError(
             "regenerate.max_new_tokens must be less than data.max_length="
-            f"{config.data.max_length}, which prompt and answer have together, got "
+            f"{config.data.max_length}, which prompt and answer share, got "
             f"{settings.max_new_tokens}; lower it, or raise data.max_length"
         )
     asked, skipped = read_asked(config.data, settings.turns)
@@ -91,7 +91,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
 
 
 def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
-    """Return what the answers depend on beside the settings, and the backend, not yet opened."""
+    """Return what the answers depend on besides the settings, and the backend, not yet opened."""
     settings, model, template = config.regenerate, config.model, config.data.text_format
     if settings.backend == OPENAI:
         console.print(f"asking {settings.base_url} for its models")
@@ -104,7 +104,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextMa
         told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
         return {"model": served.model, **told}, nullcontext(backend)
     device = choose_device(config.hardware)
-    # Not measured: what was begun in one dtype must go on in it.
+    # Not measured: answers begun in one dtype must be continued in it.
     auto = "bfloat16" if device.startswith("cuda") else "float32"
     dtype = TORCH_DTYPES[auto if config.hardware.dtype == "auto" else config.hardware.dtype]
     identity = {
@@ -134,7 +134,7 @@ def _target(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
 
 
 def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
-    """Return how many tokens a prompt and its answer may have; ValueError if an answer has all."""
+    """Return how many tokens prompt and answer may have; ValueError if no prompt would fit."""
     room = min(config.data.max_length, spec.max_positions)
     if config.regenerate.max_new_tokens >= room:
         raise ValueError(

@@ -44,22 +44,22 @@ from drafttrain.training.loop import train as run_training
 
 
 def train(config: TrainConfig) -> None:
-    """Train a drafter on what the target says, from data to the best checkpoint."""
+    """Train a drafter to predict what the target predicts, from data to the best checkpoint."""
     with StopRequest().listening() as stop, ExitStack() as held:
         try:
             train_until(stop, config, held)
         except LostRankError:
-            stop.obey()  # asked as this one was, another may have left before it met the others
+            stop.obey()  # another rank, asked to stop as this one was, may have left early
             raise
 
 
 def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None:
-    """Train to the last step, or to the one that is reached when a scheduler asks to stop.
+    """Train to the last step, or to the step at which a scheduler asks to stop.
 
-    held: gets the run folder, which is this command's own until it is closed.
+    held: gets the lock on the run folder, and keeps it until it is closed.
     """
     folder = Path(config.run.dir)
-    require_free(folder, "run.dir")  # else an unfinished run there is told of first
+    require_free(folder, "run.dir")  # before checks that would report an unfinished run there
     start = starting_point(config)
     if start is not None:
         config = replace(config, drafter=start.drafter.config)
@@ -79,7 +79,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     compiler = choose_compiler(config.hardware, ranks.device)
     if compiler:
         config.deepspeed.check_compiled()
-    said: list[str] = []  # what train.log gets, once there is a folder for it
+    said: list[str] = []  # lines for train.log, kept until its folder exists
 
     def say(line: str) -> None:
         if ranks.is_main:
@@ -126,12 +126,12 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep, skip)
     latest = checkpoints.to_resume(engine)
     for line in checkpoints.skipped:
-        say(f"skipped, as run.skip_damaged says: {line}")
+        say(f"skipped because of run.skip_damaged=true: {line}")
     if latest is not None:
         step = load_state(latest).step
         done = f": at or past trainer.max_steps={trainer.max_steps}, nothing is left to train"
         say(f"resuming from {latest}{done if step >= trainer.max_steps else ''}")
-    elif config.run.resume:  # a batch script asks for it always, and a mistyped name looks like it
+    elif config.run.resume:  # batch scripts always ask for it, and a mistyped name looks the same
         say(f"nothing to resume in {folder}: training begins at step 0")
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def tune(config: TuneConfig) -> None:
 
 
 def tune_held(config: TuneConfig, setup: Setup) -> None:
-    """Predict, measure and choose from what is set up, where only this command tunes."""
+    """Predict, measure and choose from what is set up, while this command holds the lock."""
     predictions, costs = tune_drafter(
         setup.parts,
         setup.prompts,
@@ -43,7 +43,7 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
     page = write_tuning(setup.folder, title, predictions, choices, setup.notes)
-    console.print(f"chosen depths: {file}; the whole of it: {page}")
+    console.print(f"chosen depths: {file}; details: {page}")
     console.print(
         f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
         f"or {call('export', f'run.dir={setup.folder}', 'export.tuned=true')}"

@@ -361,7 +361,7 @@ def test_several_drafters_are_asked_what_they_read(target: Target, tmp_path: Pat
         said = rf"store\.assistant_only must be false for drafter={name}, which attends"
         with pytest.raises(ValueError, match=said):
             asked_by([medusa, build(name, spec)], only)
-    with pytest.raises(ValueError, match="drafter=small_lm trains on words of its own"):
+    with pytest.raises(ValueError, match="drafter=small_lm trains on text of its own"):
         asked_by([build("small_lm", spec, on_policy=0.5)], settings(tmp_path))
     with pytest.raises(ValueError, match="drafter=ngram has nothing to train"):
         asked_by([build("ngram", spec)], settings(tmp_path))

@@ -475,7 +475,7 @@ def test_from_the_command_line_a_store_is_written_and_trained_from(
     assert "but lacks [" in capsys.readouterr().err
     train_the_embedded = [text for text in train if not text.startswith("model.path=")]
     assert main([*train_the_embedded, *stored, f"run.dir={tmp_path / 'no'}"]) == 2
-    assert "model must be tiny_target0, of which features.dir=" in capsys.readouterr().err
+    assert "model must be tiny_target0, the target of features.dir=" in capsys.readouterr().err
     layered = ["drafter=small_lm", "drafter.layers=[0,1]", f"run.dir={tmp_path / 'no'}"]
     assert main([*train, *stored, "features.validate=false", *layered]) == 2
     assert "features.validate must be true for drafter=small_lm" in capsys.readouterr().err

@@ -518,6 +518,6 @@ def test_a_damaged_checkpoint_is_skipped_only_if_the_user_says_so(
     assert "run.resume=true run.skip_damaged=true resumes from the newest whole checkpoint" in said
     assert main([*arguments, "run.skip_damaged=true"]) == 0
     captured = capsys.readouterr().out
-    assert f"skipped, as run.skip_damaged says: {weights} must match its rec" in captured
+    assert f"skipped because of run.skip_damaged=true: {weights} must match its rec" in captured
     assert f"resuming from {run}/checkpoints/step-00000" in captured
     compare(place / "alone", run)

@@ -94,7 +94,7 @@ def load_target(
 def load_drafter(
     drafter: str | Path, target: Target, *, config_dir: str | Path | None = None, **settings: object
 ) -> Drafter:
-    """Load a drafter for a target, in float32 where the target is.
+    """Load a drafter for a target, in float32 if the target is in float32.
 
     drafter: the folder of a run (its best checkpoint is taken), a directory with a drafter that
     others trained, or the name in conf/drafter of one that needs no training. config_dir: yaml of

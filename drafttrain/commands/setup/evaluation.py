@@ -1,4 +1,4 @@
-"""From what `evaluate` or `tune` is told to what is measured: target, drafter, prompts."""
+"""From the configuration of `evaluate` or `tune` to what is measured: target, drafter, prompts."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,12 +49,12 @@ from drafttrain.target.model import Target
 from drafttrain.target.pretrained.size import parameters
 
 Tuned = TypeVar("Tuned", EvalConfig, ExportSettings)
-SMALL_TARGET = 100_000_000  # parameters below which products are the lesser part of a pass
+SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything that a measurement is made of, checked, before anything is decoded."""
+    """Everything that a measurement needs, checked before anything is decoded."""
 
     folder: Path  # of the run
     settings: EvalConfig
@@ -70,14 +70,14 @@ class Setup:
 
     @property
     def subject(self) -> dict[str, str]:
-        """Weights and prompts by names of their own: those of a file change under its name."""
+        """Names of the very weights and prompts: a file's content may change under its name."""
         weights = self.origin if self.checkpoint is None else self.checkpoint.name
         return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A drafter that has met its target, and the target in the dtype to decode in."""
+    """A drafter that is ready for its target, and the target in the dtype to decode in."""
 
     given: GivenDrafter
     target: Target
@@ -86,7 +86,7 @@ class Loaded:
 
 
 def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
-    """Load the drafter, then the target, which takes its time. ValueError for what does not fit."""
+    """Load the drafter, then the target, which takes longer. ValueError for what does not fit."""
     model = config.model
     device = torch.device(choose_device(config.hardware))
     given = drafter_to_evaluate(Path(config.run.dir), config.drafter, model)
@@ -101,7 +101,7 @@ def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
 def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     """Make a drafter ready to draft for a target. ValueError where it cannot."""
     drafter = given.drafter
-    if given.checkpoint is not None:  # which the run may have dropped since it was read
+    if given.checkpoint is not None:  # the run may have deleted it since it was read
         check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
@@ -111,10 +111,10 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
 def held_setup(
     config: EvaluateConfig, place: Path, key: str, result: Path, overwrite: bool, ways: str
 ) -> Iterator[Setup]:
-    """Set up a measurement, and give it while its place is this command's own.
+    """Set up a measurement, and yield it while this command holds the lock on its folder.
 
-    result: what one of other settings, weights or prompts replaces only by `overwrite`. ways: what
-    else the user can do.
+    result: the file that another measurement, of other settings, weights or prompts, replaces only
+    with `overwrite`. ways: what else the user can do.
     """
     require_free(place, key)
     require_same(place, result, settings_of(config, {}), overwrite, ways)
@@ -125,12 +125,12 @@ def held_setup(
 
 
 def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
-    """Load what is to be measured, unless that is done, and say what it is.
+    """Return what is to be measured, loaded unless `loaded` is given, and print notes on it.
 
     ValueError for whatever does not fit.
     """
     folder, model = Path(config.run.dir), config.model
-    # `tune` chooses the depth, and looks at no float32: it times.
+    # `tune` chooses the depth; it only times, so it needs no target in float32.
     tunes = isinstance(config, TuneConfig)
     settings = config.eval if tunes else tuned(config.eval, folder)
     source = settings.source
@@ -140,7 +140,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             f"eval.prompts={source.path} must be usable in every line, got "
             f"{skipped.sentence()}; correct or remove them"
         )
-    # The record is of the embedded target's training text; of another's, nothing is known.
+    # Overlap is recorded with the embedded target's training text; no other's text is known.
     file = BUILTIN_PROMPTS if source.embedded else source.path
     ours = model.embedded and not model.path
     overlap = overlap_record(file) if file is not None and ours else None
@@ -190,7 +190,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         origin=given.origin,
         conditions={
             "checkpoint": given.origin,
-            # Of a drafter without a checkpoint its settings say which one it is.
+            # A drafter without a checkpoint is identified by its settings.
             "drafter": asdict(config.drafter),
             "model": asdict(model),
             "target_fingerprint": target.spec.fingerprint,
@@ -215,9 +215,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
 def measured(
     config: EvaluateConfig, setup: Setup, place: Path, record: Mapping[str, Any]
 ) -> tuple[Report, list[PromptResult], list[Measurements]]:
-    """Measure what is set up: the report, the results behind its headline, and the journals.
+    """Return the report on what is set up, the results behind its headline, and the journals.
 
-    place: of the journals, to be finished when the report is on the disk. record: the provenance.
+    place: folder of the journals, to be finished once the report is on disk. record: provenance.
     """
     return evaluate_drafter(
         setup.parts,
@@ -243,7 +243,7 @@ def measured(
 
 
 def tuned(settings: Tuned, folder: Path) -> Tuned:
-    """Return settings at the depth that `tune` chose, if that is asked for."""
+    """Return the settings, at the depth that `tune` chose if they ask for it."""
     if not settings.tuned:
         return settings
     section, key, batch_size = "export", "num_speculative_tokens", 1
@@ -262,7 +262,7 @@ def tuned(settings: Tuned, folder: Path) -> Tuned:
 def reference_drafters(
     settings: EvalConfig, drafter: Drafter, target: Target, dtype: torch.dtype
 ) -> dict[str, Drafter]:
-    """Return what stands beside the drafter: prompt lookup, and a smaller model if one is named."""
+    """Return the reference drafters: prompt lookup, and a smaller model if one is named."""
     references: dict[str, Drafter] = {}
     for name, changes in beside_every(settings.two_model).items():
         if drafter.config.name != name:

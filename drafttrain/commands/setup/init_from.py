@@ -1,4 +1,4 @@
-"""Training that starts from a drafter that is there, and the record of what it started from."""
+"""Training that starts from an existing drafter, and the record of that drafter."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ WEIGHTS, RECORD = "drafter.safetensors", "record.json"
 def starting_point(config: TrainConfig) -> GivenDrafter | None:
     """Return the drafter that run.init_from names, None where training starts anew.
 
-    ValueError where it does not fit the target, of which no weight is read yet.
+    ValueError where it does not fit the target, whose weights are not read yet.
     """
     if config.run.init_from is None:
         return None
@@ -83,7 +83,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
             f"drafter={found.recognised.layout.trained_as} drafter.path={folder}"
         )
-    # Built anew for the target as it is: `admit` took what the directory declares of its own.
+    # Rebuilt for this target: `admit` built it with values that the directory declares itself.
     drafter = replace(found.drafter.config, name=found.family).build(spec)
     drafter.load_weights(found.drafter.state_dict())
     lines = tuple(found.lines())
@@ -91,7 +91,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
 
 
 def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> list[str]:
-    """Return what to say where a drafter is known to be trained on other weights than these."""
+    """Return a warning for a drafter that is known to be trained on other weights than these."""
     if fingerprint is None or fingerprint == spec.fingerprint:
         return []
     return [
@@ -101,7 +101,7 @@ def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> li
 
 
 def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
-    """Say what share of the trained tokens a drafter's reduced vocabulary holds, if it has one."""
+    """Return a note on the share of trained tokens in a reduced vocabulary, empty without one."""
     if drafter.vocab is None:
         return ""
     share = float(token_counts[drafter.vocab.target_ids.cpu()].sum() / token_counts.sum())
@@ -109,9 +109,9 @@ def coverage(drafter: Drafter, token_counts: Int[Tensor, " vocab"]) -> str:
 
 
 def keep_start(run: Path, start: GivenDrafter | None) -> None:
-    """Leave in the run folder what training starts from, whole, unless there is a checkpoint.
+    """Write the drafter that training starts from to the run folder, unless it has checkpoints.
 
-    Before an engine has the drafter, which may shard or round its weights.
+    Call it before an engine has the drafter: engines may shard or round its weights.
     """
     if has_checkpoints(run):
         return
@@ -128,7 +128,7 @@ def keep_start(run: Path, start: GivenDrafter | None) -> None:
 
 
 def drafter_before(run: Path, config: DrafterConfig, spec: TargetSpec) -> Drafter | None:
-    """Return what a run's training started from, None where it started anew."""
+    """Return the drafter that a run's training started from, None where it started anew."""
     folder = run / FOLDER
     if not (folder / RECORD).is_file():
         return None

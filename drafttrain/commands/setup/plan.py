@@ -32,14 +32,14 @@ from drafttrain.runtime.untrusted_input import read_typed, shown
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.training.engine.config import DeepSpeedConfig
 
-SETTLING = 2  # lines of metrics that are left out at the start of a run: compiling, filling caches
-FASTEST = 1e12  # tokens per second: above it there is no machine, but a file of others
+SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
+FASTEST = 1e12  # tokens per second: no machine reaches it, so a file that has more is wrong
 GUESS = "a guess, until plan.measured names a run"
-MEASURE_S, GLANCE_S = 0.15, 0.02  # of products, and as long of memory, on a CPU
+MEASURE_S, GLANCE_S = 0.15, 0.02  # seconds to time products on a CPU, and as long for memory
 
 
 def plan_of(config: PlanConfig) -> tuple[Plan, str]:
-    """Return the whole plan, and where its efficiency is from; ValueError where none can be."""
+    """Return the whole plan and the source of its efficiency; ValueError where none can be made."""
     settings, source = config.plan, GUESS
     chip = accelerator_of(config.hardware, MEASURE_S)
     if settings.measured is not None:
@@ -60,7 +60,7 @@ def foresee(config: TrainConfig) -> list[str]:
     chip = accelerator_of(hardware, GLANCE_S, here=True)
     try:
         job = job_of(config, settings, chip)
-    except UnknownCostError as error:  # which is no reason to refuse
+    except UnknownCostError as error:  # no reason to refuse
         return [f"plan: none, {error}"]
     own, placement = _sharding(config.deepspeed), hardware.target_placement
     features = config.features
@@ -89,7 +89,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
     dtype = name_of(choose_train_dtype(hardware, torch.device("cpu")))
     if hardware.train_dtype == "auto" and not chip.is_cpu:
         dtype = "bfloat16"
-    limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unread
+    limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unknown
     return describe_job(
         config.model,
         config.drafter,
@@ -107,7 +107,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
-    """Return the ranks of the run, as launched or else as they would be, and how many are here."""
+    """Return the number of ranks, launched or to be launched, and how many run on this machine."""
     launched = int(os.environ.get("WORLD_SIZE", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or launched
     if hardware.ranks != "auto":  # of each machine
@@ -122,7 +122,7 @@ def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
 def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = False) -> Accelerator:
     """Return what hardware.accelerator names, or what this machine has for hardware.device.
 
-    here: the run is about to start on this machine, so the memory is what is found.
+    here: the run is about to start on this machine, so its real memory counts.
     """
     name, device = hardware.accelerator, hardware.device
     gpu = device != "cpu" and torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""What a store must hold for the drafters that it is made for."""
+"""What a store must hold for the drafters that will train on it."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from drafttrain.target.store.config import StoreConfig, StoreContents
 
 
 def asked_by(drafters: Sequence[Drafter], config: StoreConfig) -> StoreContents:
-    """Return what drafters read; ValueError for those that no store can serve, by name."""
+    """Return what drafters read; ValueError names one that no store can serve."""
     for drafter in drafters:
         refuse_without_store(drafter)
     layers = sorted({layer for drafter in drafters for layer in drafter.captures})
@@ -47,6 +47,6 @@ def refuse_without_store(drafter: Drafter) -> None:
         )
     if drafter.text_source is not None:
         raise ValueError(
-            f"drafter={drafter.config.name} trains on words of its own, which no store has "
-            "features of; use features=online, or drafter.on_policy=0"
+            f"drafter={drafter.config.name} trains on text of its own, for which no store "
+            "has features; use features=online, or drafter.on_policy=0"
         )

@@ -1,4 +1,4 @@
-"""From sections of a configuration to the objects that commands put to work."""
+"""From sections of a configuration to the objects that commands use."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +49,7 @@ def read_samples(
 ) -> tuple[list[Sample], SkipReport] | None:
     """Return conversations as tokens, the same on every rank, and what was skipped.
 
-    None where the target is to write them itself. ValueError where nothing can be used.
+    None where the target is to write them itself. ValueError where none can be used.
     """
     config.check_text()
     if isinstance(config, SelfgenConfig):
@@ -92,8 +92,8 @@ def open_features(
 ) -> tuple[StoredTarget | None, Target | None]:
     """Return the store of features, if they are stored, and the target, if it is to be loaded.
 
-    ValueError where a store is of another target, or cannot train the drafter: before the target
-    is loaded. fresh: whether the drafter has no weights yet.
+    Raises ValueError, before the target is loaded, where the store is of another target or cannot
+    train the drafter. fresh: whether the drafter has no weights yet.
     """
     features, model, drafter = config.features, config.model, config.drafter
     placement = config.hardware.target_placement
@@ -103,8 +103,8 @@ def open_features(
     store = StoredTarget(Path(features.dir), dtype, ranks.device, features.checksums)
     if store.spec.name != model.label and model.path is None:  # whose folder may have moved
         raise ValueError(
-            f"model must be {store.spec.name}, of which features.dir={features.dir} is, got "
-            f"{model.label}; give that, or capture features of this one"
+            f"model must be {store.spec.name}, the target of features.dir={features.dir}, got "
+            f"{model.label}; give that one, or capture features of this one"
         )
     shape = shape_of(drafter, store.spec)
     refuse_without_store(shape)
@@ -123,16 +123,16 @@ def open_features(
 
 
 def load_on_ranks(model: ModelConfig, dtype: torch.dtype, ranks: Ranks, placement: str) -> Target:
-    """Return the target of a command of several processes, placed as asked or where it fits."""
+    """Return the target for a command of several ranks, placed as asked or where it fits."""
     return load_placed(model, dtype, ranks, choose_placement(placement, model, dtype, ranks))
 
 
 def shape_of(config: DrafterConfig, spec: TargetSpec) -> Drafter:
-    """Return a drafter to ask what it reads, as far as possible without memory for its weights."""
+    """Return a drafter to query for what it reads, on the meta device wherever it can be built."""
     try:
         with torch.device("meta"):
             return config.build(spec)
-    except RuntimeError:  # a language model tries itself out when it is built, and needs numbers
+    except RuntimeError:  # a language model runs once when it is built, which needs real numbers
         return config.build(spec)
 
 
@@ -144,10 +144,10 @@ def source_of_features(
     samples: Iterable[Sample],
     ranks: Ranks,
 ) -> Iterator[FeatureSource]:
-    """Give what features are read from: the target, or an engine that holds it in its own process.
+    """Yield what features are read from: `source`, or an engine that holds the target.
 
-    source: the target, or a store, which is all that is read. Each rank has an engine of its own;
-    the target is here all the same, to validate in the real decode loop.
+    source: the target, or a store, which needs no engine. Each rank has an engine of its own, in
+    another process; the target is loaded here as well, to validate in the real decode loop.
     """
     if config.hardware.target_placement != "vllm" or not isinstance(source, Target):
         yield source
@@ -162,7 +162,7 @@ def source_of_features(
 def check_engine(config: TrainConfig | CaptureConfig, ranks: Ranks) -> None:
     """Raise ValueError, before anything is loaded, where an engine is asked for that cannot start.
 
-    It needs an interpreter that has vLLM, and is one on each rank.
+    An engine needs an interpreter that has vLLM, and each rank starts one.
     """
     vllm = config.vllm
     if config.hardware.target_placement != "vllm":
@@ -197,7 +197,7 @@ class _TargetProvenance:
 
 
 def recorded_spec(run: Path) -> TargetSpec:
-    """Return what a run recorded of its target, so that an export need not load a 70B model."""
+    """Return the target as a run recorded it, so that an export need not load a 70B model."""
     file = run / PROVENANCE
     try:
         spec = read_typed(_TargetProvenance, file).target
@@ -227,7 +227,7 @@ def load_drafter(run: Path, config: DrafterConfig, spec: TargetSpec) -> tuple[Dr
 
 
 def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:
-    """Return a run's best checkpoint; ValueError, by the setting that names the run, without."""
+    """Return a run's best checkpoint; ValueError without one, by `key`, which names the run."""
     chosen = Checkpoints(run / CHECKPOINTS, keep=1).load_chosen()
     if chosen is None:
         raise ValueError(
@@ -238,7 +238,7 @@ def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:
 
 
 def expected_spec(model: ModelConfig) -> TargetSpec:
-    """Return what a target's configuration and tokenizer say of it, before its weights are read."""
+    """Return the description of a target by its configuration and tokenizer, without weights."""
     settings = load_model_config(model)
     return describe(model, settings, None, load_tokenizer(model), fingerprint="")
 
@@ -249,8 +249,8 @@ class GivenDrafter:
 
     drafter: Drafter
     checkpoint: Path | None  # of a run
-    origin: str  # names its very weights: results of others are not mixed with its own
-    lines: tuple[str, ...]  # what to say of it
+    origin: str  # identifies the very weights: results of others are not mixed in
+    lines: tuple[str, ...]  # what to print about it
     fingerprint: str | None = None  # of the target it was trained on, where its files say so
 
 
@@ -272,7 +272,7 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
             f"holds, got {run}; a drafter that others trained is given by drafter.path=DIR"
         )
     if (holder := holder_of(run)) is not None:
-        console.print(f"{run} is still written by {holder}: its best checkpoint of now is taken")
+        console.print(f"{run} is still written by {holder}: its best checkpoint so far is taken")
     drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
     return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
 
@@ -335,9 +335,9 @@ def load_target_to_decode(
 def load_alone(
     model: ModelConfig, hardware: HardwareConfig, dtype: torch.dtype, device: torch.device
 ) -> Target:
-    """Return the target of a command that is a single process, where there is room for it."""
+    """Return the target for a command of a single process, placed where there is room for it."""
     alone, asked = Ranks(0, 0, 1, device), hardware.target_placement
-    # A run of several ranks records zero3, which one process cannot do.
+    # A run of several ranks may record zero3, which needs several.
     placement = choose_placement("auto" if asked == "zero3" else asked, model, dtype, alone)
     if placement.kind != "device":
         console.print(str(placement))
@@ -348,7 +348,7 @@ def inflate_as(model: ModelConfig, target: Target, drafters: Iterable[Drafter]) 
     """Widen drafters in place as `model.inflate` widened the target; return what reports say."""
     if model.inflate is None:
         return None
-    # The specification is of the weights that there are; the model's configuration, of what runs.
+    # The specification describes the stored weights; the model's configuration, what really runs.
     width = target.model.config.get_text_config(decoder=True).intermediate_size
     ratio = width / target.spec.intermediate_size
     size = parameters(target.num_parameters)
@@ -377,5 +377,5 @@ def describe_drafter(drafter: Drafter) -> str:
     if drafter.captures:
         line += f", reads layers {', '.join(map(str, drafter.captures))}"
     if drafter.vocab is not None:
-        line += f", can say {drafter.vocab.size:,} of {drafter.spec.vocab_size:,} tokens"
+        line += f", can predict {drafter.vocab.size:,} of {drafter.spec.vocab_size:,} tokens"
     return line

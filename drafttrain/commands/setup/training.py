@@ -1,4 +1,4 @@
-"""What training is made of: features, conversations, the drafter as it begins, its judge."""
+"""What training needs: features, conversations, the initial drafter, its validation."""
 
 import time
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Material:
     """A source of features, and the conversations that are trained on and held out."""
 
     store: StoredTarget | None
-    target: Target | None  # None where a store is all there is
+    target: Target | None  # None with features.validate=false
     samples: list[Sample]
     held_out: list[Sample]
     skipped: SkipReport
@@ -64,7 +64,7 @@ def gather(
 ) -> Material:
     """Load the target, or open the store of its features, and read the conversations.
 
-    fresh: whether the drafter begins without weights. ValueError for whatever does not fit.
+    fresh: whether the drafter has no weights yet. ValueError for whatever does not fit.
     """
     online = not isinstance(config.features, StoredFeaturesConfig)
     if online and isinstance(config.data, SelfgenConfig):  # known before the target writes them
@@ -92,7 +92,7 @@ def gather(
 def first_weights(
     config: TrainConfig, start: GivenDrafter | None, material: Material, say: Say
 ) -> Drafter:
-    """Return the drafter as training begins with it: as it was elsewhere, or fresh."""
+    """Return the drafter that training begins with: that of run.init_from, or a fresh one."""
     spec = material.source.spec
     counts = token_counts(material.samples, spec.vocab_size)
     if start is not None:
@@ -100,7 +100,7 @@ def first_weights(
             say(line)
         say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
         return start.drafter
-    torch.manual_seed(config.run.seed)  # here: how a target is loaded must not move the weights
+    torch.manual_seed(config.run.seed)  # here, so that loading a target does not change the weights
     drafter = config.drafter.build(spec)
     if material.target is not None:
         drafter.initialise(material.target.own_model, material.target.tokenizer)
@@ -112,7 +112,7 @@ def first_weights(
 def validation_of(
     config: TrainConfig, material: Material, engine: Engine, stop: StopRequest, dtype: torch.dtype
 ) -> Validation | TeacherForced:
-    """Return what judges the drafter: the real decode loop, or without a target the stored text."""
+    """Return the validation: the real decode loop, or without a target, teacher-forced text."""
     trainer = config.trainer
     if material.target is None:
         assert material.store is not None

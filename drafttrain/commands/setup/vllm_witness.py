@@ -1,4 +1,4 @@
-"""A real vLLM beside our own loop: what it is given, and what the report says of it."""
+"""A real vLLM next to our own loop: what it is given, and what the report shows of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,7 +23,7 @@ from drafttrain.target.pretrained.models import find
 def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     """Export the drafter for vLLM and return what it serves; ValueError where it cannot.
 
-    Before anything is decoded. A drafter that others trained is served from its own directory.
+    Runs before decoding. A drafter that others trained is served from its own directory.
     """
     settings, parts, drafter = setup.settings, setup.parts, config.drafter
     place = setup.folder / "evaluations" / settings.name / "vllm" / "drafter"
