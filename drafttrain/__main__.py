@@ -73,9 +73,9 @@ class Request:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its status.
 
-    0: done. 2: the command line, or a file that it names, is invalid: the same command would fail
-    again. 1: the machine failed, another process holds what is needed, or the error is unexpected.
-    130: Ctrl-C. 143: a scheduler's signal, after the progress was saved.
+    0: done. 2: the command line, or what it names, is invalid: the same command would fail again.
+    1: a failure of the machine, a place held by another process, or an unexpected error. 130:
+    Ctrl-C. 143: a scheduler's signal, after the progress was saved.
     """
     # Torch reads it when it loads. OpenMP's threads spin for milliseconds before they sleep, which
     # makes two threads ten times slower than one on a busy machine. Tens of microseconds are fine.

@@ -1,1 +1,1 @@
-"""From words on the command line and yaml to the dataclasses that every command takes."""
+"""From the command line and yaml to the dataclasses that every command takes."""

@@ -69,7 +69,7 @@ def answer(text: str, options: tuple[str, ...]) -> str:
 
 
 def completed(line: str, options: tuple[str, ...]) -> list[str]:
-    """Return the words that the last one of a line, up to the cursor, may become."""
+    """Return the completions of the last word of a line, up to the cursor."""
     before, _, word = line.rpartition(" ")
     words = before.split()
     begin = next((i for i, text in enumerate(words) if Path(text).name == "drafttrain"), -1)

@@ -1,4 +1,4 @@
-"""What a command is told: Hydra composes yaml, frozen dataclasses check it."""
+"""The configuration of a command: Hydra composes yaml, frozen dataclasses check it."""
 
 import os
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ from drafttrain.config.values import build, check_drafter, check_target
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
-# What training that starts from a run takes from it, where nothing else is chosen.
+# The sections that training takes from the run it starts from, where nothing else is chosen.
 STARTED_FROM = ("model", "trainer", "drafter")
-# What other programs call a key of ours.
+# Names that other programs use for a key of ours.
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
     "learning_rate": ["trainer.lr"],
@@ -59,8 +59,8 @@ ELSEWHERE = {
 def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     """Return the resolved configuration of a command, its texts `hidden`; imports nothing heavy.
 
-    The choice `saved` of a group is what run.dir/config.yaml holds, whose texts stay as they are;
-    what was typed and the user's own yaml may ask for other values, as in ${oc.env:USER}. Raises
+    The choice `saved` of a group is what run.dir/config.yaml holds, whose texts stay as they are.
+    The command line and the user's own yaml may interpolate values, as in ${oc.env:USER}. Raises
     UsageError in one line for an unknown section, choice or key and for a missing value.
     """
     try:
@@ -92,8 +92,8 @@ def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]
 
 
 def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override], list[Override]]:
-    """Return the yaml that heads a command, the choices it is told, and the values."""
-    if command == "compare":  # the one key that is taken without its section
+    """Return the name of a command's primary yaml, its choices, and its values, as overrides."""
+    if command == "compare":  # the one key that may omit its section
         overrides = [f"compare.{text}" if text.startswith("runs=") else text for text in overrides]
     parsed = parse(command, overrides)
     sections = [field.name for field in fields(COMMANDS[command])]
@@ -103,7 +103,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
         given = {override.key_or_group: override.value() for override in parsed}
         run = given.get("run.dir")
         if "drafter" in given and (run is None or not os.path.isfile(Path(str(run)) / CONFIG)):
-            head = "evaluate_without_run"  # of a drafter that no run has trained
+            head = "evaluate_without_run"  # for a drafter that no run has trained
     groups = command_groups(head)
     resumed = start = None
     if command == "train":
@@ -186,7 +186,7 @@ def load_choice(section: str, name: str) -> Any:
 
 
 def recorded(folder: Path, schema: type[Config], key: str) -> Config:
-    """Return what a run was told, with the keys that its choices have gained since.
+    """Return a run's configuration, with the keys that its choices have gained since.
 
     key: the setting that names the folder, for messages.
     """
@@ -196,7 +196,7 @@ def recorded(folder: Path, schema: type[Config], key: str) -> Config:
 
 
 def _composed(head: str, chosen: list[Override], values: list[Override]) -> DictConfig:
-    """Return what Hydra composes, less its words for a key that is not there: those are ours."""
+    """Return what Hydra composes; an unknown key is reported in our words, not in Hydra's."""
     search = _groups_told(chosen)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
@@ -209,18 +209,18 @@ def _composed(head: str, chosen: list[Override], values: list[Override]) -> Dict
 
 
 def _groups_told(chosen: list[Override]) -> list[str]:
-    """Return the choices as Hydra is told them, and where the user's own are."""
+    """Return the choices as overrides for Hydra, and the search path of the user's own yaml."""
     own = own_dir()
     search = [f"hydra.searchpath=[{quoted(own.resolve().as_uri())}]"] if own else []
     return search + [str(override.input_line) for override in chosen]
 
 
 def _told(override: Override) -> list[str]:
-    """Return a value as Hydra is told it."""
+    """Return a value as overrides for Hydra."""
     key, text = override.key_or_group, str(override.input_line)
     if key.split(".")[0] == "deepspeed":  # its `config` holds DeepSpeed's own keys
         return [text]
-    # A key that is there needs no plus, and no other can be added.
+    # A key that exists needs no plus, and no new key can be added.
     text = text.lstrip("+")
     # A dict replaces the one before it, as a list does; Hydra would join them.
     return [f"{key}=null", text] if isinstance(override.value(), dict) else [text]

@@ -14,12 +14,12 @@ from drafttrain.config.overrides import SAVED, UsageError, hidden
 from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.untrusted_input import shown
 
-# What lets code of others run here is not taken from the config.yaml of a run.
+# Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
 
 
 def conf_dir() -> Path:
-    """Return the folder of yaml: inside the installed package, or beside it in a checkout."""
+    """Return the folder of yaml: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "train.yaml").is_file():
@@ -40,7 +40,7 @@ def command_groups(command: str) -> dict[str, str]:
 
 @contextmanager
 def own_choices(config_dir: str | Path | None) -> Iterator[None]:
-    """While this is open, the choices of the user's own folder join ours; its yaml is trusted."""
+    """Add the choices of the user's own folder to ours while this is open; its yaml is trusted."""
     before = _own[:]
     _own[:] = [Path(config_dir)] if config_dir else []
     try:
@@ -58,7 +58,7 @@ def own_dir() -> Path | None:
 
 
 def own_groups() -> list[str]:
-    """Return the groups that are no section, such as `experiment`: they set keys of any section."""
+    """Return the groups without a section, such as `experiment`: they set keys of any section."""
     files = [file for place in (conf_dir(), *_own) for file in sorted(place.glob("*/*.yaml"))]
     return list(dict.fromkeys(f.parent.name for f in files if f.parent.name not in SECTIONS))
 
@@ -92,7 +92,7 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
         now = read_choice(conf_dir() / "train.yaml")["run"]
     else:
         now = content_of(group, _counterpart(group, section))
-    # The folder may be anybody's: leave to run its code is for its user to give, at each command.
+    # The folder may come from anyone: the user must allow its code anew for each command.
     kept = {key: value for key, value in section.items() if key not in WITHHELD}
     withheld = {key: value for key, value in WITHHELD.items() if key in section}
     found = {**withheld, **now, **kept}
@@ -101,15 +101,15 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _counterpart(group: str, section: dict[str, Any]) -> str | None:
-    """Return the choice that a saved section is named after, or one of its class, or the usual."""
+    """Return the choice that a saved section names, else one of its class, else the default."""
     names, default = choices(group), command_groups("train").get(group)
     own = str(section.get("name"))
     if own in names or not section:
         return own if own in names else default
-    # By its last part: a yaml may name the class where a package offers it, a run where it stands.
+    # By its last part: a yaml may name a class where it is exported, a run where it is defined.
     kinds = {name: _last(content_of(group, name)) for name in names}
     alike = [name for name in names if kinds[name] == _last(section)]
-    # A choice that names no class is of the section's own.
+    # A choice that names no class has the section's own.
     alike = alike or [name for name in names if not kinds[name]]
     return default if default in alike else next(iter(alike), None)
 
@@ -130,7 +130,7 @@ def content_of(group: str, name: str | None) -> dict[str, Any]:
 
 
 def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
-    """Return the keys of a section of a command, as its choice has them, or else another does."""
+    """Return the keys of a section of a command, from its choice, or else from another one."""
     if section not in chosen:
         return list(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
     known, name = choices(section), chosen[section]
@@ -156,5 +156,5 @@ def read_choice(file: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Any:
-    """Parse yaml, whose reader is slow; what it returns must not be changed."""
+    """Parse yaml, once for each text because it is slow; the result must not be changed."""
     return yaml.safe_load(text)

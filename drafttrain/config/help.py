@@ -1,4 +1,4 @@
-"""What `--help` says, read from conf/: the yaml's own comments are the documentation."""
+"""What `--help` prints, read from conf/: the yaml's own comments are the documentation."""
 
 import textwrap
 from dataclasses import fields
@@ -80,17 +80,17 @@ ABOUT = {
     "train": """\
 Data is a file of conversations ({messages: [{role, content}, ...]}, the spellings of
 `conversations` and ShareGPT too), a data set of the Hub, or nothing: with data=selfgen the target
-writes it. The loss covers the assistant's tokens alone. A line that cannot be used is counted and
+writes it. The loss covers the assistant's tokens only. A line that cannot be used is counted and
 named.
 
 Losses do not depend on the micro batch, the ranks or the engine. Logits of a whole batch are never
 held: losses and their gradients are computed in chunks of positions. hardware.target_placement
-says where the target lives: whole on each device, spread by accelerate, partitioned by ZeRO-3, or
+sets where the target lives: whole on each device, spread by accelerate, partitioned by ZeRO-3, or
 in vLLM. deepspeed= shards the drafter's optimizer, or puts it on the host.
 
 A run may be killed at any instant: on a CPU run.resume=true ends bit for bit where an undisturbed
-run ends. SIGTERM and SIGUSR1 save the step that is reached. A damaged checkpoint is refused by the
-name of its file; run.skip_damaged=true takes the newest whole one. run.init_from=DIR starts from a
+run ends. SIGTERM and SIGUSR1 save the current step. A damaged checkpoint is an error that names
+its file; run.skip_damaged=true takes the newest whole one. run.init_from=DIR starts from a
 run, or from a directory that engines serve, on new data or for a changed target; its report shows
 acceptance before and after.""",
     "evaluate": """\
@@ -103,9 +103,9 @@ intersection.
 The report has a verdict for each task with the speedup, money at eval.price_per_hour and the extra
 memory; acceptance length and acceptance per position; tokens per second with and without the
 drafter; 95 % intervals by bootstrap over prompts, paired with the plain loop of the same process;
-prompt lookup beside it; and whether greedy output was identical, token for token, in float32.
-eval.certify=true adds a certificate, which goes into the model card too. Rows of a batch
-(eval.batch_size) have the tokens of batch 1, sampled or greedy.
+prompt lookup next to it; and whether greedy output was identical, token for token, in float32.
+eval.certify=true adds a certificate, which goes into the model card too. Every row of a batch
+(eval.batch_size) gets the tokens of batch 1, sampled or greedy.
 
 model.inflate=0.5B gives target and drafter the cost of a larger model: the same text and
 acceptance, labelled in every report. eval.engine=vllm decodes the same prompts with a real vLLM in
@@ -116,7 +116,7 @@ Rows are paired by prompt, and so are the intervals of their differences; seeds 
 grouped. Runs must have been evaluated on the same prompts.""",
     "tune": """\
 It times passes of target and drafter on this machine, predicts the speedup of every depth and
-batch size, measures beside it, and writes the choice where eval.tuned=true and export.tuned=true
+batch size, measures it as well, and writes the choice where eval.tuned=true and export.tuned=true
 find it.""",
     "regenerate": """\
 Answers come from Transformers, from vLLM (regenerate.backend=vllm) or from any OpenAI-compatible
@@ -126,12 +126,12 @@ Bad answers are counted and named; one that was cut is trained without an end of
 It writes the drafter as engines load it, checks names, shapes and completeness (engines do not),
 loads its own output back and compares logits, and prints the commands that serve it.""",
     "capture": """\
-Size and time are printed first. A killed capture resumes by the same command; a damaged shard is
-named and written again alone. `train features=stored features.validate=false` then trains without
-loading the target.""",
+Size and time are printed first. The same command resumes a killed capture; a damaged shard is
+named, and it alone is written again. `train features=stored features.validate=false` then trains
+without loading the target.""",
     "plan": """\
 From yaml alone and offline: memory per GPU by component for every way to shard, features on disk,
-hours, energy, money, and up to which batch the drafter will pay and its caches fit.
+hours, energy, money, and the largest batch at which the drafter pays off and its caches fit.
 plan.measured=outputs/NAME puts the efficiency of your own run in place of the guessed one. `train`
 prints the short form, and refuses what cannot fit (hardware.check_fit).""",
 }
@@ -174,9 +174,9 @@ options:
 `train` starts a process for every GPU of this machine (hardware.ranks). On several machines
 torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of the run folder.
 
-status: 0 done; 2 what was typed, or what it names, cannot be meant; 1 the machine failed, another
-process has what is needed, or nobody foresaw it; 143 a scheduler's signal; 130 Ctrl-C.
-A failure that nobody foresaw leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
+status: 0 done; 2 the command line, or what it names, is invalid; 1 a failure of the machine, a
+place held by another process, or an unexpected error; 143 a scheduler's signal; 130 Ctrl-C.
+An unexpected error leaves its traceback in a file; DRAFTTRAIN_DEBUG=1 shows it."""
 
 
 def command_help(command: str) -> str:
@@ -220,7 +220,7 @@ def section_help(command: str, section: str, choice: str) -> str:
 
 
 def primary(command: str) -> Path:
-    """Return the yaml that heads a command."""
+    """Return the primary yaml of a command."""
     return conf_dir() / f"{command}.yaml"
 
 
@@ -238,8 +238,8 @@ def headline(file: Path) -> str:
 def documented(file: Path) -> dict[str, tuple[str, str]]:
     """Return (the comment above, the value as written) of every key, by its dotted name.
 
-    Those of the choices that it builds on too. Below the first level only what has a comment
-    counts: DeepSpeed's own keys have none.
+    The keys of the choices that it builds on are included. Below the first level only keys with a
+    comment count: DeepSpeed's own have none.
     """
     found: dict[str, tuple[str, str]] = {}
     files = choices(file.parent.name)

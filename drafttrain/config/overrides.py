@@ -1,4 +1,4 @@
-"""What was typed behind a command: section=choice and section.key=value, read or refused."""
+"""What follows a command on the command line: section=choice and section.key=value, parsed."""
 
 import os
 import re
@@ -16,17 +16,17 @@ from drafttrain.runtime.untrusted_input import shown
 ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 
-# How `${`, which asks OmegaConf for another value, is spelled in text that must stay as it is: no
-# text of a configuration holds a NUL, as no argument and no path can.
+# `${` makes OmegaConf interpolate a value. In text that must stay as it is, `${` is written with a
+# NUL, which no text of a configuration holds, as no argument and no path can.
 ASKS, PLAIN = "${", "\0{"
 
 
 class UsageError(ValueError):
-    """What was typed cannot be meant: a command, a section, a choice, a key or a value."""
+    """The command line is invalid: a command, a section, a choice, a key or a value."""
 
 
 def parse(command: str, overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
-    """Read the overrides, sweeps such as range(3) where these may be; what Hydra cannot is text."""
+    """Parse the overrides, with `sweeps` also range(3) and the like; the rest is plain text."""
     parser = OverridesParser.create()
     parsed = []
     for text in overrides:
@@ -77,7 +77,7 @@ def spelled(value: object) -> str:
 def with_drafter(parsed: list[Override]) -> list[Override]:
     """Let drafter.path=DIR stand for drafter=admitted, named after DIR.
 
-    What measures another drafter than a run's own gets an evaluation of another name.
+    An evaluation of a drafter that is not the run's own gets a name of its own.
     """
     given = {override.key_or_group: override for override in parsed}
     added = []
@@ -92,7 +92,7 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
 
 
 def with_target(command: str, parsed: list[Override]) -> list[Override]:
-    """Let the target of model.path=DIR be called after DIR, unless it is given a name."""
+    """Name the target of model.path=DIR after DIR, unless it is given a name."""
     given = {override.key_or_group: override.value() for override in parsed}
     path = given.get("model.path")
     if not isinstance(path, str) or "model.name" in given:
@@ -105,7 +105,7 @@ def with_target(command: str, parsed: list[Override]) -> list[Override]:
 
 
 def start_of(parsed: list[Override]) -> Path | None:
-    """Return the folder that `train` is to start from, if it is given one."""
+    """Return the folder that `train` is to start from, None where none is given."""
     given = [o.value() for o in parsed if o.key_or_group == "run.init_from"]
     if not given or given[-1] is None:
         return None
@@ -120,7 +120,7 @@ def start_of(parsed: list[Override]) -> Path | None:
 
 
 def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) -> list[Override]:
-    """Let what stands in `folder` be what is trained, unless another choice is given.
+    """Add the overrides that train what `folder` holds, unless another choice is given.
 
     sections: those that a run offers as `saved`; empty for a serving directory.
     """
@@ -134,12 +134,12 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
 
 
 def hidden(plain: Any) -> Any:
-    """Return plain data whose texts ask for no other value."""
+    """Return plain data in whose texts OmegaConf interpolates nothing."""
     return _over_texts(plain, lambda text: text.replace(ASKS, PLAIN))
 
 
 def revealed(plain: Any) -> Any:
-    """Return what `hidden` was given."""
+    """Return plain data as it was before `hidden`."""
     return _over_texts(plain, lambda text: text.replace(PLAIN, ASKS))
 
 

@@ -1,4 +1,4 @@
-"""A run that is resumed: what it was told is restored, what it is told otherwise is said."""
+"""Resuming a run: its saved settings are restored, and settings that differ are reported."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
@@ -12,18 +12,18 @@ from drafttrain.config.overrides import SAVED, parse, spelled
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
 
 Saved = dict[str, dict[str, Any]]
-Difference = tuple[str, Any, Any]  # a key, what was saved, what is told now
+Difference = tuple[str, Any, Any]  # a key, its saved value, its value now
 
-# What the folder of a run may follow from, where it is not given.
+# Keys that the folder of a run may be derived from, where it is not given.
 NAMING = ("run.name", "run.init_from", "drafter", "drafter.name", "model", "model.name")
-# What of the section `run` belongs to the run, and not to one command.
+# Keys of the section `run` that belong to the run, not to one command.
 OF_THE_RUN = ("name", "init_from", "seed")
 # Sections and keys that the losses, and so the drafter, depend on ...
 DECISIVE = {
     *("run.seed", "run.init_from", "model", "data", "drafter", "trainer"),
     *("hardware.dtype", "hardware.train_dtype", "hardware.weights_dtype"),
 }
-# ... but for these. The target's weights are compared by their fingerprint, wherever they lie.
+# ... except these. The target's weights are compared by their fingerprint, wherever they are.
 HARMLESS = {
     *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
     *("data.name", "data.cache_dir", "drafter.name", "trainer.name"),
@@ -34,7 +34,7 @@ MOST = 3  # differences that an error names
 
 
 def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) -> Saved | None:
-    """Return what the run that is to be resumed was told, None where none is to be or is there."""
+    """Return the saved configuration of the run to resume, None if there is none or not asked."""
     given = {override.key_or_group: override for override in parsed}
     if "run.resume" not in given or given["run.resume"].value() is not True:
         return None
@@ -49,7 +49,7 @@ def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) ->
 
 
 def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> list[Override]:
-    """Let the groups and the section `run` be as they were saved, unless otherwise is given."""
+    """Restore the groups and the section `run` as saved, except what is given."""
     given = {override.key_or_group for override in parsed}
     run = complete("run", saved)
     told = [f"{group}={SAVED}" for group in groups if group not in given]
@@ -58,9 +58,9 @@ def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> l
 
 
 def check_resumed(config: Any) -> list[str]:
-    """Return what to say of a run, if there is one, that resumes otherwise than it was told.
+    """Return lines on the settings in which a resumed run differs from its saved configuration.
 
-    ValueError where what differs changes the losses and run.allow_changes does not name it.
+    ValueError where a difference changes the losses and run.allow_changes does not name it.
     """
     folder = Path(config.run.dir)
     if not (config.run.resume and has_checkpoints(folder)):
@@ -93,7 +93,7 @@ def check_resumed(config: Any) -> list[str]:
 
 
 def differences(config: Any, saved: Saved) -> list[Difference]:
-    """Return what a configuration tells otherwise than a saved one; another class as a whole."""
+    """Return where a configuration differs from a saved one; another class differs as a whole."""
     found: list[Difference] = []
     for field in fields(config):
         section = getattr(config, field.name)

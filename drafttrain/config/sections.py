@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from drafttrain.runtime.run_folder import RunConfig
 
-if TYPE_CHECKING:  # they take time to import: a mistyped key is answered before that
+if TYPE_CHECKING:  # slow to import: a mistyped key is reported before that
     from drafttrain.data.conversations import DataConfig
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
@@ -45,7 +45,7 @@ SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything `train` is told."""
+    """The configuration of `train`."""
 
     run: RunConfig
     model: "ModelConfig"
@@ -62,7 +62,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Everything `evaluate` is told: the saved run, with `eval` of its own."""
+    """The configuration of `evaluate`: the saved run, with `eval` of its own."""
 
     run: RunConfig
     model: "ModelConfig"
@@ -75,14 +75,14 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(EvaluateConfig):
-    """Everything `tune` is told: what `evaluate` is, and `tune` of its own."""
+    """The configuration of `tune`: that of `evaluate`, with `tune` of its own."""
 
     tune: "TuneSettings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Everything `export` is told: the saved run, and the format to write."""
+    """The configuration of `export`: the saved run, and the format to write."""
 
     run: RunConfig
     model: "ModelConfig"
@@ -94,7 +94,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Everything `compare` is told; the runs say the rest."""
+    """The configuration of `compare`; the rest is read from the runs."""
 
     compare: "CompareSettings"
     tracker: "TrackerConfig"
@@ -102,7 +102,7 @@ class CompareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureConfig:
-    """Everything `capture` is told: whose features, of which text, for which drafters."""
+    """The configuration of `capture`: whose features, of which text, for which drafters."""
 
     store: "StoreConfig"
     model: "ModelConfig"
@@ -114,7 +114,7 @@ class CaptureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
-    """Everything `regenerate` is told."""
+    """The configuration of `regenerate`."""
 
     regenerate: "RegenerateSettings"
     model: "ModelConfig"
@@ -125,7 +125,7 @@ class RegenerateConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Everything `plan` is told: what `train` would be, and what to count with."""
+    """The configuration of `plan`: that of `train`, and the numbers to calculate with."""
 
     plan: "PlanSettings"
     model: "ModelConfig"

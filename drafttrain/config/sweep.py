@@ -17,7 +17,7 @@ from drafttrain.config.compose import compose
 from drafttrain.config.groups import choices
 from drafttrain.config.overrides import UsageError, parse, quoted, revealed
 
-FOLDER = "hydra.sweep.dir="  # Hydra's own key, the only one that is taken
+FOLDER = "hydra.sweep.dir="  # Hydra's own key, the only one that is accepted
 # The key that names what a command writes. `tune` writes into the run that it measures.
 PLACES = {
     "train": "run.dir",
@@ -36,15 +36,15 @@ class SweepJob:
     """One command line of a sweep."""
 
     name: str
-    told: list[str]  # its own of the values that are swept
-    overrides: list[str]  # all that the command is told
+    told: list[str]  # its own values of the swept keys
+    overrides: list[str]  # all overrides of the command
     run: str | None  # the folder of the run that it makes or measures
     evaluation: str | None  # the name of what it measures there
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The jobs of a sweep, and the folder of what it leaves behind."""
+    """The jobs of a sweep, and the folder that they write to."""
 
     folder: Path
     jobs: list[SweepJob]
@@ -53,9 +53,9 @@ class Sweep:
 def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
     """Return a job for every combination of the values that Hydra's sweep syntax gives.
 
-    That is a,b or choice(a,b), range(3), and glob(eagle*) of a group. A job gets a place of its own
-    in the folder of the sweep where none is typed. Each is composed here: UsageError for the first
-    that cannot be.
+    That is a,b or choice(a,b), range(3), and glob(eagle*) of a group. A job without a given place
+    gets one in the folder of the sweep. Each job is composed here: UsageError for the first that
+    cannot be.
     """
     folders = [text.removeprefix(FOLDER) for text in overrides if text.startswith(FOLDER)]
     typed = [text for text in overrides if not text.startswith(FOLDER)]
@@ -97,14 +97,14 @@ def _written(text: str) -> str:
 
 
 def _values(override: Override) -> list[str]:
-    """Return what one override stands for, each as it would be typed alone."""
+    """Return every value that an override sweeps over, each as an override of its own."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     loader: Any = SimpleNamespace(get_group_options=lambda group, **_: sorted(choices(group)))
     override.config_loader = loader  # what glob(...) asks for the choices of a group
     try:
         if not override.is_discrete_sweep():
-            raise HydraException("an interval has no end of values")
+            raise HydraException("an interval has infinitely many values")
         found = [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
     except HydraException as error:
         raise UsageError(
@@ -116,7 +116,7 @@ def _values(override: Override) -> list[str]:
 
 
 def _place(command: str, folder: Path, name: str, given: set[str], told: list[str]) -> list[str]:
-    """Return what lets a job write where no other of the sweep does."""
+    """Return the overrides that give a job a place where no other job of the sweep writes."""
     key = PLACES.get(command)
     if command == "evaluate" and not given & {"drafter", "drafter.path"}:
         key = None  # it needs a run, which is not there
@@ -132,7 +132,7 @@ def _place(command: str, folder: Path, name: str, given: set[str], told: list[st
 
 
 def _name(told: Sequence[str]) -> str:
-    """Return a name for what is told: eagle3-seed_0 for drafter=eagle3 run.seed=0."""
+    """Return a name for overrides: eagle3-seed_0 for drafter=eagle3 run.seed=0."""
     parts = []
     for text in told:
         key, _, value = text.lstrip("+").partition("=")

@@ -1,4 +1,4 @@
-"""From the values of a section to its dataclass: which class that may be, and what each may be."""
+"""From the values of a section to its dataclass: which class and which values are allowed."""
 
 import ast
 import importlib
@@ -26,7 +26,7 @@ BLANKS = ("eval.stop_strings",)  # a line end is one
 def check_target(section: str, target: Any) -> None:
     """Raise UsageError unless `_target_` names a class that may be imported, which executes code.
 
-    One of this package, or that the user's own yaml names (--config-dir); None: the section's own.
+    Allowed: a class of this package, one that the user's own yaml names (--config-dir), or None.
     """
     is_text = isinstance(target, str)
     if target is not None and not (is_text and (OURS.fullmatch(target) or target in _own(section))):
@@ -111,7 +111,7 @@ def build(section: str, plain: dict[str, Any]) -> Any:
 
 
 def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, each of its type. UsageError for what cannot be."""
+    """Return the fields of a dataclass, each of its type. UsageError for an invalid value."""
     value = {key: given for key, given in plain.items() if key != "_target_"}
     names = [field.name for field in fields(kind)]
     # Under its own key, so that OmegaConf's errors name drafter.num_heads, not num_heads.
@@ -144,7 +144,7 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any) -> None:
-    """Refuse what no setting can be: numbers without end, names of nothing."""
+    """Refuse what no setting may be: numbers that are not finite or too large, empty text."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _check(f"{key}.{name}", inner)
@@ -178,7 +178,7 @@ WORDS = {
 
 
 def wrong_value(error: Any, kind: type, value: dict[Any, Any]) -> str:
-    """Say in our words what OmegaConf's error means: the key, what must hold, what was got."""
+    """Return OmegaConf's error in our words: the key, what must hold, what was got."""
     key = str(error.full_key).split("[")[0]
     name, *inner = key.split(".")[1:]
     hint, given = get_type_hints(kind)[name], value.get(name)
@@ -195,5 +195,5 @@ def _must_be(key: str, hint: Any, given: Any) -> str:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Return a hint, and what stands in it, such as null."""
+    """Return a type hint and its arguments: the options of a union, such as null."""
     return (hint, *get_args(hint))
