@@ -1,4 +1,4 @@
-"""What the machine is used for."""
+"""The settings of the machine: devices, dtypes, threads, ranks, memory."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSpeed as it is imported here: told where the ranks compute, and quiet."""
+"""The import of DeepSpeed, set to the device of the ranks and without its warnings."""
 
 import os
 import warnings
@@ -10,9 +10,9 @@ from drafttrain.runtime.ranks import Ranks
 
 
 def import_deepspeed(ranks: Ranks) -> Any:
-    """Import DeepSpeed (seconds, the first time), told where these ranks compute."""
+    """Import DeepSpeed (seconds, the first time) and set it to the device of these ranks."""
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    # It takes the GPU of this number, even in a single process: of hardware.device=cuda:1, 1.
+    # DeepSpeed takes the GPU of LOCAL_RANK, even in a single process: 1 for hardware.device=cuda:1.
     gpu = ranks.device.index
     os.environ["LOCAL_RANK"] = str(ranks.local_rank if gpu is None else gpu)
     with warnings.catch_warnings(action="ignore"):
@@ -26,7 +26,7 @@ def import_deepspeed(ranks: Ranks) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep to itself what DeepSpeed's own code is warned of; ours, run by it, still warns."""
+    """Hide the warnings about DeepSpeed's own code; code of ours that it runs still warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
         warnings.filterwarnings("ignore", module=r"deepspeed\.")

@@ -1,4 +1,4 @@
-"""Writing so that a kill leaves the old or the new, and a full disk is said in a plain line."""
+"""Writing files: a kill leaves the old or the new content, a full disk is reported in one line."""
 
 import errno
 import hashlib
@@ -13,12 +13,12 @@ from drafttrain.runtime.untrusted_input import shown
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What no program can help: a traceback would say nothing more.
+# Errors that no program can prevent: a traceback would add nothing.
 OF_THE_MACHINE = (*FULL, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE)
 
 
 class MachineError(ValueError):
-    """The machine, or another process on it, fails a command that is not at fault: status 1."""
+    """The machine, or another process on it, made a valid command fail: status 1."""
 
 
 class DiskError(MachineError):
@@ -41,9 +41,9 @@ def reason(error: Exception, place: Path) -> str:
 
 
 def require_writable(folder: Path, key: str) -> None:
-    """Raise ValueError unless files can be written in `folder`, which need not be there yet.
+    """Raise ValueError unless files can be written in `folder`, which need not exist yet.
 
-    Said before a target is loaded for what could not be kept. key: the setting that names it.
+    Call it before a target is loaded for results that cannot be kept. key: the setting's name.
     """
     place = _existing(folder.absolute())
     try:
@@ -51,7 +51,7 @@ def require_writable(folder: Path, key: str) -> None:
             raise OSError(errno.ENOTDIR, f"{place} is no folder")
         with suppress(FileNotFoundError):
             folder.lstat()  # a name may be too long
-        # Tried, not asked: what permissions say, a network's file system or /proc may not keep.
+        # Tried, because permissions are no proof: a network file system or /proc may still refuse.
         os.rmdir(tempfile.mkdtemp(prefix=".drafttrain_", dir=place))
     except OSError as error:
         kind = DiskError if error.errno in FULL else ValueError
@@ -62,7 +62,7 @@ def require_writable(folder: Path, key: str) -> None:
 
 
 def _existing(place: Path) -> Path:
-    """Return `place`, or what is there of the folders above it."""
+    """Return `place`, or the nearest folder above it that exists."""
     while not os.path.exists(place):
         place = place.parent
     return place
@@ -70,7 +70,7 @@ def _existing(place: Path) -> Path:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system says against writing `path` into a DiskError."""
+    """Turn an error of the operating system on writing `path` into a DiskError."""
     try:
         yield
     except OSError as error:
@@ -79,9 +79,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written(folder: Path, key: str) -> Iterator[None]:
-    """Turn what the operating system, or safetensors, says against writing into a DiskError.
+    """Turn an error of the operating system, or of safetensors, on writing into a DiskError.
 
-    It names the folder that the user named by `key`, not one beside it that holds the draft.
+    It names the folder that the user gave as `key`, not the temporary one that is written first.
     """
     try:
         yield
@@ -111,9 +111,9 @@ def _sync(place: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a new, empty file to write, which takes the place of `path` at the end, on the disk.
+    """Yield a new, empty file to write, which replaces `path` at the end, on the disk.
 
-    What a killed process left of an earlier try is removed, as is a link there, unfollowed.
+    A file or link that a killed process left under its name is removed; no link is followed.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -123,21 +123,21 @@ def replacing(path: Path) -> Iterator[Path]:
         flush(beside)
         os.replace(beside, path)
     except BaseException:
-        beside.unlink(missing_ok=True)  # it takes the room that is wanting
+        beside.unlink(missing_ok=True)  # the disk may be full
         raise
-    _sync(path.parent)  # its own entry: what others are writing there, or remove, is theirs
+    _sync(path.parent)  # the entry of this file; other files there are left alone
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that, whatever happens, holds what it held before or all of `text`."""
+    """Write a file that, whatever happens, holds either its old content or all of `text`."""
     with writing(path), replacing(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
 def append_text(path: Path, text: str) -> None:
-    """Add `text`, which ends its last line, to the end of a file, and wait until it is on the disk.
+    """Append `text`, which ends its last line, to a file, and wait until it is on the disk.
 
-    A torn last line is cut off before, and so is what of `text` a full disk took.
+    A torn last line is cut off first; where the disk is full, the part of `text` on it is too.
     """
     left = text.encode()
     new = not os.path.lexists(path)
@@ -162,7 +162,7 @@ def sha256_of(path: Path) -> str:
 
 
 def no_link(path: str, flags: int) -> int:
-    """Open a file, but no link, which could lead anywhere in a folder of others; for open()."""
+    """Open a file but no link, which in another's folder may lead anywhere; an opener of open()."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

@@ -1,7 +1,7 @@
 """The kernel's lock on a file, which ends with its process: alone, or shared.
 
-flock, and not POSIX's lockf: there any other descriptor of the file that the process closes, in
-whatever library, lets go of the lock.
+It is flock and not POSIX's lockf, which releases the lock as soon as the process closes any other
+descriptor of the file, in whatever library.
 """
 
 import errno
@@ -78,7 +78,7 @@ def try_lock(descriptor: int, kind: int, wait: bool = False) -> bool | None:
 
 @contextmanager
 def opened(file: Path, access: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file, but no link, for a moment; NFS asks its server, and no pipe is waited for."""
+    """Open a file, but no link, for a moment: NFS then asks its server. A pipe does not block."""
     descriptor = os.open(file, access | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield descriptor
@@ -87,7 +87,7 @@ def opened(file: Path, access: int = os.O_RDONLY) -> Iterator[int]:
 
 
 def is_named(descriptor: int, file: Path) -> bool:
-    """Whether the file of that name is the open one: its holder may have removed it meanwhile."""
+    """Whether a name is still that of the open file: its holder may have removed it meanwhile."""
     with suppress(OSError), opened(file) as fresh:
         return os.path.sameopenfile(fresh, descriptor)
     return False

@@ -1,4 +1,4 @@
-"""What this machine is used for: device, dtype and threads, chosen on purpose and said aloud."""
+"""How this machine is used: device, dtype and threads, chosen explicitly and reported."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from torch.utils._triton import has_triton
 from drafttrain.runtime.config import DTYPES, HardwareConfig
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VERIFIED_TOKENS = 8  # "auto" asks what verifies this many tokens fastest
+VERIFIED_TOKENS = 8  # "auto" takes what verifies this many tokens fastest
 MEASURED_ROUNDS = 12
 
 
@@ -26,7 +26,7 @@ def num_cores() -> int:
 def choose_device(config: HardwareConfig) -> str:
     """Return the device that `config` asks for; set CPU threads, for each rank its share of cores.
 
-    ValueError where there is no such device. Which GPU a rank takes is for `join_ranks`.
+    ValueError where there is no such device. `join_ranks` decides which GPU a rank takes.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or max(1, num_cores() // ranks_here))
@@ -120,7 +120,7 @@ def choose_decoding(
                 started = time.perf_counter()
                 passes[name](tokens)
                 elapsed = time.perf_counter() - started
-                # The minimum: on a shared machine all above it is somebody else's work.
+                # The minimum: on a shared machine any time above it is due to other processes.
                 seconds[tokens] = min(elapsed, seconds.get(tokens, elapsed))
     chosen = min(best, key=lambda candidate: best[candidate][VERIFIED_TOKENS])
     torch.set_num_threads(chosen[1])

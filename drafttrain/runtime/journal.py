@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow: what a killed command wrote whole is read again."""
+"""Files of JSON lines that grow: the complete lines of a killed command are read again."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -17,14 +17,14 @@ def append_records(file: Path, records: Iterable[Any]) -> None:
 
 
 def replace_records(file: Path, records: Iterable[Any]) -> None:
-    """Let a file hold these records alone; whatever happens, it holds the old ones or the new."""
+    """Replace all records of a file; whatever happens, it holds the old ones or the new."""
     write_whole(file, _text(records))
 
 
 def read_records(file: Path, kind: type[Kind], first: int = 0) -> Iterator[Kind]:
-    """Yield the records of a file from number `first` on; UntrustedError names what is no `kind`.
+    """Yield the records of a file from number `first` on; UntrustedError names one that is invalid.
 
-    A torn last line is none; it stays, for another process may be writing it.
+    A torn last line is no record; it stays, because another process may be writing it.
     """
     with file.open("rb") as stream:
         for number, line in enumerate(lines_of(stream)):

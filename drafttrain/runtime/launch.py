@@ -1,4 +1,4 @@
-"""Several ranks from one command: torch's own launcher starts them, one voice tells how it went."""
+"""Several ranks from one command: torch's own launcher starts them, a failure is reported once."""
 
 import json
 import logging
@@ -29,12 +29,12 @@ from drafttrain.runtime.rank_process import LAUNCHER, STORE, say_error
 from drafttrain.runtime.run_folder import MANIFEST, has_checkpoints
 from drafttrain.runtime.terminal import console
 
-# Ranks that were asked to end (SIGTERM) have so long to save; torch's own variable overrides it.
+# Time to save for ranks that were asked to end (SIGTERM); torch's own variable overrides it.
 GRACE_S = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300"))
-# When a rank has died: a collective over NCCL does not notice, and would wait for long.
+# Time for the other ranks to end when one has died: a collective over NCCL would wait for long.
 LOST_S = 3.0
 ENDED_ON_REQUEST = {128 + signal.SIGTERM, 128 + signal.SIGINT}  # exit codes; not a failure
-# The last one is what SLURM's --signal often sends; torch's agent is told of it by a variable.
+# SLURM's --signal often sends the last one; torch's agent learns of it by a variable.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 QUOTED = 300  # characters of a dead rank's last line
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -47,7 +47,7 @@ def ranks_to_start(
 
     environ: after `adopt`. gpus, cores: how many this machine shows. Raises ValueError where
     hardware.ranks contradicts the launcher that started this process, or exceeds the GPUs, or
-    without GPUs the cores, unless hardware.threads says that they are to be shared.
+    without GPUs the cores, unless hardware.threads lets ranks share them.
     """
     wanted, device = hardware.ranks, hardware.device
     if "RANK" in environ:
@@ -66,7 +66,7 @@ def ranks_to_start(
             )
         return 1
     if device == "cpu" or gpus == 0:
-        # Without a GPU, hardware.device=cuda is answered where the device is chosen, once.
+        # Without a GPU, hardware.device=cuda is refused once, where the device is chosen.
         if wanted == "auto" or device == "cuda":
             return 1
         if wanted > cores and not hardware.threads:
@@ -77,7 +77,7 @@ def ranks_to_start(
             )
         return wanted
     if wanted == "auto":
-        # One process spreads a target over all GPUs in these.
+        # With these, one process spreads the target over all GPUs.
         return 1 if hardware.target_placement in ("device_map", "vllm") else gpus
     if wanted > gpus:
         raise ValueError(
@@ -90,8 +90,8 @@ def ranks_to_start(
 def launch(hardware: HardwareConfig, arguments: Sequence[str], folder: Path) -> int | None:
     """Run the command line on every GPU of this machine; None if this process is to do the work.
 
-    folder: the run's, for the words of a rank that died. Returns the exit code, after the cause of
-    a failure was told in one line.
+    folder: the run's, for the last output of a rank that died. Returns the exit code, after
+    reporting the cause of a failure in one line.
     """
     cores = num_cores()
     count = ranks_to_start(hardware, os.environ, torch.cuda.device_count(), cores)
@@ -106,11 +106,11 @@ def start(arguments: Sequence[str], count: int, threads: int, folder: Path) -> i
     """Run this Python interpreter as `count` ranks of one machine until all end; see `launch`."""
     settings = {
         LAUNCHER: str(os.getpid()),
-        # Ranks of one machine listen to nobody outside it, whatever a cluster's shell says.
+        # Ranks of one machine listen to nobody outside it, whatever a cluster's shell sets.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in SIGNALS),
-        # On purpose, and before any library reads it: else each rank would take every core.
+        # Set before any library reads it: else each rank would take every core.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
     with tempfile.TemporaryDirectory(prefix="drafttrain_ranks_") as logs:
@@ -134,10 +134,10 @@ def _run(agent: "_Agent", count: int, folder: Path) -> int:
 
 
 class _OneMachine(RendezvousHandler):
-    """What torch's agent is told of other machines: there are none.
+    """A rendezvous of a single machine for torch's agent.
 
-    torch's own way opens two ports to every network, and unpickles what it finds behind one of
-    them. Here the agent keeps its notes to itself, and the ranks meet at a file (`STORE`).
+    torch's own rendezvous opens two ports to every network, and unpickles what arrives at one of
+    them. Here the agent's store stays in its process, and the ranks meet at a file (`STORE`).
     """
 
     def get_backend(self) -> str:
@@ -150,7 +150,7 @@ class _OneMachine(RendezvousHandler):
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=nowhere)
 
     def is_closed(self) -> bool:
-        """Return whether nobody else may join; it is not asked."""
+        """Return whether nobody else may join; torch does not call it here."""
         return False
 
     def set_closed(self) -> None:
@@ -165,15 +165,15 @@ class _OneMachine(RendezvousHandler):
         return "drafttrain"
 
     def shutdown(self) -> bool:
-        """Give back what was opened: nothing."""
+        """Release what was opened: nothing."""
         return True
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent of one machine, for ranks that are told apart by how they end.
+    """torch's agent of one machine, which records how each rank ended.
 
-    torch sends SIGTERM to the fellows of a rank that died and waits 30 s. To a rank SIGTERM means
-    that it should save, which takes all of them: here they are left a moment to notice and killed.
+    torch sends SIGTERM to the other ranks when one died, and waits 30 s. SIGTERM asks a rank to
+    save, which takes all ranks: here the others get a moment to notice the loss and are killed.
     """
 
     def __init__(self, arguments: list[str], count: int, logs: str) -> None:
@@ -190,7 +190,7 @@ class _Agent(LocalElasticAgent):
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=logs, redirects=others))
         self.ended: dict[int, tuple[int, float]] = {}  # exit code, and when it was noticed
-        self.killed: list[int] = []  # those that had not ended by themselves when asked to
+        self.killed: list[int] = []  # ranks that did not end when asked to
         self.hurried = False  # whether Ctrl-C came again
 
     @property
@@ -207,7 +207,7 @@ class _Agent(LocalElasticAgent):
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def word(self, rank: int) -> dict[str, Any]:
-        """Return what a rank left about its failure; empty if it could not."""
+        """Return what a rank wrote about its failure; empty if it could not."""
         if self._pcontext is None:
             return {}
         try:
@@ -216,7 +216,7 @@ class _Agent(LocalElasticAgent):
             return {}
 
     def errors(self, rank: int) -> Path | None:
-        """Return the file with a rank's stderr, if it has one and there is something in it."""
+        """Return the file with a rank's stderr, None if it has none or an empty one."""
         file = self._processes.stderrs.get(rank)
         return Path(file) if file and os.path.getsize(file) else None
 
@@ -239,7 +239,7 @@ class _Agent(LocalElasticAgent):
         if self._pcontext is not None and self._running():
             signal.signal(signal.SIGINT, self._hurry)
             for rank in self._running():
-                # The rank alone: torch would signal its children too, the tracker's for one.
+                # The rank alone: torch would signal its children too, such as the tracker's.
                 self._processes.subprocess_handlers[rank].proc.send_signal(death_sig)
             self._await(GRACE_S)
             self.killed = self._running()
@@ -268,12 +268,12 @@ class _Agent(LocalElasticAgent):
 
 
 def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
-    """Say why the ranks ended, once; return the exit code."""
+    """Report why the ranks ended, once; return the exit code."""
     words = {rank: agent.word(rank) for rank in agent.ended}
 
     def order(rank: int) -> tuple[bool, float]:
         code, noticed = agent.ended[rank]
-        # An abort is what NCCL's watchdog does about a fellow that is gone.
+        # NCCL's watchdog aborts a process when another rank is gone.
         consequence = words[rank].get("consequence", code == -signal.SIGABRT)
         return consequence, words[rank].get("time", noticed)
 
@@ -301,7 +301,7 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
 
 
 def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path) -> int:
-    """Say what became of ranks that were asked to end; rank 0 may have said it itself."""
+    """Report how ranks that were asked to end did so, unless rank 0 has; return the exit code."""
     words = [(rank, agent.word(rank)) for rank in range(count)]
     for rank, word in words:
         if word and not word["consequence"]:
@@ -332,7 +332,7 @@ def _how_to_go_on(folder: Path) -> str:
 
 
 def _last_line(agent: _Agent, rank: int, folder: Path) -> str:
-    """Keep what a rank wrote to stderr before it died, and quote the end of it."""
+    """Keep a dead rank's stderr in a file, and return a note that quotes its last line."""
     file = agent.errors(rank)
     if file is None:
         return ""

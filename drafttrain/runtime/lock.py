@@ -1,10 +1,10 @@
-"""One command at a time writes a place: who holds it is said, and a dead process holds nothing.
+"""Locks: one command at a time writes a place, an error names its holder, a dead one holds nothing.
 
 The lock is the kernel's flock on a file, which ends with its process. Some file systems refuse it
 (ENOLCK, ENOSYS), and some grant it on each machine apart (NFS with nolock, Lustre with localflock,
-BeeGFS), which nothing tells from a lock that all machines see. So where a file system may be shared
-the holder also rewrites its record in the file every second, and whoever finds a record of another
-machine there waits to see whether it changes.
+BeeGFS), which looks like a lock that all machines see. So where a file system may be shared, the
+holder also rewrites its record in the file every second, and a command that finds a record of
+another machine there waits to see whether it changes.
 """
 
 import fcntl
@@ -34,13 +34,13 @@ from drafttrain.runtime.flock import (
 )
 from drafttrain.runtime.untrusted_input import UntrustedError, shown, typed
 
-FILE = ".lock"  # in the folder that is held; it is there only while a command runs, or was killed
+FILE = ".lock"  # in the locked folder; it exists while a command runs, or after one was killed
 PATIENCE_S = 5.0  # the ranks of a run whose launcher was killed need some seconds to end
 POLL_S = 0.1
 BEAT_S = 1.0  # how often a record is rewritten
-SETTLE_S = 2.5 * BEAT_S  # after which a holder has written over the record of an intruder
-SILENT_S = 10 * BEAT_S  # a holder that was silent for so long is dead
-RECORD_BYTES = 512  # every record is as long: one is written over another
+SETTLE_S = 2.5 * BEAT_S  # after it, a holder has written over the record of an intruder
+SILENT_S = 10 * BEAT_S  # a holder that was silent for this long is dead
+RECORD_BYTES = 512  # the length of every record: one is written over another
 
 
 class HeldError(MachineError):
@@ -49,12 +49,12 @@ class HeldError(MachineError):
 
 @dataclass(frozen=True)
 class Record:
-    """What a lock file says of its holder."""
+    """The content of a lock file: its holder."""
 
     command: str
     process: int
     host: str
-    machine: str  # and since when it runs
+    machine: str  # and when it was started
     since: str
     token: str  # of this holder and no other
     beat: int = 0
@@ -89,11 +89,11 @@ def hold(
     file: Path | None = None,
     patience: float | None = None,
 ) -> Iterator[None]:
-    """Let this command alone write a place; raise HeldError where another holds it.
+    """Lock a place for this command; raise HeldError where another command holds it.
 
     place: a folder, made if it is not there, or what `file` is the lock file of. key: the setting
     that names the place. patience: seconds to wait for another command to end, else PATIENCE_S;
-    where they are infinite, `say` is told for whom this waits.
+    if infinite, `say` gets a line that names the other command.
     """
     lock = _Lock(file or place / FILE, command, say)
     try:
@@ -109,7 +109,7 @@ def hold(
 def require_free(
     place: Path, key: str, *, file: Path | None = None, patience: float | None = None
 ) -> None:
-    """Raise HeldError where another command writes a place; nothing is made, and nothing held."""
+    """Raise HeldError where another command holds a place; make and lock nothing."""
     _await_free(lambda: holder_of(place, file), place, key, patience)
 
 
@@ -134,7 +134,7 @@ def _await_free(
 
 
 def holder_of(place: Path, file: Path | None = None) -> str | None:
-    """Return which command writes a place now; None where no lock says that one does."""
+    """Return which command holds a place now, None where it is not locked."""
     with suppress(OSError), opened(file or place / FILE) as descriptor:
         if try_lock(descriptor, fcntl.LOCK_SH) is False:
             return _named(descriptor)
@@ -143,9 +143,9 @@ def holder_of(place: Path, file: Path | None = None) -> str | None:
 
 @contextmanager
 def attend(place: Path) -> Iterator[None]:
-    """Tell, as a rank whose rank 0 holds the place, that this process may still write there.
+    """Mark, on a rank other than 0, that this process may still write to the place.
 
-    Rank 0 may be killed alone: the next command waits until the others have ended too.
+    Rank 0, which holds it, may be killed alone: the next command waits until all ranks have ended.
     """
     file = _of_ranks(place / FILE)
     with writing(file):
@@ -176,7 +176,7 @@ def alone(path: Path) -> Iterator[None]:
 
 
 class _Lock:
-    """The lock file of a place, and whether this process has it."""
+    """The lock file of a place, and whether this process holds the lock."""
 
     def __init__(self, file: Path, command: str, say: Callable[[str], None]) -> None:
         self.file, self.say = file, say
@@ -194,7 +194,7 @@ class _Lock:
         self._beats: threading.Thread | None = None
 
     def take(self) -> str | None:
-        """Return None where this process has the lock now, else who holds it."""
+        """Try to take the lock; return None where this process has it now, else its holder."""
         if not self.file.parent.is_dir():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.made_folder = True
@@ -243,7 +243,7 @@ class _Lock:
         return None
 
     def release(self) -> None:
-        """Let others take the lock; in a fork of the holder, nothing."""
+        """Release the lock; do nothing in a fork of the holder."""
         if os.getpid() != self.record.process:
             return
         self._ending.set()
@@ -258,7 +258,7 @@ class _Lock:
                 self.file.parent.rmdir()
 
     def _read(self) -> bytes:
-        """Return what other machines see: an open file may show what this one has in memory."""
+        """Return what other machines see: an open file may show this machine's cached content."""
         with suppress(OSError), opened(self.file) as descriptor:
             return os.pread(descriptor, RECORD_BYTES, 0)
         return b""
@@ -279,13 +279,13 @@ class _Lock:
     def _beat(self) -> None:
         while not self._ending.wait(BEAT_S):
             self.record = replace(self.record, beat=self.record.beat + 1)
-            with suppress(OSError):  # a disk that is gone for a while is not the lock's affair
+            with suppress(OSError):  # a disk may be unreachable for a while
                 os.pwrite(self.descriptor, self.record.encoded(), 0)
                 os.fsync(self.descriptor)
 
 
 def machine() -> str:
-    """Return what tells machines apart, and one from itself before it was started again."""
+    """Return an identifier of this machine since its last boot."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

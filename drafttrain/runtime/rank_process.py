@@ -1,4 +1,4 @@
-"""What a process that a launcher started owes its fellows: a common name, one voice, one end."""
+"""A process among the ranks of a launcher: its rank, who reports errors, how it ends."""
 
 import ctypes
 import json
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-TOGETHER = ("train", "capture")  # what several ranks carry out; any other is one process
+TOGETHER = ("train", "capture")  # commands that several ranks run; any other is one process
 LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
 STORE = "DRAFTTRAIN_STORE"  # the file at which these ranks meet, in a folder that is the user's own
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a rank's last words
@@ -21,20 +21,20 @@ SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
 
 
 class LauncherError(ValueError):
-    """The variables that a launcher set do not say which rank this process is."""
+    """The variables that a launcher set do not tell which rank this process is."""
 
 
 def adopt(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what to add to the environment, so that every launcher looks like torchrun.
 
     DeepSpeed's has another name for the ranks of this machine; under SLURM's srun of several tasks
-    each task is a rank. Raises LauncherError where SLURM does not say where rank 0 listens.
+    each task is a rank. Raises LauncherError where SLURM does not tell where rank 0 listens.
     """
     if "RANK" in environ:
         if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:
             return {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
         return {}
-    # Of the step, not of the job: a batch script runs in a job of many tasks and is none of them.
+    # The step's tasks, not the job's: a batch script runs in a job of many tasks but is not one.
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks == "1" or "SLURM_PROCID" not in environ:
         return {}
@@ -43,7 +43,7 @@ def adopt(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
     }
-    # Of the tasks on each machine SLURM writes 2(x3),1 for 2, 2, 2 and 1.
+    # SLURM writes 2(x3),1 where the machines have 2, 2, 2 and 1 tasks.
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", tasks).split(","):
         each, _, times = part.partition("(x")
@@ -75,17 +75,17 @@ def is_ours() -> bool:
 
 
 def settle() -> None:
-    """Take a launcher's names, let rank 0 alone speak, and end when our launcher does."""
+    """Adopt a launcher's variables, let only rank 0 print, and end when our launcher does."""
     os.environ.update(adopt(os.environ))
     if rank() > 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries and their C++ talk past sys.stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries' C++ code bypasses sys.stdout
         if not is_ours():  # else stderr goes to a file, which is read if this rank dies
             os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
     if is_ours() and sys.platform == "linux":
-        # A launcher that was killed with -9 cannot end its ranks. They are told, and may save.
+        # A launcher killed by -9 cannot end its ranks; the kernel signals them, and they may save.
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
         if not is_ours():  # it died before we asked
             os.kill(os.getpid(), signal.SIGTERM)
@@ -101,26 +101,26 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def leave_word(text: str, code: int, foreseen: bool, consequence: bool) -> None:
-    """Write down for the launching process why this rank fails; it tells the user, once."""
+    """Write why this rank fails to a file; the launching process tells the user, once."""
     place = Path(os.environ[ERROR_FILE])
-    word = {"message": text, "timestamp": int(time.time())}  # torch's own reader asks for these
+    word = {"message": text, "timestamp": int(time.time())}  # torch's own reader requires these
     word |= {"time": time.time(), "code": code, "foreseen": foreseen, "consequence": consequence}
     beside = place.with_suffix(".tmp")
     beside.write_text(json.dumps(word))
-    os.replace(beside, place)  # torch's reader does not bear half a file
+    os.replace(beside, place)  # torch's reader fails on half a file
 
 
 def speaks_first() -> bool:
     """Whether this rank is the first on its machine to fail, and so the one that tells the user.
 
-    All ranks of another launcher have one parent, which names a file that only the first can make.
+    All ranks of another launcher have the same parent; a file named after it is made only once.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     parent = os.getppid()
     name = f"drafttrain_failed_{os.getuid()}_{parent}"
     with suppress(OSError, IndexError):  # no /proc: the parent's number has to do
-        # The 22nd field is when it started: numbers of processes come again.
+        # The 22nd field is its start time: process numbers are reused.
         name += "_" + Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     try:
         os.close(os.open(Path(tempfile.gettempdir()) / name, os.O_CREAT | os.O_EXCL, 0o600))
@@ -130,7 +130,7 @@ def speaks_first() -> bool:
 
 
 def say_error(text: str) -> None:
-    """Tell the user, on stderr."""
+    """Print a line for the user on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Which of the processes that train together this one is, and what they tell each other."""
+"""The rank of this process among those that train together, and their messages to each other."""
 
 import atexit
 import json
@@ -20,7 +20,7 @@ from drafttrain.runtime.rank_process import STORE, is_ours
 # A collective of the training step: every rank is busy with the same work, so none is this late.
 STEP_TIMEOUT = timedelta(minutes=10)
 # Barriers and messages wait while rank 0 works alone (validation, saving, writing conversations).
-# They go over gloo, which sees at once when the other side has died.
+# They use gloo, which notices at once when the other side has died.
 MESSAGE_TIMEOUT = timedelta(hours=24)
 
 
@@ -33,7 +33,7 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its fellows, numbered as torchrun does; alone it is rank 0 of 1."""
+    """This process among the ranks, numbered as by torchrun; alone it is rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -54,15 +54,15 @@ class Ranks:
                 dist.barrier(group=self._messages)
 
     def part(self) -> None:
-        """Wait until every rank is here before this one may end; one that is gone was here too.
+        """Wait for every rank before this one ends; a rank that is lost has been here already.
 
-        The first to leave after a collective closes its connections, which the last may still read.
+        The first to end after a collective closes its connections, which the last may still read.
         """
         with suppress(LostRankError):
             self.barrier()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of every rank's `value`, where `value` was; shapes must agree."""
+        """Return the sum of every rank's `value`, on the device of `value`; shapes must agree."""
         if self.world_size == 1:
             return value.clone()
         copy = value.detach().to(self.device, copy=True)
@@ -72,7 +72,7 @@ class Ranks:
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's `value`, plain JSON, on every rank.
 
-        torch's own pickles it, and whoever gets onto the ranks' network would run code by that.
+        torch's own function pickles it, which lets anyone on the ranks' network run code.
         """
         if self.world_size == 1:
             return value
@@ -80,7 +80,7 @@ class Ranks:
             return self._object_of(0, value)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, plain JSON, in their order, on every rank."""
+        """Return every rank's `value`, plain JSON, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
         with self._naming_the_loss():
@@ -112,7 +112,7 @@ class Ranks:
                     handle.wait()
 
     def sum_soon(self, value: int) -> Callable[[], int]:
-        """Return what gives the sum of every rank's `value` when called; ranks go on meanwhile."""
+        """Return a function that waits for the sum of every rank's `value`; do not wait here."""
         if self.world_size == 1:
             return lambda: value
         box = torch.tensor(value)
@@ -131,7 +131,7 @@ class Ranks:
     def holding(
         self, place: Path, key: str, command: str, say: Callable[[str], None]
     ) -> Iterator[None]:
-        """Let these ranks alone write a folder, or raise on all of them where that cannot be."""
+        """Lock a folder for these ranks, or raise on all of them where that is impossible."""
         with ExitStack() as stack:
             problem: str | None = None
             if self.is_main:
@@ -155,7 +155,7 @@ class Ranks:
 
     @contextmanager
     def naming_a_loss(self) -> Iterator[None]:
-        """Raise LostRankError where a library's own collective, such as DeepSpeed's, meets one."""
+        """Raise LostRankError where a library's collective, such as DeepSpeed's, loses a rank."""
         try:
             yield
         except LostRankError:
@@ -174,13 +174,13 @@ class Ranks:
         )
 
 
-ALONE = Ranks(0, 0, 1, torch.device("cpu"))  # for what needs no device of it
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))  # where its device does not matter
 
 _joined: Ranks | None = None
 
 
 def join_ranks(device: str, with_group: bool = False) -> Ranks:
-    """Join the ranks that a launcher started, once; later calls return what the first one found.
+    """Join the ranks that a launcher started, once; later calls return the same `Ranks`.
 
     device: "cpu", "cuda" (each rank takes the GPU of its local rank), or one GPU of a run of a
     single process. with_group: make a process group even for a rank that is alone.

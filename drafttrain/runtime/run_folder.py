@@ -1,4 +1,4 @@
-"""The run folder: what a run was told, where and by what code it was made, and whose it is."""
+"""The run folder: the configuration of a run, its provenance, and whether the folder is free."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a store
-# Where the classes of sections lay when earlier versions wrote their runs, and where they are now.
+# Where the classes of sections were when earlier versions wrote their runs, and where they are now.
 MOVED = {
     "drafttrain.run": "drafttrain.runtime.run_folder",
     "drafttrain.pretrained.models": "drafttrain.target.pretrained.config",
@@ -48,7 +48,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Which run this is, and where it leaves what it makes."""
+    """The name and seed of a run, its folder, and what it starts or resumes from."""
 
     name: str
     dir: str
@@ -87,7 +87,7 @@ def append_log(folder: Path, lines: list[str]) -> None:
 
 
 def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]:
-    """Return the sections in the config.yaml of a run, which may be anybody's, as plain data.
+    """Return the sections in the config.yaml of a run, which may be anyone's, as plain data.
 
     key: the setting that names the folder, for the ValueError if it is not a run's.
     """
@@ -128,13 +128,13 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether training has left a checkpoint in a folder."""
+    """Whether a folder holds a checkpoint of training."""
     checkpoints = folder / CHECKPOINTS
     return checkpoints.is_dir() and any(checkpoints.iterdir())
 
 
 def check_run_folder(config: Any) -> None:
-    """Refuse to write over an earlier run; config: what `train` is told."""
+    """Refuse to write over an earlier run. config: that of `train`."""
     folder = Path(config.run.dir)
     require_writable(folder, "run.dir")
     if has_checkpoints(folder) and not config.run.resume:
@@ -145,7 +145,7 @@ def check_run_folder(config: Any) -> None:
 
 
 def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what made a result: commit, versions, hardware, date and command (this process's)."""
+    """Return how a result was made: commit, versions, hardware, date, command (this process's)."""
     return {
         "command": call(*(sys.argv[1:] if argv is None else argv)),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -161,7 +161,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, Any]:
-    """The commit of the checkout that this package lies in, if it lies in one."""
+    """Return the commit of the checkout that this package is in, None outside of one."""
     top = Path(drafttrain.__file__).resolve().parent.parent
     call = "git status --porcelain=v2 --branch --untracked-files=no"
     if (top / ".git").exists():

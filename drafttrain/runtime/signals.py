@@ -1,4 +1,4 @@
-"""A request to stop, a scheduler's signal or Ctrl-C: remembered while training, else at once."""
+"""A request to stop, a scheduler's signal or Ctrl-C: deferred in training steps, else at once."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from typing import Any
 
 # The second is Ctrl-C, the last what SLURM's --signal often sends.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# A scheduler, a launcher and a shell may each pass the same request on: within this time a signal
-# that comes again is an echo.
+# A scheduler, a launcher and a shell may each pass the same request on: a signal that comes again
+# within this time is an echo.
 ECHO_S = 3.0
 SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
-# What `Stopped` says after the name of the signal, where nothing more is known.
+# The message of `Stopped` after the name of the signal, where nothing more is known.
 OF_TRAINING = (
     " outside the steps of training: checkpoints are as they were, and the same command with "
     "run.resume=true resumes"
@@ -23,10 +23,10 @@ OF_TRAINING = (
 
 
 class Stopped(BaseException):
-    """The process was asked to end and has done so in order; the message says how to resume.
+    """The process was asked to end and did so cleanly; the message says how to resume.
 
-    Like KeyboardInterrupt no Exception: libraries that try something else on errors must not.
-    code: of the exit, 130 for Ctrl-C and else 143.
+    Like KeyboardInterrupt, it is no Exception, so that libraries do not catch it and try something
+    else. code: of the exit, 130 for Ctrl-C and else 143.
     """
 
     def __init__(self, text: str, code: int = 128 + signal.SIGTERM) -> None:
@@ -63,15 +63,15 @@ class StopRequest:
                 yield self
         except (Exception, BaseExceptionGroup) as error:
             # C code that calls Python for an item (safetensors through torch, reading a storage)
-            # may take what our handler raised for a failure of its own and raise that instead;
-            # tasks of asyncio (httpx, as it connects) raise it in a group.
+            # may replace what our handler raised with an error of its own; tasks of asyncio
+            # (httpx, as it connects) raise it in a group.
             if self._raised is not None:
                 raise self._raised from error
             raise
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While this is open a signal is only remembered: whoever opened it looks at `asked`."""
+        """While this is open, only remember a signal: the caller checks `asked`."""
         self._deferred = True
         try:
             yield
@@ -80,27 +80,27 @@ class StopRequest:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """While this is open a signal ends the process, by its own default: nothing is lost yet.
+        """While this is open, let a signal end the process at once: nothing can be lost yet.
 
-        For calls that let no handler run while they wait: ranks that meet, when one is gone.
+        For calls that let no handler run while they wait, such as joining ranks when one is gone.
         """
         with answered_by(signal.SIG_DFL):
             yield
 
     def obey(self) -> None:
-        """Raise Stopped if a signal has come: asyncio, for one, keeps what a handler raises."""
+        """Raise Stopped if a signal has come, for code such as asyncio's that hides a handler's."""
         if self.asked:
             raise self.stopped(self.goes_on)
 
     def stopped(self, text: str) -> Stopped:
-        """Return what to raise: how the process was asked to end, and this text."""
+        """Return a Stopped whose message is how the process was asked to end, and this text."""
         if self.name == "SIGINT":
             return Stopped(f"interrupted{text}", 128 + signal.SIGINT)
         return Stopped(f"stopped by {self.name or 'a signal to another rank'}{text}")
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        # A terminal and a launcher may both pass Ctrl-C on to a rank; alone, it is meant.
+        # A terminal and a launcher may both pass Ctrl-C on to a rank; a single process has no echo.
         echo = ECHO_S if number != signal.SIGINT or "RANK" in os.environ else 0.0
         again = now - self._first.setdefault(number, now) > echo
         if again and number in (signal.SIGTERM, signal.SIGINT):
@@ -115,13 +115,13 @@ class StopRequest:
             self._raised = self.stopped(self.goes_on)
             raise self._raised
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-            # Not by sys.stderr, which may be at work just now.
+            # Not by sys.stderr, which may be in use right now.
             os.write(2, b"\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
 
 
 @contextmanager
 def answered_by(answer: Any, numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[None]:
-    """While this is open, let a handler (or SIG_DFL) answer these signals."""
+    """While this is open, handle these signals with `answer`: a handler or SIG_DFL."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
         return

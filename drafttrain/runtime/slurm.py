@@ -1,4 +1,4 @@
-"""The batch script that `--slurm` prints: torchrun on every node, save and queue again in time."""
+"""The batch script that `--slurm` prints: torchrun on every node, saving and requeueing in time."""
 
 import re
 import shlex
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
-GPUS = 8  # where hardware.ranks leaves it open
+GPUS = 8  # where hardware.ranks is auto
 CPUS_PER_RANK = 8
-WARNING_S = 300  # SLURM's signal before the end of the time: what a save may take
-SAVING_S = 240  # of it, what torchrun grants its ranks before it kills them
-# What sbatch knows (23.11 to 25.05) and a job of ours can bear: no array, no other user, no wrap.
+WARNING_S = 300  # how long before the time limit SLURM sends its signal: what a save may take
+SAVING_S = 240  # the part of it that torchrun gives its ranks before it kills them
+# Options of sbatch (23.11 to 25.05) that suit a job of ours: no array, no other user, no wrap.
 NAMES = """
 account acctg-freq bb bbf begin chdir cluster-constraint clusters comment constraint container
 container-id contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline
@@ -71,7 +71,7 @@ exit "$code"
 def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, name: str) -> str:
     """Return a script for sbatch that runs `python -m drafttrain CALL...` on every node it gets.
 
-    options: KEY=VALUE,... of sbatch, beside or in place of the script's own; ValueError for what
+    options: KEY=VALUE,... of sbatch, which extend or replace the script's own; ValueError for what
     cannot be one. name: of the job.
     """
     on_cpu = hardware.device == "cpu"
@@ -112,7 +112,7 @@ def batch_script(call: Sequence[str], options: str, hardware: HardwareConfig, na
 
 
 def _options(text: str) -> dict[str, str]:
-    """Read KEY=VALUE,... or KEY,...; what is no option is of the value before: nodelist=a,b."""
+    """Parse KEY=VALUE,... or KEY,...; what is no option extends the value before: nodelist=a,b."""
     found: dict[str, str] = {}
     last = None
     for part in filter(None, text.split(",")):

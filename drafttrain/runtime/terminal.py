@@ -22,7 +22,7 @@ from drafttrain.runtime.untrusted_input import escaped
 
 
 class Terminal(Console):
-    """Prints text as it is, for it is of others: no markup, and no character of it is obeyed."""
+    """Prints text from outside as it is: without markup, and with control characters escaped."""
 
     def __init__(self, width: int | None = None, soft_wrap: bool = False) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Yield what is drawn, its texts without control characters."""
+        """Yield the segments to draw, their texts without control characters."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(escaped(text), style)
@@ -50,7 +50,7 @@ LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
 
 
 class Ticker(Protocol):
-    """Advances a progress bar; `note` is a short text beside it, such as the current loss."""
+    """Advances a progress bar; `note` is a short text next to it, such as the current loss."""
 
     def __call__(self, advance: int = 1, note: str = "") -> None: ...
 

@@ -33,12 +33,12 @@ class TrackerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlTrackerConfig(TrackerConfig):
-    """Nowhere besides."""
+    """Curves go to metrics.jsonl only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(TrackerConfig):
-    """To Weights & Biases, over the network or into the run folder for a later upload."""
+    """Curves go to Weights & Biases as well, online or into the run folder for a later upload."""
 
     project: str
     entity: str | None
@@ -56,7 +56,7 @@ class WandbConfig(TrackerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorboardConfig(TrackerConfig):
-    """To TensorBoard's files in the run folder."""
+    """Curves go to TensorBoard's files in the run folder as well."""
 
 
 def open_tracker(
@@ -70,10 +70,10 @@ def open_tracker(
 ) -> "Tracker":
     """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
 
-    config: what the run was told, sections of plain data. resume_step: of the checkpoint that the
-    run resumes from, None for a new run; what was recorded of later steps is dropped. append: keep
-    every row, as an evaluation does. ValueError if a mirror cannot start; later failures of it
-    cost a warning, not the run.
+    config: the run's configuration, sections of plain data. resume_step: the step of the checkpoint
+    that the run resumes from, None for a new run; records of later steps are dropped. append: keep
+    every row, as an evaluation does. ValueError if a mirror cannot start; if it fails later, that
+    is a warning, and the run continues.
     """
     if not is_main:
         return Tracker(None, None, None)
@@ -127,20 +127,20 @@ class Tracker:
         self._mirrored("table", name, columns, plain, self._step)
 
     def keep(self, name: str, kind: str, files: Sequence[Path]) -> None:
-        """Hand files that lie in the run folder to the mirror; kind: report or drafter."""
+        """Hand files of the run folder to the mirror; kind: report or drafter."""
         self._mirrored("keep", name, kind, files, self._step)
 
     def finish(self) -> None:
-        """Close the mirror, having uploaded what is left; as a failed run while an error flies."""
+        """Upload the rest and close the mirror, as a failed run while an error is being raised."""
         self._mirrored("finish", sys.exc_info()[0] is not None)
         self._mirror = None
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._path is None:
             return
-        with alone(self._path):  # a run that is evaluated while it goes on has two writers
+        with alone(self._path):  # a run evaluated during training has two writers
             if row["step"] == self._resume_step and self._path.exists():
-                # The step that a run resumes from is validated again: its new row replaces the old.
+                # A resumed run validates its first step again: the new row replaces the old.
                 rows = read_metrics(self._path)
                 others = [old for old in rows if _subject(old) != _subject(row)]
                 replace_records(self._path, others)
@@ -152,9 +152,7 @@ class Tracker:
         try:
             getattr(self._mirror, method)(*values)
         except Exception as error:  # whatever it is, hours of training are worth more
-            console.print(
-                f"tracker={self._name} stopped: {error}. metrics.jsonl goes on without it."
-            )
+            console.print(f"tracker={self._name} stopped: {error}. metrics.jsonl is still written.")
             self._mirror = None
 
 
@@ -165,7 +163,7 @@ class WandbMirror:
         self.run, self.artifacts = run, artifacts
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values; a resumed run online has those of earlier steps already."""
+        """Record values; the online run that is resumed has those of earlier steps already."""
         if step >= self.run.step:
             self.run.log(dict(values), step=step)
 
@@ -178,7 +176,7 @@ class WandbMirror:
         self.run.log({shown(name): wandb.Table(columns=list(columns), data=plain)})
 
     def keep(self, name: str, kind: str, files: Sequence[Path], step: int) -> None:
-        """Upload files as one artifact, pages and their pictures to look at too."""
+        """Upload files as one artifact, and pages with their pictures for viewing as well."""
         import wandb
 
         for file in files:
@@ -189,7 +187,7 @@ class WandbMirror:
             return
         artifact = wandb.Artifact(re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:100], type=kind)
         for file in files:
-            # As they lie there: a copy of a drafter would take as much disk again.
+            # Without a copy: that of a drafter would take as much disk again.
             artifact.add_file(str(file), policy="immutable", skip_cache=True)
         self.run.log_artifact(artifact)
 
@@ -209,10 +207,10 @@ class TensorboardMirror:
                 "pip install 'drafttrain[tensorboard]', or leave it out with tracker=none"
             ) from error
         place = folder / "tensorboard"
-        # What an interrupted run wrote of later steps is hidden: those steps are taken again.
+        # Hide what an interrupted run wrote of later steps, because those steps are taken again.
         purge = None if resume_step is None else resume_step + 1
         self.writer: Any = SummaryWriter(str(place), purge_step=purge)
-        console.print(f"tensorboard: look with: tensorboard --logdir {place}")
+        console.print(f"tensorboard: view with: tensorboard --logdir {place}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -242,7 +240,7 @@ def _cell(value: Any) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl; a last line that a killed run left unfinished is no row."""
+    """Return the rows of metrics.jsonl, without a last line that a killed run left unfinished."""
     return list(read_records(path, dict))
 
 
@@ -274,7 +272,7 @@ def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resu
             dir=folder,
             mode=mode,
             reinit="create_new",  # not the run of a mirror that failed before, in this process
-            # It would capture the progress bars, and tell the user in its words what we tell him.
+            # wandb would capture the progress bars, and print what we print already.
             settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
         )
     except Exception as error:  # its own errors, the network's, the file system's
@@ -294,7 +292,7 @@ def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resu
 
 
 def _logged_in() -> bool:
-    """Whether this machine has credentials for Weights & Biases; nothing is sent to find out."""
+    """Whether this machine has credentials for Weights & Biases, without sending anything."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

@@ -1,7 +1,7 @@
-"""What comes from outside, read with bounds and into types: JSON, yaml, names, headers, text.
+"""Input from outside, read with bounds and into types: JSON, yaml, names, headers, text.
 
-Folders, data files and answers may be anybody's: sizes are bounded before anything is in memory,
-and names of files cannot leave their folder. SECURITY.md says what is trusted and what is not.
+Folders, data files and answers may be anyone's: sizes are bounded before anything is in memory,
+and names of files cannot leave their folder. SECURITY.md states what is trusted and what is not.
 """
 
 import difflib
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 16 << 20  # one conversation
 MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 MAX_VOCABULARY = 4_000_000  # tokens; the largest published ones have 262,144
 MAX_COUNT = 2**53  # what JSON's numbers hold exactly
-LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and ours add to it
+LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and we append to it
 SHOWN = 120  # characters of a text from outside in a message
 
 Kind = TypeVar("Kind")
@@ -60,9 +60,9 @@ def escaped(text: str) -> str:
 
 
 def read_bytes(file: Path, most: int, origin: str | None = None) -> bytes:
-    """Return what a regular file holds; UntrustedError for another, or more than `most` bytes."""
+    """Return the content of a regular file; UntrustedError for another or above `most` bytes."""
     name = origin or shown(file, 400)
-    file.stat()  # FileNotFoundError: whoever asks may know what to do
+    file.stat()  # FileNotFoundError is for the caller
     if not file.is_file():
         raise UntrustedError(f"{name} must be a file, got something else of that name")
     with file.open("rb") as stream:
@@ -100,7 +100,7 @@ def read_object(file: Path, origin: str | None = None) -> dict[str, Any]:
 def typed(kind: type[Kind], content: bytes | str, origin: str) -> Kind:
     """Return JSON as a (frozen) dataclass or another type, every value checked against its hint.
 
-    Strict: no text is taken for a number. Keys that the type does not have are left out.
+    Strict: text is not read as a number. Keys that the type does not have are left out.
     """
     _check_count(content, origin)
     try:
@@ -126,11 +126,11 @@ def _adapter(kind: Any) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """yaml without aliases: a few of them stand for more values than there is memory."""
+    """yaml without aliases: a few of them can expand to more values than fit in memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("an alias, which plain data has no need of")
+            raise yaml.YAMLError("an alias, which plain data does not need")
         return super().compose_node(parent, index)
 
 
@@ -145,7 +145,7 @@ def read_yaml(file: Path) -> Any:
 
 
 def folder_name(name: str, key: str) -> str:
-    """Return the name that `key` gives to a folder; UntrustedError where it could be another's."""
+    """Return `name`, which `key` gives a folder; UntrustedError if it could leave its parent."""
     if not name.strip(". ") or "/" in name or not name.isprintable():
         got = shown(repr(name))
         raise UntrustedError(f"{key} must be a name without slashes, on one line, got {got}")
@@ -156,7 +156,7 @@ def folder_name(name: str, key: str) -> str:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header of a safetensors file says of one tensor; offsets count from the data."""
+    """One tensor in the header of a safetensors file; offsets count from the start of the data."""
 
     dtype: str
     shape: list[Count]
@@ -166,7 +166,7 @@ class TensorEntry:
 def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
     """Return the tensors that a safetensors file holds, by name; no tensor is read.
 
-    Every one has the bytes of its dtype and shape, and they follow one another to the file's end.
+    It is checked that each has the bytes of its dtype and shape, and that they fill the file.
     """
     name = origin or shown(file, 400)
     header = header_bytes(file, name)
@@ -190,10 +190,10 @@ def header_of(file: Path, origin: str | None = None) -> dict[str, TensorEntry]:
 
 
 def header_bytes(file: Path, origin: str | None = None) -> bytes:
-    """Return the header of a safetensors file, as it stands there; UntrustedError without one."""
+    """Return the raw header of a safetensors file; UntrustedError without one."""
     name = origin or shown(file, 400)
     if not file.is_file():
-        raise UntrustedError(f"{name} must be a file, and is none")
+        raise UntrustedError(f"{name} must be a file, but is none")
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -208,7 +208,7 @@ class _Index:
 
 
 def shards_of(index: Path, suffix: str, origin: str | None = None) -> list[str]:
-    """Return the files that an index names for weights, all beside it and all of one suffix."""
+    """Return the weight files that an index names, all in its folder and all of one suffix."""
     name = origin or shown(index, 400)
     content = read_bytes(index, MAX_JSON_BYTES, name)
     _check_count(content, name, 2 * MAX_TENSORS)
@@ -221,7 +221,7 @@ def shards_of(index: Path, suffix: str, origin: str | None = None) -> list[str]:
 
 
 def lines_of(stream: Any, most: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
-    """Yield the lines of a binary stream; None for one of more than `most` bytes, passed over."""
+    """Yield the lines of a binary stream; None for one of more than `most` bytes, skipped."""
     while line := stream.readline(most + 1):
         if len(line) <= most:
             yield line

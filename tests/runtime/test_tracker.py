@@ -238,7 +238,7 @@ def test_a_mirror_that_fails_costs_a_warning_not_the_run(
     tracker.finish()
     output = capsys.readouterr().out
     assert output.count("tracker=wandb stopped:") == 1
-    assert "metrics.jsonl goes on without it" in output
+    assert "metrics.jsonl is still written" in output
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 1, 2, 3]
 
 
