@@ -1,1 +1,1 @@
-"""Conversations, the tokens and loss masks made of them, and the batches of each optimizer step."""
+"""Conversations, their tokens and loss masks, and the batches of each optimizer step."""

@@ -22,13 +22,13 @@ class StepGroup:
     loss_tokens: int  # loss-mask positions of the whole step: the denominator of its loss
     tokens: int
     documents: tuple[int, ...]  # indices of its conversations
-    features: tuple[TargetFeatures, ...] = ()  # of each micro batch, where they were read ahead
+    features: tuple[TargetFeatures, ...] = ()  # of each micro batch, if they were read ahead
 
 
 class Batches:
     """An endless stream of optimizer steps, whose position can be saved.
 
-    What a step consists of depends on the samples, `tokens_per_step` and the seed alone, never on
+    The content of a step depends only on the samples, `tokens_per_step` and the seed, never on
     the micro batch or the number of ranks. Every epoch is a new permutation, cut into steps of
     nearly equal size. Within a step, conversations are packed into rows as long as the longest of
     them; a micro batch has at most `micro_batch` rows. All ranks get the same number of micro
@@ -76,7 +76,7 @@ class Batches:
             self.steps = self._plan()
         chosen = self.steps[self.step_in_epoch]
         self.step_in_epoch += 1
-        # Longest first leaves the least room: a row's gap is filled by the short ones that follow.
+        # Longest first wastes the least room: the short ones that follow fill the gaps of rows.
         longest_first = chosen[np.lexsort((chosen, -self.lengths[chosen]))]
         samples = [self.samples[place] for place in longest_first]
         length = int(self.lengths[longest_first[0]])
@@ -93,7 +93,7 @@ class Batches:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what it is a position in."""
+        """Return the position, and the data and settings that it is valid for."""
         return {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
@@ -104,7 +104,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; ValueError if the data or the settings are others."""
+        """Continue where `state` was taken; ValueError if the data or the settings differ."""
         for key, value in self.state_dict().items():
             earlier = state.get(key)
             if key in ("epoch", "step_in_epoch"):
@@ -140,7 +140,7 @@ def pack(samples: Sequence[Sample], length: int) -> Batch:
 
 
 def packed_rows(samples: Sequence[Sample], length: int) -> list[list[Sample]]:
-    """Deal samples into rows of at most `length` tokens, each into the first with room."""
+    """Put samples into rows of at most `length` tokens, each into the first with room."""
     rows: list[list[Sample]] = []
     free: list[int] = []
     for sample in samples:

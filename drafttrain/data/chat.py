@@ -37,11 +37,11 @@ def encode(
 ) -> tuple[list[Sample], SkipReport]:
     """Return tokens and loss mask of each conversation, and what was skipped.
 
-    The mask covers what the assistant writes, the token that ends its turn included; with
-    data.template=none, every token. A token that begins before its answer is the header's, and the
-    first token is never trained. Recorded answers are trained with their tokens. Nothing is
-    truncated: what is longer than data.max_length is skipped. ValueError if the tokenizer has no
-    chat template, or if nothing can be used.
+    The mask covers what the assistant writes, with the token that ends its turn; with
+    data.template=none, every token. A token that begins before an answer belongs to the header,
+    and the first token is never trained. Recorded answers are trained with their tokens. Nothing
+    is truncated: what is longer than data.max_length is skipped. ValueError if the tokenizer has
+    no chat template, or if nothing can be used.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -64,7 +64,7 @@ def encode(
                     if len(located.text) > longest:
                         raise too_long(config, f"{len(located.text)} characters")
                     kept.append((conversation, located))
-            # Tokenised together: several cores share it. A template writes its own special tokens.
+            # Tokenised together, on several cores. A template writes its own special tokens.
             encoded: Any = kept and tokenizer(
                 [located.text for _, located in kept],
                 add_special_tokens=plain,
@@ -88,7 +88,7 @@ def encode(
 
 
 def located_of(conversation: Conversation | PlainText, form: ChatFormat | None) -> Located:
-    """Return a conversation as text, and where it is trained: plain text everywhere."""
+    """Return a conversation as text, and which parts are trained: all of a plain text."""
     if form is None:
         assert isinstance(conversation, PlainText), "data.template=none reads plain text"
         return Located(conversation.text, [Span(0, len(conversation.text))])
@@ -107,7 +107,7 @@ def located_of(conversation: Conversation | PlainText, form: ChatFormat | None) 
 def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Recorded | None:
     """Return a recorded answer, without its tokens where they are another target's.
 
-    An endpoint may keep the reasoning out of the text, which then ends what the tokens say.
+    An endpoint may leave the reasoning out of the text, which is then only the end of the tokens.
     """
     if recorded is None or recorded.tokens is None:
         return recorded
@@ -132,7 +132,7 @@ def sample_of(
     for span in located.spans:
         inside = (starts >= span.start) & (starts < span.end)
         said = None if span.recorded is None else span.recorded.tokens
-        # As later turns see it, the text is tokenised anew: trained where that changes nothing.
+        # For later turns the text is tokenised anew: it is trained where that changes no token.
         if said is not None and np.array(ids)[inside].tolist() != list(said):
             rewritten += 1
             continue
@@ -156,7 +156,7 @@ def sample_of(
 
 
 def too_long(config: DataConfig, detail: str) -> Unusable:
-    """Return what says that a conversation does not fit."""
+    """Return the error for a conversation that does not fit."""
     return Unusable(f"longer than data.max_length={config.max_length} tokens", detail)
 
 
@@ -178,7 +178,7 @@ def within_positions(samples: list[Sample], spec: TargetSpec) -> tuple[list[Samp
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Template) -> list[int]:
     """Return the prompt that asks for the next answer: for validation, evaluation and chat.
 
-    With template "none" the contents follow one another.
+    With template "none" it is the concatenated contents.
     """
     if template.kind == NONE:
         text = "\n\n".join(turn.content for turn in messages)
@@ -188,9 +188,9 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any, template: Templat
 
 
 def prompt_of(sample: Sample) -> list[int]:
-    """Return the first prompt of a sample: all before the first trained token.
+    """Return the first prompt of a sample: all tokens before the first trained one.
 
-    Plain text has no turns: its first tokens serve, at most half of it.
+    Plain text has no turns: its first tokens are the prompt, at most half of it.
     """
     first = int(sample.loss_mask.int().argmax())
     if first == 1:
@@ -212,8 +212,8 @@ def split_holdout(
 ) -> tuple[list[Sample], list[Sample]]:
     """Return the samples for training and the `count` held out, both in their old order.
 
-    Equal ones are on one side: a set of them that would be more than `count` is trained on, unless
-    there is no smaller one: then it is held out whole.
+    Equal samples stay on one side: a set of them that would exceed `count` is trained on, unless
+    there is no smaller set; then it is held out whole.
     """
     check_holdout(len(samples), count)
     sets: dict[bytes, list[int]] = {}

@@ -27,7 +27,7 @@ MAX_KWARGS = 10_000  # characters
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Common to every source of conversations."""
+    """The settings that every source of conversations has."""
 
     name: str
     max_length: int
@@ -58,7 +58,7 @@ class DataConfig:
             self.require("template_date", False, "be a day such as 2026-01-31")
 
     def require(self, key: str, holds: bool, must: str, advice: str = "") -> None:
-        """Raise ValueError where a setting is not as it must be."""
+        """Raise ValueError unless a condition on a setting holds."""
         require(holds, key, must, shown(getattr(self, key)), advice)
 
     def check_text(self) -> None:
@@ -107,10 +107,10 @@ class SelfgenConfig(DataConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadConfig(DataConfig):
-    """Conversations that are there to be read; subclasses say how."""
+    """Conversations that are read from a source; subclasses read them."""
 
     limit: int | None
-    key: ClassVar[str]  # the setting that says where
+    key: ClassVar[str]  # the setting that names the source
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ class ReadConfig(DataConfig):
 
     @property
     def place(self) -> str:
-        """The setting that says where the records are, and its value."""
+        """The setting that names the source of the records, with its value."""
         return f"data.{self.key}={getattr(self, self.key)}"
 
     @abstractmethod
@@ -151,7 +151,7 @@ class JsonlConfig(ReadConfig):
     def records(self) -> Iterator[Record]:
         """Yield the records of the files; ValueError if a path names none."""
         files = [file for path in self.paths for file in find_files(path)]
-        for file in files:  # answers that `regenerate` still writes are a part of what is wanted
+        for file in files:  # answers that `regenerate` still writes are incomplete
             require_free(file, "data.path", file=of_answers(file))
         for file in files:
             yield from file_records(file)
@@ -217,7 +217,7 @@ class HubConfig(ReadConfig):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; `index` is its place among the usable ones, `source` its file and line."""
+    """Turns in order; `index` counts the usable conversations, `source` is its file and line."""
 
     messages: tuple[Message, ...]
     index: int

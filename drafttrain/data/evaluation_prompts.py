@@ -1,4 +1,4 @@
-"""Evaluation prompts, embedded or of a suite, and how much of them training text holds."""
+"""Evaluation prompts, embedded or of a suite, and their overlap with training text."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
 from drafttrain.runtime.disk import sha256_of
 from drafttrain.runtime.untrusted_input import Count, Sha256, read_object, read_typed
 
-OVERLAP_WORDS = 8  # n-grams of the shipped record: long enough that sharing one is no accident
+OVERLAP_WORDS = 8  # words per n-gram of the shipped record: too many to be shared by chance
 
 MAX_NAME = 200  # characters of an id or a task
 
@@ -36,9 +36,9 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
     """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
 
     A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
-    are any, a row of a public suite as it is published, or a conversation as training reads it, of
-    which the user's turns are asked. Unusable rows are skipped and counted. Raises ValueError when
-    the source is not there or nothing in it can be used.
+    are any, a row of a public suite as it is published, or a conversation as training reads it,
+    whose user turns are the prompts. Unusable rows are skipped and counted. Raises ValueError when
+    the source does not exist or nothing in it can be used.
     """
     seen: dict[str, str] = {}
 
@@ -65,7 +65,7 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
 
 
 def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
-    """Read a .jsonl file of prompts whose tasks are what its lines call tasks: see load_prompts."""
+    """Read a .jsonl file of prompts, grouped by the key `task` of its lines; see load_prompts."""
     return load_prompts(PromptSource(path=str(path), limit=limit))
 
 
@@ -100,7 +100,7 @@ def _prompt(record: Any, task_by: str) -> Prompt:
 
 
 def _name(value: Any, key: str) -> str:
-    """Return what reports call a prompt: a number or a short line."""
+    """Return a name for reports: a number or a short line. Unusable for anything else."""
     if type(value) not in (str, int):
         raise Unusable(f"{key} is neither text nor a number", type(value).__name__)
     text = checked_text(str(value), key)
@@ -112,7 +112,7 @@ def _name(value: Any, key: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Return the text as overlap is counted: lower case, words only, one space between."""
+    """Return the text in the form that overlap is counted on: lower-case words, single spaces."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
@@ -167,13 +167,13 @@ def count_overlap(
 
 
 def overlap_path(path: str | Path) -> Path:
-    """Return where the overlap record of a file of prompts stands: beside it."""
+    """Return the file of the overlap record, next to its file of prompts."""
     return Path(path).expanduser().with_suffix(".overlap.json")
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """What is told of a record, whoever wrote it."""
+    """The checked fields of an overlap record, whoever wrote it."""
 
     prompts_sha256: Sha256
     num_prompts: Count
@@ -187,7 +187,7 @@ class _Overlap:
 def overlap_record(path: str | Path) -> dict[str, Any] | None:
     """Return the recorded overlap of a file of prompts with the target's training text.
 
-    None when nobody counted it. Raises ValueError when the record is of other prompts than these.
+    None when it was not counted. Raises ValueError when the record is of other prompts than these.
     """
     place = overlap_path(path)
     if not place.is_file():
@@ -203,7 +203,7 @@ def overlap_record(path: str | Path) -> dict[str, Any] | None:
 
 
 def overlap_line(record: dict[str, Any] | None) -> str:
-    """Return what a command prints about a record."""
+    """Return the line that a command prints about an overlap record."""
     if record is None:
         return "overlap of the prompts with the target's training text: not known"
     share = record["shared_ngram_share"]

@@ -14,15 +14,15 @@ from drafttrain.data.records import Unusable, parse
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of
 
-Record = tuple[str, Any]  # where it stands; what it holds, or the Unusable that says why not
+Record = tuple[str, Any]  # where it is; what it holds, or the Unusable with the reason why not
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
-WHITE = " \t\r\n"  # what JSON has between values
+WHITE = " \t\r\n"  # JSON's white space
 
 
 def require(holds: bool, key: str, must: str, got: object, advice: str = "") -> None:
-    """Raise the error of a setting of this section."""
+    """Raise ValueError unless a condition on a setting of `data` holds."""
     if not holds:
         raise ValueError(f"data.{key} must {must}, got {got}{advice}")
 
@@ -47,7 +47,7 @@ def find_files(path: str) -> list[Path]:
 
 @contextmanager
 def readable(place: Path) -> Iterator[None]:
-    """Turn what the operating system says against reading a file or a folder into our error."""
+    """Turn an error of the operating system on reading a file or a folder into ours."""
     try:
         yield
     except OSError as error:
@@ -107,7 +107,7 @@ def list_records(stream: Any) -> Iterator[Any]:
             while not end:
                 try:
                     end = decode(text)[1]
-                    if end == len(text) and more(READ):  # a number may go on
+                    if end == len(text) and more(READ):  # a number may continue
                         end = 0
                 except (ValueError, RecursionError) as error:
                     if len(text) > MAX_LINE_BYTES:
@@ -173,7 +173,7 @@ def usable_of(
 ) -> tuple[list[Any], SkipReport]:
     """Return what `take` makes of each record, its place and its source, and what was skipped.
 
-    take: raises Unusable for a record that is left out. what: records are. ValueError that begins
+    take: raises Unusable for a record to skip. what: a name for the records. ValueError that begins
     with `must` and carries the report if nothing is left.
     """
     report = SkipReport(what=what)

@@ -1,4 +1,4 @@
-"""The steps to come, made ready in the background while the current one is computed."""
+"""The next steps, prepared in the background while the current one is computed."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from drafttrain.data.batches import Batches, StepGroup
 
 
 class Prefetcher:
-    """Batches that come `ahead` steps early from a thread, with their features where `read` is.
+    """Batches that a thread prepares `ahead` steps early, with their features if `read` is given.
 
-    Its position is that of the steps handed out: a resumed run repeats none and skips none. What
-    goes wrong in the thread is raised where its step is asked for. ahead=0: without a thread.
+    Its position is that of the steps handed out: a resumed run repeats none and skips none. An
+    error in the thread is raised when its step is asked for. ahead=0: without a thread.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Prefetcher:
             group, self.position = self._make()
             return group
         self._thread = self._thread or ThreadPoolExecutor(1, "prefetch")
-        while len(self._ready) < self.ahead + 2:  # one to hand out, and one in the thread's hands
+        while len(self._ready) < self.ahead + 2:  # one to hand out, and one in preparation
             self._ready.append(self._thread.submit(self._make))
         try:
             group, self.position = self._ready[0].result()
@@ -55,13 +55,13 @@ class Prefetcher:
         return self.position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; steps made ready are dropped."""
+        """Continue where `state` was taken; prepared steps are dropped."""
         self.close()
         self.batches.load_state_dict(state)
         self.position = self.batches.state_dict()
 
     def close(self) -> None:
-        """End the thread; the next step then begins where the last one handed out ended."""
+        """End the thread; the next step is the one after the last step handed out."""
         if self._thread is None:
             return
         self._thread.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What is asked of a target: conversations whose answers it shall give anew, or prompts alone."""
+"""What a target is asked: conversations whose answers it writes anew, or prompts alone."""
 
 import hashlib
 import json
@@ -10,15 +10,15 @@ from drafttrain.data.files import usable_of
 from drafttrain.data.records import Message, Unusable, checked_text, message_of, turns_of
 from drafttrain.data.skips import SkipReport
 
-ALL, LAST = "all", "last"  # which answers are given anew
+ALL, LAST = "all", "last"  # which answers are written anew
 
 
 @dataclass(frozen=True)
 class Question:
     """One conversation to answer: `messages` end with the user turn that is answered last.
 
-    Assistant turns among them are kept as they are. `index` is its place among the usable ones,
-    `source` its file and line, `digest` what its messages hash to.
+    Assistant turns among them are kept as they are. `index` counts the usable conversations,
+    `source` is its file and line, `digest` the hash of its messages.
     """
 
     messages: tuple[Message, ...]
@@ -28,7 +28,7 @@ class Question:
 
 
 def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipReport]:
-    """Read what is asked from the files or the data set that `config` names.
+    """Read the questions from the files or the data set that `config` names.
 
     A record is a conversation in any spelling that training reads, with or without answers, a list
     of user turns (`turns`), or one prompt (`prompt`). turns: all answers are left out, or only the
@@ -54,7 +54,7 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
 
 
 def messages_asked(record: Any) -> tuple[Message, ...]:
-    """Return the turns of a record, answers with them where it has some."""
+    """Return the turns of a record, with its answers where it has some."""
     turns = turns_of(record, "messages", "conversations", "turns", "prompt")
     messages = tuple(
         Message("user", checked_text(turn, f"turn {place}"))
@@ -74,7 +74,7 @@ def messages_asked(record: Any) -> tuple[Message, ...]:
 
 
 def left_open(messages: tuple[Message, ...], turns: str) -> tuple[Message, ...]:
-    """Return what stays of a conversation: up to its last user turn, old answers only if kept."""
+    """Return a conversation up to its last user turn, with old answers only if they are kept."""
     users = [place for place, message in enumerate(messages) if message.role == "user"]
     if not users:
         raise Unusable("no user turn")
@@ -88,6 +88,6 @@ def left_open(messages: tuple[Message, ...], turns: str) -> tuple[Message, ...]:
 
 
 def digest_of(messages: tuple[Message, ...]) -> str:
-    """Return what tells one conversation from another."""
+    """Return a hash that identifies a conversation."""
     text = json.dumps([[message.role, message.content] for message in messages])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

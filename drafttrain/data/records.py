@@ -23,11 +23,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer as its target gave it."""
+    """An answer as its target wrote it."""
 
-    tokens: tuple[int, ...] | None  # None: its text alone is known
+    tokens: tuple[int, ...] | None  # None: only its text is known
     finished: bool  # else it was cut, and no end of turn follows it
-    prompt: tuple[int, ...] | None = None  # what it was asked with, where that is known
+    prompt: tuple[int, ...] | None = None  # the prompt it answers, where that is known
 
 
 class Unusable(ValueError):
@@ -39,7 +39,7 @@ class Unusable(ValueError):
 
 
 def parse(line: bytes) -> Any:
-    """Return what a line holds, or the `Unusable` that says what is wrong with it."""
+    """Return the content of a line, or the `Unusable` that describes what is wrong with it."""
     try:
         return parse_json(line.decode("utf-8-sig"), "a record")
     except UnicodeDecodeError as error:
@@ -65,7 +65,7 @@ def first(mapping: dict[str, Any], *keys: str) -> Any:
 
 
 def object_of(record: Any) -> dict[str, Any]:
-    """Return a record that is an object."""
+    """Return a record as an object; Unusable if it is none."""
     if not isinstance(record, dict):
         raise Unusable("not an object", type(record).__name__)
     return record
@@ -84,7 +84,7 @@ def messages_of(record: Any) -> tuple[Message, ...]:
 
 
 def turns_of(record: Any, *keys: str) -> list[Any]:
-    """Return the turns under the first of these keys that has some; a text is the only one."""
+    """Return the turns under the first of these keys that has some; a text counts as one turn."""
     turns = first(object_of(record), *keys)
     if turns is None:
         raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}")
@@ -129,9 +129,9 @@ def content_of(content: Any, place: str) -> str:
 
 
 def recorded_of(record: dict[str, Any], num_answers: int) -> tuple[Recorded | None, ...]:
-    """Return the answers that a line of `regenerate` or selfgen records; nothing if it has none.
+    """Return the answers that a line of `regenerate` or selfgen records; empty if it has none.
 
-    One for each of the assistant's turns, None for those that were there before.
+    One for each of the assistant's turns, None for those that were not written anew.
     """
     if isinstance(record.get("tokens"), list) and "num_prompt_tokens" in record:  # selfgen
         tokens, start = _token_ids(record["tokens"]), record["num_prompt_tokens"]
@@ -164,7 +164,7 @@ def _token_ids(tokens: Any) -> tuple[int, ...]:
 
 
 def checked_text(text: Any, place: str) -> str:
-    """Return `text` if it is a string that can be encoded."""
+    """Return `text` if it is a string that can be encoded; else raise Unusable."""
     if not isinstance(text, str):
         raise Unusable("content is not a string", f"{place}: {type(text).__name__}")
     try:
@@ -175,7 +175,7 @@ def checked_text(text: Any, place: str) -> str:
 
 
 def check_order(messages: tuple[Message, ...]) -> None:
-    """Raise unless user and assistant alternate, after at most one system turn."""
+    """Raise Unusable unless user and assistant alternate, after at most one system turn."""
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     for place, role in enumerate(turns):

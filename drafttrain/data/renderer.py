@@ -1,8 +1,8 @@
-"""A process of its own that renders chat templates: they come with a target, and may be anybody's.
+"""A separate process that renders chat templates: they come with a target, and may be anyone's.
 
-Run by path, without torch and without the environment's secrets. A template that computes or
-multiplies without end takes this process with it and nothing else: the kernel counts its time, in
-C code too, and its memory.
+Run by path, without torch and without the environment's secrets. A template that computes without
+end or fills the memory ends this process and nothing else: the kernel limits its time, in C code
+too, and its memory.
 """
 
 import datetime
@@ -21,13 +21,13 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.utils
 
-SECONDS = 3.0  # of computing for one conversation; a long one takes milliseconds
+SECONDS = 3.0  # of CPU time for one conversation; a long one takes milliseconds
 MEMORY = 512 << 20  # bytes of this process
 TOO_MUCH = "too much memory"
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for others; here it writes its body."""
+    """`{% generation %}` marks the assistant's words for other tools; here it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
 
@@ -39,9 +39,9 @@ class Generation(jinja2.ext.Extension):
 
 
 class Namespace(jinja2.utils.Namespace):
-    """A namespace without names that begin with an underscore, as Transformers has it."""
+    """A namespace without names that begin with an underscore, as in Transformers."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name in it
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be one of its names
         own, *rest = args
         values = dict(*rest, **kwargs)
         for name in values:
@@ -72,7 +72,7 @@ class Dict:
 
 @lru_cache(maxsize=4)
 def compiled(template: str, date: str) -> jinja2.Template:
-    """Compile a template as Transformers does, but for the clock: today is `date`."""
+    """Compile a template as Transformers does, except for the clock: today is `date`."""
     today = datetime.datetime.fromisoformat(date)
 
     def refuse(message: str) -> None:
@@ -94,8 +94,8 @@ def compiled(template: str, date: str) -> jinja2.Template:
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """End this process where the block computes for more than `SECONDS`."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF kills whoever does not handle it
+    """End this process if the block computes for more than `SECONDS`."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # unhandled, SIGPROF kills the process
     try:
         yield
     finally:
@@ -108,16 +108,16 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         with limited():
             template = compiled(request["template"], request["date"])
             text = template.render(**request["variables"])
-            text.encode()  # half a surrogate pair is no text that a tokenizer takes
+            text.encode()  # no tokenizer accepts half a surrogate pair
             return {"text": text}
     except MemoryError:
         return {"limit": TOO_MUCH}
-    except Exception as error:  # whatever a template does is for its reader to mend
+    except Exception as error:  # whatever the template does, it is reported
         return {"error": str(error)[:500] or type(error).__name__}
 
 
 def main() -> None:
-    """Answer requests, a line of JSON each, until whoever sends them is gone."""
+    """Answer requests, a line of JSON each, until their sender is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they are meant for the command
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

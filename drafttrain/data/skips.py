@@ -15,11 +15,11 @@ MAX_EXAMPLES = 3
 class SkipReport:
     """Counts of skipped records by reason, with the places of the first few of each."""
 
-    num_read: int = 0  # records looked at, skipped ones with them
+    num_read: int = 0  # records read, with the skipped ones
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     what: str = "conversations"  # what a record is, for the printed line
-    notes: Counter[str] = field(default_factory=Counter)  # of those kept: what is not as it seems
+    notes: Counter[str] = field(default_factory=Counter)  # on records that are kept
 
     def skip(self, reason: str, where: str, detail: str = "") -> None:
         """Count one skipped record; `where` is its file and line."""
@@ -42,7 +42,7 @@ class SkipReport:
             self.notes[text] += count
 
     def __add__(self, other: "SkipReport") -> "SkipReport":
-        """Return the report of two stations one after the other: the first one did the reading."""
+        """Return the report of two stations in sequence, of which the first read the records."""
         counts = self.counts + other.counts
         examples = {
             reason: [*self.examples.get(reason, []), *other.examples.get(reason, [])][:MAX_EXAMPLES]
@@ -66,14 +66,14 @@ class SkipReport:
         return found
 
     def lines(self) -> list[str]:
-        """Return what to print: nothing if nothing was skipped, and nothing is to be noted."""
+        """Return the lines to print; empty if nothing was skipped and there are no notes."""
         notes = [f"{count:,} {text}" for text, count in self.notes.items()]
         if not self.counts:
             return notes
         return [f"{self._title()}:", *(f"  {reason}" for reason in self.reasons()), *notes]
 
     def sentence(self) -> str:
-        """Return what was skipped within a message of one line."""
+        """Return what was skipped as part of a one-line message."""
         return f"{self._title()}: {'; '.join(self.reasons())}"
 
     def _title(self) -> str:

@@ -1,4 +1,4 @@
-"""Suites of prompts: where they are read from, and rows of the public ones in our own spelling."""
+"""Suites of prompts: where they are read from, and rows of the public ones in our own format."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from drafttrain.data.records import Unusable, first, message_of, turns_of
 BUILTIN_PROMPTS = Path(__file__).parents[1] / "assets" / "prompts" / "tiny.jsonl"
 CONVERSATIONS = "conversations"  # the task of those that name none
 EMBEDDED = "embedded"  # the data set that comes with the package
-# The categories of MT-bench; Spec-Bench has them beside its own five.
+# The categories of MT-bench; Spec-Bench has them besides its own five.
 MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
 }  # fmt: skip
@@ -58,9 +58,9 @@ class PromptSource:
 
 
 def suite_records(source: PromptSource) -> Iterator[Record]:
-    """Yield the rows of a source as (where it stands, what it holds), broken ones as `Unusable`.
+    """Yield the rows of a source as (where it is, what it holds), broken ones as `Unusable`.
 
-    Raises ValueError when there is no such file, or no such data set within reach.
+    Raises ValueError when the file does not exist or the data set cannot be reached.
     """
     if source.path is None and not source.embedded:
         yield from dataset_records(
@@ -111,7 +111,7 @@ def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
 
 
 def _conversation(record: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a conversation as training reads it, as the questions that it asks."""
+    """Return a conversation in a format of the training data as a row of its user turns."""
     turns = turns_of(record, "messages", "conversations")
     messages = [message_of(turn, place) for place, turn in enumerate(turns, 1)]
     if any(message.role == "system" for message in messages):
@@ -122,7 +122,7 @@ def _conversation(record: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _question(record: dict[str, Any], number: Any, turns: Any) -> dict[str, Any]:
-    """Return a question of MT-bench or of Spec-Bench, which files MT-bench's under their own."""
+    """Return a question of MT-bench or Spec-Bench, whose categories include those of MT-bench."""
     category = str(record["category"])
     within = category in MT_BENCH
     return {

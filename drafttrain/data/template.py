@@ -1,4 +1,4 @@
-"""Conversations as a chat template writes them, and where in that the assistant's words stand."""
+"""Conversations as a chat template writes them, and where the answers are in that text."""
 
 import atexit
 import hashlib
@@ -19,7 +19,7 @@ from drafttrain.data.records import Message, Recorded, Unusable
 from drafttrain.data.renderer import MEMORY, SECONDS
 from drafttrain.runtime.untrusted_input import shown
 
-# They stand for contents; templates print them as they are.
+# Placeholders for contents; templates print them as they are.
 USER, ANSWER = "Kx7user7xK", "Kx7answer{}7xK"
 RENDERER = Path(__file__).with_name("renderer.py")
 MAX_TEXT = 64 << 20  # bytes of one conversation, as JSON
@@ -28,11 +28,11 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Template:
-    """How turns become text, wherever they do: by the tokenizer's chat template, or without one."""
+    """How turns become text everywhere: by the tokenizer's chat template, or without one."""
 
     kind: str  # "chat" or NONE
-    kwargs: dict[str, Any]  # what the chat template is told, such as enable_thinking
-    date: str  # YYYY-MM-DD: today, for a chat template that asks
+    kwargs: dict[str, Any]  # variables of the chat template, such as enable_thinking
+    date: str  # YYYY-MM-DD: today, for a chat template that uses it
 
 
 class TemplateLimitError(ValueError):
@@ -41,7 +41,7 @@ class TemplateLimitError(ValueError):
 
 @dataclass(frozen=True)
 class Span:
-    """Where an answer stands in a text, end of turn included; `recorded`: as its target gave it."""
+    """Where an answer is in a text, with its end of turn; `recorded`: as its target wrote it."""
 
     start: int
     end: int
@@ -64,11 +64,11 @@ class Renderer:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.owner = 0  # the process that started it: a fork must not ask in its place
+        self.owner = 0  # the process that started it; a fork must start its own
         self.lock = threading.Lock()
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """Return what the process answers; {"limit": ...} where a limit ends it."""
+        """Return the answer of the process; {"limit": ...} where a limit ends it."""
         with self.lock:
             if self.process is None or self.owner != os.getpid():
                 self.process, self.owner = _started(), os.getpid()
@@ -104,14 +104,14 @@ class Renderer:
             with suppress(BrokenPipeError):
                 pipe.close()
         try:
-            return process.wait(1)  # it ends by itself when nobody asks, or has ended
+            return process.wait(1)  # it ends by itself once its input is closed
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # No secret of the environment; Python as it is here, without what lies in folders.
+    # Without secrets of the environment; this Python, but nothing imported from local folders.
     kept = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
     return subprocess.Popen(
         [sys.executable, "-P", str(RENDERER)],
@@ -134,8 +134,8 @@ def render(
 ) -> str:
     """Return the conversation as the template writes it; Unusable if the template refuses it.
 
-    As Transformers renders it, but in a process of its own that cannot take more than a few seconds
-    or some memory: TemplateLimitError, which names the template, where it would.
+    It renders as Transformers does, but in a process whose time and memory are limited.
+    TemplateLimitError, which names the template, where it exceeds them.
     """
     require_template(tokenizer)
     variables = {
@@ -174,7 +174,7 @@ def require_template(tokenizer: Any) -> None:
 
 
 def template_fingerprint(tokenizer: Any, template: Template) -> str:
-    """Return a hash of the chat template and of what it is told, which stored text is bound to."""
+    """Return a hash of the chat template and its variables, which stored text is tied to."""
     text = str(tokenizer.chat_template or "")
     if template.kwargs:
         text += json.dumps(template.kwargs, sort_keys=True)
@@ -184,11 +184,11 @@ def template_fingerprint(tokenizer: Any, template: Template) -> str:
 
 
 class ChatFormat:
-    """What a chat template writes around turns, and where the answers stand in its text.
+    """What a chat template writes around turns, and where the answers are in its text.
 
-    opening: before the first user turn, a default system prompt with it. closing: after a user
-    turn, up to where the assistant takes over; `prompt_closing` the same where generation is asked
-    for, to which some templates add. tail: after an answer.
+    opening: before the first user turn, with a default system prompt. closing: after a user turn,
+    up to where the assistant begins; `prompt_closing`: the same in a prompt for generation, to
+    which some templates add text. tail: after an answer.
     """
 
     def __init__(self, tokenizer: Any, template: Template) -> None:
@@ -197,7 +197,7 @@ class ChatFormat:
         words.update(tokenizer.all_special_tokens)
         longest_first = sorted(words, key=lambda word: (-len(word), word))
         self.specials = re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest_first))})")
-        # Rendering words that stand for contents shows what is around them.
+        # Rendering placeholders shows what the template writes around contents.
         user, answer = Message("user", USER), Message("assistant", ANSWER.format(0))
         try:
             prompt = self.render([user], for_answer=True).split(USER)
@@ -224,13 +224,13 @@ class ChatFormat:
     def locate(
         self, messages: Sequence[Message], recorded: Sequence[Recorded | None] = ()
     ) -> Located:
-        """Return a conversation up to its last answer as text, and where its answers stand there.
+        """Return a conversation up to its last answer as text, and where its answers are in it.
 
-        Before the last answer stands the very prompt that evaluation would ask with, an empty
-        <think> block with it. The last answer is what its target gave, token by token, where that
-        is `recorded` (one for each answer, None for those without); else its text must stand in
-        the rendering as it is, but for space around it, or it is Unusable. Earlier answers stand
-        as later turns see them; one that is rewritten for those is context only.
+        The text before the last answer is exactly the prompt that evaluation would use, with an
+        empty <think> block if it has one. The last answer is what its target wrote, token by token,
+        where that is `recorded` (one for each answer, None for those without); else the rendering
+        must hold its text unchanged, except for surrounding space, or it is Unusable. Earlier
+        answers are as later turns see them; one that the template rewrites is context only.
         """
         places = [place for place, turn in enumerate(messages) if turn.role == "assistant"]
         history, last = messages[: places[-1]], messages[places[-1]]
@@ -248,19 +248,19 @@ class ChatFormat:
         return Located(text + tail, [*spans, span], None, rewritten)
 
     def _ending(self, tail: str) -> int:
-        """Return how much of what follows an answer is the token that ends its turn."""
+        """Return the length of the end-of-turn token in `tail`, which follows an answer."""
         found = self.specials.match(tail)
         return found.end() if found else 0
 
     def _with_answer(self, prompt: str, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return a prompt with the answer after it, and what the template writes after that."""
+        """Return a prompt followed by its answer, and what the template writes after the answer."""
         whole, answer = self.render(messages), messages[-1].content
         for elsewhere in (False, True):
             tail = self._surroundings(messages)[-1] if elsewhere else self.tail
             for content in _trimmed(answer):
                 if whole.endswith(content + tail):
                     head = whole[: len(whole) - len(content) - len(tail)]
-                    # Space before the answer is the answer's: Llama 2 begins with one.
+                    # Space before the answer belongs to the answer: Llama 2 begins with one.
                     agrees = head.startswith(prompt) and not head[len(prompt) :].strip()
                     return head + content if agrees else prompt + content.lstrip(), tail
         raise Unusable(
@@ -271,10 +271,10 @@ class ChatFormat:
     def _earlier_spans(
         self, history: Sequence[Message], text: str, recorded: Sequence[Recorded | None]
     ) -> list[Span]:
-        """Return where the answers of a prompt stand in its text, without those it rewrites.
+        """Return where the answers of a prompt are in its text, without those it rewrites.
 
-        They are found by rendering the prompt a second time with words in place of the answers:
-        between those words stands what surrounds the answers. Unusable if the two do not agree.
+        They are found by rendering the prompt again with placeholders instead of the answers, which
+        shows what surrounds the answers. Unusable if the two renderings do not agree.
         """
         answers = [message.content for message in history if message.role == "assistant"]
         if not answers:
@@ -313,7 +313,7 @@ class ChatFormat:
         return [*pieces, rest]
 
     def _split_header(self, piece: str) -> tuple[str, str]:
-        """Split what precedes an answer: what the prompt ends with, and what stands after that."""
+        """Split what precedes an answer into the end of the prompt and what follows that."""
         for closing in (self.prompt_closing, self.closing):
             before, found, after = piece.rpartition(closing)
             if found:
@@ -322,7 +322,7 @@ class ChatFormat:
 
 
 def _trimmed(answer: str) -> tuple[str, ...]:
-    """Return an answer as templates may write it."""
+    """Return the forms in which templates may write an answer."""
     return answer, answer.strip(), answer.rstrip(), answer.lstrip()
 
 
@@ -331,7 +331,7 @@ def _find_end(
 ) -> tuple[int | None, int]:
     """Return where the words of an answer begin, None where they are rewritten, and where they end.
 
-    start: where what is `added` before the answer begins; `following` comes after it.
+    start: where the text `added` before the answer begins; `following` is the text after it.
     """
     for before in (added, ""):
         for content in _trimmed(answer):
