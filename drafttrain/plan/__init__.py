@@ -1,1 +1,1 @@
-"""Memory, time, disk and money of a run before it, and what its drafter will be worth."""
+"""Memory, time, disk and money of a run before it starts, and what its drafter will be worth."""

@@ -1,4 +1,4 @@
-"""What trains and serves: an entry of conf/accelerator, or this machine, found and measured."""
+"""The accelerator that trains and serves: an entry of conf/accelerator, or this one, measured."""
 
 import os
 import time
@@ -17,10 +17,10 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One accelerator, every number known; flop/s and bytes/s are peaks, `efficiency` of them."""
+    """One accelerator, every number known; flop/s and bytes/s are peaks, `efficiency` a share."""
 
     name: str
-    how: str  # where the numbers are from
+    how: str  # the source of the numbers
     memory: float  # bytes
     flops: dict[str, float]  # by dtype
     bandwidth: float
@@ -46,8 +46,8 @@ def find_accelerator(
 ) -> Accelerator:
     """Return the accelerator called `name`, or what this machine has for hardware.device.
 
-    entry, entries: how one, and all, of conf/accelerator are read. measure_s: how long a CPU's
-    products are timed, and its memory as long again.
+    entry, entries: read one, and all, of conf/accelerator. measure_s: how long a CPU's products
+    are timed, and its memory as long again.
     """
     if name is not None and name != "cpu":
         return _known(entry(name), f"Peaks of conf/accelerator/{name}.yaml")
@@ -113,7 +113,7 @@ def host_memory() -> float:
 
 
 def measured_peaks(dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Return this process's flop/s in products of `dtype`, and its bytes/s: the best of many."""
+    """Return the flop/s of this process in products of `dtype`, and its bytes/s, best of many."""
     left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
     flops = 2 * 512**3 / _fastest(lambda: left @ right, seconds)
     table = torch.ones(4 << 20)  # larger than most caches

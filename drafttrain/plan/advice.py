@@ -25,16 +25,16 @@ OVERRIDES = {
     "zero3": "hardware.target_placement=zero3",
     "stored": "features=stored features.validate=false",
 }
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # that are tried
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those that are tried
 CHEAP_DRAFT = 0.1  # of a target pass: what a drafted token should cost at most
-COSTLY_DRAFT = 0.15  # of a target pass: a drafted token that costs more wants another drafter
+COSTLY_DRAFT = 0.15  # of a target pass: if a drafted token costs more, another drafter is advised
 SMALL_VOCABULARY = 8_000  # what a draft vocabulary can be cut to
-WHOLE_VOCABULARY = 50_000  # draft vocabularies beyond it are worth a word
+WHOLE_VOCABULARY = 50_000  # larger draft vocabularies are worth a note
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that `plan` says."""
+    """Everything that `plan` reports."""
 
     job: Job
     chosen: Cost
@@ -54,7 +54,7 @@ def build_plan(
     placement: str,
     shardings: Sequence[Sharding],
 ) -> Plan:
-    """Return the plan of a job: its own way to shard, all others, serving, and advice."""
+    """Return the plan of a job: its own sharding, all others, serving, and advice."""
     ways = combinations(shardings, job.load.ranks)
     host = host_of(job, settings)
     acceptance = settings.depth, settings.acceptance_rate, settings.acceptance_length
@@ -79,7 +79,7 @@ def at_rows(job: Job, rows: int) -> Job:
 
 
 def about_target(plan: Plan) -> Iterator[str]:
-    """Whether the target fits whole, and what sharding it costs."""
+    """Yield advice on whether the target fits whole, and what sharding it costs."""
     job, sharding = plan.job, plan.chosen.memory.sharding
     if job.load.ranks == 1 or plan.chosen.memory.placement not in ("device", "zero3"):
         return
@@ -100,7 +100,7 @@ def about_target(plan: Plan) -> Iterator[str]:
 
 
 def about_micro_batch(plan: Plan) -> Iterator[str]:
-    """What to change where it does not fit; a larger micro batch where that is faster."""
+    """Yield what to change where the run does not fit, or a larger micro batch if it is faster."""
     job, load, mine = plan.job, plan.job.load, plan.chosen.memory
     if not mine.fits:
         ways = list(dict.fromkeys(list(ways_that_fit(plan))[:4]))
@@ -122,7 +122,7 @@ def about_micro_batch(plan: Plan) -> Iterator[str]:
 
 
 def ways_that_fit(plan: Plan) -> Iterator[str]:
-    """Yield overrides that make it fit, the least change first."""
+    """Yield overrides that make the run fit, the smallest change first."""
     job, mine = plan.job, plan.chosen.memory
     sparing = replace(job, load=replace(job.load, checkpointing=True))
     less = {
@@ -147,7 +147,7 @@ def ways_that_fit(plan: Plan) -> Iterator[str]:
 
 
 def about_features(plan: Plan) -> Iterator[str]:
-    """What stored features would take and save."""
+    """Yield advice on stored features: the disk they take and the time they save."""
     job, chosen = plan.job, plan.chosen
     if chosen.memory.placement == "stored":
         return
@@ -162,7 +162,7 @@ def about_features(plan: Plan) -> Iterator[str]:
 
 
 def about_drafter(plan: Plan) -> Iterator[str]:
-    """Which size a drafter should have: what a drafted token costs beside a target pass."""
+    """Yield advice on the size of the drafter: the cost of a drafted token in target passes."""
     job, host = plan.job, plan.host
     each = host.draft(1, plan.depth) / plan.depth / host.target_pass(1, 1)[0]
     yield (
@@ -185,7 +185,7 @@ def about_drafter(plan: Plan) -> Iterator[str]:
         else:
             narrow = "a smaller drafter.intermediate_size"
             smaller = "fewer layers" if "num_layers" in job.knobs else narrow
-        yield f"A drafted token is dear here: try {smaller}, or chains of depth 1 or 2."
+        yield f"A drafted token is expensive here: try {smaller}, or chains of depth 1 or 2."
     if cuts_vocabulary and vocabulary > WHOLE_VOCABULARY:
         yield (
             f"A draft vocabulary of {vocabulary:,} makes the head most of a drafted token; 32,000 "
@@ -194,7 +194,7 @@ def about_drafter(plan: Plan) -> Iterator[str]:
 
 
 def about_speculation(plan: Plan) -> Iterator[str]:
-    """Up to which batch speculation pays, and what acceptance it needs beyond."""
+    """Yield the largest batch at which speculation pays, and the acceptance it needs beyond."""
     length = plan.serving[0].acceptance_length
     given = f"at depth {plan.depth} and an acceptance length of {length:.2f}"
     most = fitting(plan.host)

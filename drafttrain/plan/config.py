@@ -1,4 +1,4 @@
-"""What a plan counts with."""
+"""The settings of a plan, and of an accelerator."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ PEAKS = ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    """What a plan counts with beside the sections of `train`."""
+    """The settings of a plan besides the sections of `train`."""
 
     dir: str | None
     measured: str | None
@@ -43,7 +43,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorConfig:
-    """One accelerator: its size, its peaks and its price; null is found on this machine."""
+    """One accelerator: its size, its peaks and its price; null is measured on this machine."""
 
     name: str
     matches: list[str]

@@ -18,10 +18,10 @@ from drafttrain.report.write import as_json, write_texts
 
 
 def write_plan(plan: Plan, folder: Path, source: str) -> None:
-    """Write plan.json, plan.md and plan.html, every way to shard by component."""
+    """Write plan.json, plan.md and plan.html, with every way to shard by component."""
     from drafttrain.report.plots import memory_plot  # matplotlib takes a second
 
-    # What was asked for first, the rest below it.
+    # The placement that was asked for comes first.
     own = plan.chosen.memory.placement
     placements = dict.fromkeys([own, *(cost.memory.placement for cost in plan.others)])
     first, _, *rest = tables(plan)
@@ -66,7 +66,7 @@ SHAPE = (
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data, bytes and seconds."""
+    """Return the plan as plain data, in bytes and seconds."""
     job, shape, parts = plan.job, plan.job.shape, plan.job.parts
     step = parts.step(job.load.checkpointing)
     counted = {key: value for key, value in vars(parts).items() if key not in ("step", "draft")}

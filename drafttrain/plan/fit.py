@@ -1,4 +1,4 @@
-"""Whether a run can fit on what this machine has: refused only where that is sure."""
+"""Whether a run can fit on this machine: it is refused only where it surely cannot."""
 
 import torch
 
@@ -9,7 +9,7 @@ from drafttrain.plan.units import gib
 
 
 def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
-    """Raise ValueError where training takes more than there is, whatever the estimates' doubt.
+    """Raise ValueError where training needs more memory than there is, even at the lowest estimate.
 
     A device map may use the disk as well, slowly; auto may choose it for every GPU and the host.
     """
@@ -26,5 +26,5 @@ def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
         f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
         f"and optimizer {gib(states)}, activations of hardware.micro_batch={job.load.rows} "
         f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same model, "
-        "drafter, trainer and hardware says what fits; hardware.check_fit=false tries all the same"
+        "drafter, trainer and hardware shows what fits; hardware.check_fit=false tries all the same"
     )

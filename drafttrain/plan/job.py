@@ -1,4 +1,4 @@
-"""A run as its plan sees it."""
+"""The description of a run that its plan is made from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from drafttrain.target.pretrained.config import ModelConfig
 
 @dataclass(frozen=True)
 class Job:
-    """A run as its plan sees it."""
+    """The description of a run that its plan is made from."""
 
     target: str
     drafter: str
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that training reads, every epoch anew."""
+        """Tokens that training reads, counted anew in every epoch."""
         return self.max_steps * self.load.tokens_per_step
 
     @property
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def machine(self) -> str:
-        """Whose memory it is."""
+        """The name of what has the memory, for messages."""
         return "this machine" if self.chip.is_cpu else f"each {self.chip.name}"
 
 
@@ -66,15 +66,15 @@ def describe_job(
 ) -> Job:
     """Count target and drafter. UnknownCostError where the target's architecture is not known.
 
-    ranks_here: of the run's, those that share a machine, and on a CPU its memory.
-    max_length: of the data's conversations, in tokens. conversations: how many of them there are
-    at most, None where only reading the data would say.
+    ranks_here: the ranks of the run that share a machine, and on a CPU its memory.
+    max_length: of the data's conversations, in tokens. conversations: their greatest number, None
+    where only reading the data would tell.
     """
     plain = shape_of(model)
     length = settings.length or min(max_length, plain.max_positions)
     shape = inflated(model, plain)
     load = Load(
-        # A step of fewer tokens than micro batches would hold has fewer rows in them.
+        # A step with fewer tokens than its micro batches hold has fewer rows in each.
         rows=max(1, min(hardware.micro_batch, -(-tokens_per_step // (length * ranks)))),
         length=length,
         ranks=ranks,

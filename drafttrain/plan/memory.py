@@ -9,8 +9,8 @@ from drafttrain.plan.shapes import Shape
 from drafttrain.plan.trace import DrafterCost, Load
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
-LIVE_LAYERS = 2  # of a sharded target: the one that computes, and the one that is being gathered
-DOUBT = 0.15  # of what is estimated: activations and features in flight
+LIVE_LAYERS = 2  # of a sharded target: the one in use, and the one that is being gathered
+DOUBT = 0.15  # relative error of what is estimated: activations and features in flight
 NAMES = {
     "target": "target's weights",
     "gathered": "target's layers, gathered",
@@ -31,7 +31,7 @@ EXACT = ("target", "readout", *STATES)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the drafter's training is spread over the ranks: what a `deepspeed` section says."""
+    """How the drafter's training is spread over the ranks, as a `deepspeed` section sets it."""
 
     name: str
     stage: int | None  # ZeRO's; None: plain torch
@@ -41,7 +41,7 @@ class Sharding:
 
     @classmethod
     def of(cls, name: str, enabled: bool, config: dict[str, Any]) -> "Sharding":
-        """Read DeepSpeed's own keys."""
+        """Return the sharding that DeepSpeed's own keys describe."""
         zero = config.get("zero_optimization", {})
         optimizer, weights = (
             (zero.get(key) or {}).get("device", "none") != "none"
@@ -63,26 +63,26 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What one accelerator needs."""
+        """Bytes that one accelerator needs."""
         return sum(self.parts.values())
 
     @property
     def least(self) -> float:
-        """What it needs in any case: estimates count less their doubt."""
+        """Bytes that it needs at least: estimates are reduced by their relative error."""
         exact = sum(value for name, value in self.parts.items() if name in EXACT)
         return exact + (self.total - exact - self.parts["overhead"]) * (1 - DOUBT)
 
     @property
     def fits(self) -> bool:
-        """Whether it is there."""
+        """Whether that much memory is there."""
         return self.total <= self.limit
 
 
 def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
-    """Return what training takes on one accelerator.
+    """Return the memory that training takes on one accelerator.
 
-    A device map is one process, whose layers lie on all accelerators: the others' share of the
-    target, and everything else, is on the first.
+    A device map is one process, whose layers lie on all accelerators: the first has a share of the
+    target like the others, and everything else.
     """
     shape, parts, load, target_bytes = job.shape, job.parts, job.load, job.target_bytes
     ranks = 1 if placement == "device_map" else load.ranks
@@ -126,7 +126,7 @@ def place(job: Job, sharding: Sharding, placement: str) -> Memory:
 
 
 def target_activations(shape: Shape, load: Load) -> float:
-    """Return the peak of the target's pass, beside its weights and the features that stay.
+    """Return the peak of the target's pass, besides its weights and the features that stay.
 
     In the feed-forward layer: the stream, its norm, and three of gate, its activation, up, product.
     """
@@ -142,9 +142,9 @@ def training_bytes(
 ) -> dict[str, float]:
     """Return the drafter's weights, gradients and optimizer state on one rank.
 
-    Weights and moments are float32; low: weights are bfloat16, beside float32 masters. ZeRO 1 and 2
-    shard the moments and keep float32 masters of the own share of the weights; 2 shards gradients,
-    3 weights too, of which the two largest at a time are whole.
+    Weights and moments are float32; low: weights are bfloat16, with float32 masters. ZeRO 1 and 2
+    shard the moments and keep float32 masters of their own share of the weights; 2 shards gradients
+    too; 3 also weights, with the two largest whole at a time.
     """
     whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0

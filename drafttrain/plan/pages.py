@@ -18,7 +18,7 @@ from drafttrain.report.results import Table
 from drafttrain.report.tables import texts as texts_of
 from drafttrain.report.terminal import rich_table
 
-LONGEST_NUMBER = 26  # characters, with its unit: what is longer is a text, and stands to the left
+LONGEST_NUMBER = 26  # characters, with its unit: what is longer is text, and is aligned left
 WHERE = {
     "device": "whole on each",
     "device_map": "by device map",
@@ -38,7 +38,7 @@ ASSUMED = (
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Return what the terminal shows."""
+    """Return the tables that the terminal shows."""
     here = components(plan, plan.chosen.memory.placement)
     return [what(plan), here, ways(plan), time_and_money(plan), serving(plan)]
 
@@ -82,9 +82,9 @@ def printed(content: Table) -> RichTable:
 
 
 def pieces(content: Table, console: Console) -> Iterator[Table]:
-    """Yield a table of numbers in as many parts as the width needs, what names a row in each.
+    """Yield a table of numbers in as many parts as the width needs, each with the names of rows.
 
-    A table whose last column is sentences folds there instead.
+    A table whose last column is sentences wraps there instead.
     """
     names, count = 2 if content.columns[1] == "deepspeed" else 1, len(content.columns)
     if max(len(row[-1]) for row in texts_of(content)) > LONGEST_NUMBER:
@@ -182,7 +182,7 @@ def ways(plan: Plan) -> Table:
 
 
 def time_and_money(plan: Plan) -> Table:
-    """Return an optimizer step by what it waits for, and the run."""
+    """Return the time of an optimizer step by its parts, and the time and money of the run."""
     job, cost, speed = plan.job, plan.chosen, plan.chosen.speed
     about_target = f"{count(speed.target_flops)} FLOP a token; waits for {speed.bound}"
     about_drafter = f"{count(speed.drafter_flops)} FLOP a token, forward and backward"
@@ -234,7 +234,7 @@ def serving(plan: Plan) -> Table:
 
 
 def short_form(job: Job, cost: Cost) -> list[str]:
-    """Return what `train` says before it loads anything."""
+    """Return the lines that `train` prints before it loads anything."""
     memory, speed = cost.memory, cost.speed
     held = memory.placement != "stored"
     where = _held(memory.placement) if held else "stored features, no target"

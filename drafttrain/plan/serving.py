@@ -1,4 +1,4 @@
-"""What a drafter costs and brings while serving: memory, and speedup by batch from the roofline."""
+"""The cost and benefit of a drafter in serving: memory, and speedup by batch from the roofline."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.trace import Pass
 
-DEEPEST = 8  # chains that are weighed for the best depth
+DEEPEST = 8  # of the chains that are compared for the best depth
 LARGEST_BATCH = 4096
 ROOM = 0.8  # of the memory: weights may take this much, the rest is for the cache
-FILLED = 0.9  # of the memory: what engines fill with weights and cache, the rest is for their work
+FILLED = 0.9  # of the memory: what engines fill with weights and cache; the rest is work space
 SPREADS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Speculation at one batch size, in seconds of a cycle."""
+    """Speculation at one batch size, with the seconds of a cycle."""
 
     batch: int
     plain_s: float
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Operations, and bytes, per second of all of them."""
+        """Operations and bytes per second, of all accelerators together."""
         chip, speed = self.job.chip, self.job.chip.flops[self.job.load.dtype]
         return (
             self.spread * speed * chip.serving_efficiency,
@@ -48,17 +48,17 @@ class Host:
 
     @property
     def drafter_bytes(self) -> float:
-        """Weights that the drafter takes beside the target."""
+        """Bytes of the weights that the drafter adds to the target."""
         return float(self.job.parts.num_parameters * self.job.load.width)
 
     @property
     def draft_cache_bytes(self) -> float:
-        """The drafter's cache of one request."""
+        """Bytes of the drafter's cache for one request."""
         return float(self.context * self.job.parts.draft().key_values * self.job.load.width)
 
     @property
     def cache_bytes(self) -> int:
-        """The target's cache of one request."""
+        """Bytes of the target's cache for one request."""
         return self.context * self.job.shape.key_value_bytes(self.job.load.width)
 
     def target_pass(self, batch: int, new: int) -> tuple[float, str]:
@@ -68,7 +68,7 @@ class Host:
         per_token = 2 * (shape.num_layers * round(shape.layer.active) + shape.table_parameters)
         per_token += 4 * query * self.context * shape.num_layers
         embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.job.load.width
-        read = self.job.target_bytes - embedding  # of the embedding, some rows
+        read = self.job.target_bytes - embedding  # only some rows of it are read
         read += batch * self.cache_bytes
         return self.one_pass(float(batch * new * per_token), read, 2 * shape.num_layers)
 
@@ -106,7 +106,7 @@ def accepted(rate: float, length: float | None, at: int, depth: int) -> float:
     """Return the acceptance length of chains of `depth`.
 
     (1 - rate^(depth+1)) / (1 - rate) with the same probability at every depth (Leviathan et al.,
-    2022, arXiv:2211.17192, equation 1). A given `length`, of depth `at`, says which rate that is.
+    2022, arXiv:2211.17192, equation 1). A given `length`, at depth `at`, determines the rate.
     """
     if length is not None:
         if depth == at:
@@ -155,7 +155,7 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
 def break_even(host: Host, depth: int, rate: float, length: float | None) -> int | None:
     """Return the largest batch at which speculating at `depth` still pays.
 
-    None: it pays at LARGEST_BATCH still; 0: it never does.
+    None: it still pays at LARGEST_BATCH; 0: it never does.
     """
 
     def pays(batch: int) -> bool:
@@ -167,15 +167,15 @@ def break_even(host: Host, depth: int, rate: float, length: float | None) -> int
 
 
 def fitting(host: Host) -> int:
-    """Return how many requests' caches the memory holds beside target and drafter; at least 1."""
+    """Return how many requests' caches fit in memory next to target and drafter; at least 1."""
     room = host.spread * host.job.chip.memory * FILLED - host.job.target_bytes - host.drafter_bytes
     return max(1, int(room / (host.cache_bytes + host.draft_cache_bytes)))
 
 
 def affordable(host: Host, share: float) -> float:
-    """Return the weights of which a drafted token takes this share of a plain step at batch 1.
+    """Return how many weights a drafter may have to draft in this share of a plain step (batch 1).
 
-    One layer of them, read or multiplied once; 0 where the pass takes longer without any.
+    They are one layer, read or multiplied once; 0 where a pass without weights takes longer.
     """
     plain, _ = host.target_pass(1, 1)
     fixed, _ = host.one_pass(0.0, 0.0, 2)

@@ -1,4 +1,4 @@
-"""The architecture of a target, from yaml or its config.json: what it weighs, no weight read."""
+"""The architecture of a target and its size, from yaml or its config.json, without its weights."""
 
 import copy
 from dataclasses import dataclass
@@ -47,14 +47,14 @@ QUANTIZED_BYTES = {
 class LayerCount:
     """Weights of an average layer, counted on the model itself."""
 
-    active: float  # of the matrices that a token is multiplied by: of experts, those it is sent to
+    active: float  # of the matrices that a token is multiplied by; of experts, only those chosen
     matrices: float
     all: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape(TargetSpec):
-    """A decoder as drafters see it, and what it weighs."""
+    """A target as drafters see it, and the number of its weights."""
 
     tie_embeddings: bool
     attention_bias: bool
@@ -77,7 +77,7 @@ class Shape(TargetSpec):
         return self.num_layers * round(self.layer.all) + self.readout_parameters
 
     def bytes(self, dtype_bytes: int, quantization: str | None) -> float:
-        """Return what the weights take; embedding, head and norms are not quantised."""
+        """Return the bytes of the weights; embedding, head and norms are not quantised."""
         whole = float(self.num_parameters * dtype_bytes)
         if quantization is None:
             return whole
@@ -85,15 +85,15 @@ class Shape(TargetSpec):
         return whole - self.num_layers * self.layer.matrices * saved
 
     def key_value_bytes(self, dtype_bytes: int) -> int:
-        """Return what one token takes in the cache of all layers."""
+        """Return the bytes of one token in the cache, over all layers."""
         return 2 * self.num_layers * self.num_key_value_heads * self.head_dim * dtype_bytes
 
 
 def shape_of(config: ModelConfig) -> Shape:
     """Return the target that `config` names as drafters see it: before it is inflated.
 
-    Without the Hub and without a weight. UnknownCostError where nothing here describes the target,
-    or where what does cannot be a target.
+    It needs neither the Hub nor weights. UnknownCostError where nothing local describes the target,
+    or where the description is not that of a target.
     """
     settings = settings_of(config)
     try:
@@ -103,7 +103,7 @@ def shape_of(config: ModelConfig) -> Shape:
 
 
 def inflated(config: ModelConfig, shape: Shape) -> Shape:
-    """Return the shape that model.inflate makes of a target's; null leaves it."""
+    """Return the shape of a target after model.inflate; null leaves it as it is."""
     if config.inflate is None:
         return shape
     settings = settings_of(config)
@@ -115,8 +115,8 @@ def inflated(config: ModelConfig, shape: Shape) -> Shape:
 def settings_of(config: ModelConfig) -> Any:
     """Return Transformers' configuration of a target, as `shape_of` finds it.
 
-    A random target's own fields, that of a directory, model.shape where it is of this repository,
-    or the one in the Hub's cache.
+    It comes from a random target's own fields, from a directory, from model.shape where that is of
+    this repository, or from the Hub's cache.
     """
     sizes: dict[str, Any] = dict(config.shape or {})
     folder: Path | None = None

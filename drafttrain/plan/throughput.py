@@ -8,7 +8,7 @@ from drafttrain.plan.memory import Memory
 
 @dataclass(frozen=True)
 class Throughput:
-    """Seconds of one optimizer step by what they go to, and what follows."""
+    """Seconds of one optimizer step by its parts, and the speed that follows."""
 
     target_s: float  # the larger of arithmetic, reading weights, and gathering shards
     drafter_s: float
@@ -26,7 +26,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the training of a job takes, one way to shard."""
+    """Time, energy and money of training, for one way to shard."""
 
     memory: Memory
     speed: Throughput
@@ -36,9 +36,9 @@ class Cost:
 
 
 def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
-    """Return time, energy and money of a job, one way to shard.
+    """Return time, energy and money of a job, for one way to shard.
 
-    stored: features come from the disk, and a target that is held is held for validation alone.
+    stored: features come from the disk, and a target in memory is there for validation only.
     """
     speed = throughput(job, found.placement, stored or found.placement == "stored")
     hours = job.trained_tokens / speed.tokens_per_s / 3600
@@ -54,18 +54,18 @@ def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
 
 
 def throughput(job: Job, placement: str, stored: bool) -> Throughput:
-    """Return what the roofline says of one optimizer step.
+    """Return the times of one optimizer step by the roofline.
 
-    A target that is sharded (zero3) is gathered from the other ranks for every micro batch, while
-    the layer before is computed. The ranks of a device map take turns.
+    Each layer of a sharded target (zero3) is gathered from the other ranks for every micro batch,
+    while the layer before is computed. The ranks of a device map take turns.
     """
     shape, load, chip = job.shape, job.load, job.chip
     ranks = 1 if placement == "device_map" else load.ranks
     speed = chip.flops[load.dtype] * chip.efficiency
     bandwidth = chip.bandwidth * chip.bandwidth_efficiency
     link = chip.interconnect * chip.bandwidth_efficiency
-    # Two operations per weight, and attention's 4 x heads x head_dim per token that is seen: half
-    # of the row. The output head is the drafter's.
+    # Two operations per weight, and attention's 4 x heads x head_dim per token attended to, half of
+    # the row. The output head is counted with the drafter.
     query = shape.num_attention_heads * shape.head_dim
     each = 2 * round(shape.layer.active) + 2 * query * load.length
     target_flops = 0.0 if stored else float(shape.num_layers * each)
@@ -73,7 +73,7 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     drafter_flops = step.flops + step.flops_per_key * load.length / 2
     waits = {"arithmetic": load.tokens_per_step / ranks * target_flops / speed}
     if not stored:
-        # Micro batches of a rank in one step; under one, rows are fewer.
+        # Micro batches of a rank in one step; below one, a micro batch has fewer rows.
         times = max(1.0, load.tokens_per_step / (load.tokens * ranks))
         waits["memory"] = times * job.target_bytes / bandwidth
         if placement == "zero3" and ranks > 1:

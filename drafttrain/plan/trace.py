@@ -1,8 +1,8 @@
-"""What a drafter takes, asked of itself: its own step and its own draft, run without weights.
+"""The cost of a drafter, counted by running its own step and its own draft without weights.
 
-Its weights and the target's states are `Outline`s: tensors of a CPU without values or memory. What
-the drafter's code allocates and multiplies is counted. (torch's FakeTensorMode takes ten times as
-long; on the plain meta device there is no autocast, and attention is not a flash kernel's.)
+Its weights and the target's states are `Outline`s: CPU tensors without values or memory. What the
+drafter's code allocates and multiplies is counted. (torch's FakeTensorMode takes ten times as
+long; the plain meta device has no autocast, and its attention is not a flash kernel's.)
 """
 
 import functools
@@ -31,22 +31,22 @@ TRACED = 64  # tokens of the smaller step that is traced; the larger has twice a
 
 
 class UnknownCostError(ValueError):
-    """What a target or a drafter is made of is not known without loading it."""
+    """The cost of a target or a drafter is not known without loading it."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one micro batch on one rank is: rows x length tokens, so many of them a step."""
+    """One micro batch on one rank (rows x length tokens), and the step it is part of."""
 
     rows: int
     length: int
     ranks: int
-    ranks_here: int  # those of them that are on one machine
+    ranks_here: int  # ranks on one machine
     tokens_per_step: int
     loss_share: float
     dtype: str
     checkpointing: bool
-    low: bool  # the drafter's weights in bfloat16, beside float32 masters
+    low: bool  # the drafter's weights in bfloat16, with float32 masters
     on_cpu: bool
 
     @property
@@ -62,23 +62,23 @@ class Load:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a drafter while it drafts, for one row; nothing where heads have answered."""
+    """One pass of a drafter in drafting, for one row; zero where parallel heads need no pass."""
 
     flops: int
-    flops_per_key: int  # more, for each token that it looks back on
+    flops_per_key: int  # in addition, for each token that it attends to
     weights: int  # that it multiplies by, the drafter's and the target's
     layers: int  # of attention
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that are a constant, and so many a token."""
+    """Bytes as a linear function of tokens."""
 
     start: float
     each: float
 
     def at(self, tokens: float) -> float:
-        """Return the bytes of so many tokens."""
+        """Return the bytes for a number of tokens."""
         return self.start + self.each * tokens
 
 
@@ -87,15 +87,15 @@ class Step:
     """Forward and backward of a micro batch: operations by token, and bytes while it runs."""
 
     flops: float
-    flops_per_key: float  # more, for each token that a token sees
+    flops_per_key: float  # in addition, for each token that a token attends to
     kept: Line  # at the end of the forward pass
     forward: tuple[Line, ...]  # peaks; the largest counts
     backward: tuple[Line, ...]
-    chunk: float  # tokens whose predictions make a chunk of the losses
-    copies: int  # of the weights that autocast rounds, among the others
+    chunk: float  # tokens, trained or not, per chunk of the losses
+    copies: int  # bytes of the weights that autocast rounds, which the lines include
 
     def peak(self, tokens: float) -> float:
-        """Return the bytes beside weights, their copies and gradients, and features."""
+        """Return the bytes besides weights, their copies and gradients, and features."""
         one = min(tokens, self.chunk)  # the losses take as much for more tokens
         losses = max(line.at(one) for line in self.forward) - self.kept.at(one)
         back = max(line.at(tokens) for line in self.backward)
@@ -104,16 +104,16 @@ class Step:
 
 @dataclass(frozen=True)
 class DraftCost:
-    """What one row of a draft takes."""
+    """The cost of drafting for one row."""
 
-    key_values: int  # numbers that the drafter's cache holds of a token
-    first: Pass  # reads what was verified, and answers
-    further: Pass  # reads its own token, and answers
+    key_values: int  # numbers per token in the drafter's cache
+    first: Pass  # reads what was verified, and drafts a token
+    further: Pass  # reads its own token, and drafts the next
 
 
 @dataclass(frozen=True)
 class DrafterCost:
-    """A drafter as its training and its serving see it."""
+    """The size of a drafter, and its cost in training and serving."""
 
     num_parameters: int
     num_trained: int
@@ -126,7 +126,7 @@ class DrafterCost:
 
 
 class Count:
-    """What operations on outlines allocate and multiply, within it."""
+    """Counts what operations on outlines allocate and multiply while it is open."""
 
     current: ClassVar["Count | None"] = None
 
@@ -147,7 +147,7 @@ class Count:
         Count.current = None
 
     def see(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Take in an operation on meta tensors."""
+        """Count an operation on meta tensors."""
         if op is ATTENTION:  # two products
             self.layers += 1
             self.flops_per_key += 4 * args[0].numel()
@@ -175,10 +175,10 @@ class Count:
 
 
 class Outline(Tensor):
-    """A tensor of a CPU without values, around one of the meta device.
+    """A CPU tensor without values, around a tensor of the meta device.
 
-    Where the program asks it for a value, it answers as in a regular batch: what is asked of all
-    elements holds, what is asked of any does not, no place is left out; numbers are zero.
+    If the program asks for a value, it answers as for a regular batch: `all` is true, `any` is
+    false, no place is left out, and numbers are zero.
     """
 
     meta: Tensor
@@ -221,7 +221,7 @@ class Outline(Tensor):
         return _outside(result, outer, op is aten.any)
 
 
-# No closures in `__torch_dispatch__`: one that calls itself holds its tensors until collected.
+# No closures in `__torch_dispatch__`: a recursive one keeps its tensors until garbage collection.
 def _inner(value: Any, outer: dict[int, Any]) -> Any:
     """Return meta tensors for the tensors of an argument, and note whose they are."""
     if isinstance(value, Tensor):
@@ -258,10 +258,10 @@ def _by_place(indices: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 class NoNoise(TrainingChance):
-    """Feature noise takes its room, and has no values either."""
+    """Feature noise as an outline: it takes memory, and has no values."""
 
     def uniform_like(self, values: Tensor, document: Tensor) -> Tensor:
-        """Return room for uniforms."""
+        """Return an outline for uniforms."""
         return torch.empty_like(values)
 
 
@@ -271,10 +271,10 @@ def trace(
     target: Callable[[], Any],
     load: Load,
 ) -> DrafterCost:
-    """Run a training step of the drafter that `config` builds; others, and a draft, when asked for.
+    """Return the cost of the drafter that `config` builds; other steps and a draft run on demand.
 
-    target: gives Transformers' configuration of the target. ValueError where the drafter does not
-    fit the target; UnknownCostError where its code wants values.
+    target: returns Transformers' configuration of the target. ValueError where the drafter does not
+    fit the target; UnknownCostError where its code needs values.
     """
     dtype, budget = getattr(torch, load.dtype), CHUNK_ELEMENTS["cpu" if load.on_cpu else "cuda"]
     trained = load.tokens * load.loss_share
@@ -315,12 +315,12 @@ def trace(
 def _unknown(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of anybody's drafter, or of torch where values are asked for
+    except Exception as error:  # of any drafter's code, or of torch where values are needed
         raise UnknownCostError(f"drafter={name} cannot be planned: {shown(error, 400)}") from error
 
 
 def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budget: int) -> Step:
-    """Run two steps of one chunk, scaled down, and return what a token more takes.
+    """Return the cost of a step, from two small ones whose difference is the cost per token.
 
     Everything but the weights' own share grows with the tokens; the losses up to a chunk of them.
     """
@@ -343,7 +343,7 @@ def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budg
 
 
 def _largest(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """Return those that are the largest at some number of tokens."""
+    """Return the lines that are the largest at some number of tokens."""
     found: list[Line] = []
     for line in sorted(lines, key=lambda line: (-line.each, -line.start)):
         if not found or line.start > found[-1].start:
@@ -352,11 +352,11 @@ def _largest(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, budget: int) -> Count:
-    """Run forward and backward of one row, so many of whose tokens are trained."""
+    """Return the counts of forward and backward of one row with so many trained tokens."""
     readout, batch, features = _inputs(drafter, dtype, tokens, trained)
     parameters = list(drafter.parameters())
     for parameter in parameters:
-        if parameter.requires_grad:  # gradients are counted apart
+        if parameter.requires_grad:  # gradients are counted separately
             parameter.register_post_accumulate_grad_hook(_forget)
     known = [*drafter.buffers(), *features.captured.values(), features.final_hidden]
     known += [readout.embedding, readout.head]
@@ -370,7 +370,7 @@ def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, bud
 
 @torch.no_grad()
 def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
-    """Read a text and draft twice, for one row."""
+    """Return the cost of reading a text and drafting twice, for one row."""
     readout, batch, features = _inputs(drafter, dtype, TRACED, 0)
     weights = [*drafter.parameters(), readout.head]
     last = {layer: hidden[:, -1:] for layer, hidden in features.captured.items()}
@@ -394,7 +394,7 @@ def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
 def _inputs(
     drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int
 ) -> tuple[Readout, Batch, TargetFeatures]:
-    """Return one row of a text, the last tokens of it trained, and what the target makes of it."""
+    """Return one row of a text whose last tokens are trained, with the target's features for it."""
     vocab, width = drafter.spec.vocab_size, drafter.spec.hidden_size
     places = torch.arange(tokens)[None]
     zeros = torch.zeros_like(places)
@@ -407,7 +407,7 @@ def _inputs(
 
 
 def _outline(drafter: Drafter, dtype: torch.dtype) -> None:
-    """Put outlines in place of the module's tensors without values; weights become `dtype`."""
+    """Replace weights, and buffers without values, by outlines; weights become `dtype`."""
     made: dict[Tensor, Any] = {}
 
     def outlined(tensor: Tensor, dtype: torch.dtype) -> Any:

@@ -602,7 +602,7 @@ def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
 
 def test_advice_cuts_no_vocabulary_that_is_small_already() -> None:
     text = " ".join(planned("hardware=cpu").advice)
-    assert "A drafted token is dear here: try a smaller drafter.intermediate_size" in text
+    assert "A drafted token is expensive here: try a smaller drafter.intermediate_size" in text
     assert "draft_vocab_size" not in text
 
 
