@@ -44,7 +44,7 @@ from drafttrain.training.loop import train as run_training
 
 
 def train(config: TrainConfig) -> None:
-    """Train a drafter to predict what the target predicts, from data to the best checkpoint."""
+    """Train a drafter to predict the target's next tokens, from data to the best checkpoint."""
     with StopRequest().listening() as stop, ExitStack() as held:
         try:
             train_until(stop, config, held)
