@@ -14,9 +14,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& echo $$p && break; done)
 
-# Without an NVIDIA GPU, torch comes from its index of CPU builds, a tenth of the size. It is asked
-# once, for torch alone: where it cannot be reached, the default index answers (with CUDA).
-# TORCH_INDEX_URL= (empty) asks the default index only.
+# Without an NVIDIA GPU, torch comes from its index of CPU builds, a tenth of the size. That index is
+# used for torch alone; if it cannot be reached, the default index is used (with CUDA).
+# TORCH_INDEX_URL= (empty) uses the default index only.
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 TORCH_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL) --retries 0 --timeout 15)
 
@@ -26,7 +26,7 @@ help: ## this list
 
 install: $(VENV)/installed ## a virtual environment in .venv with the pinned dependencies
 
-# Torch first, because the others depend on it, in whatever build is there. DeepSpeed compiles
+# Torch first, because the others depend on it, in whatever build is installed. DeepSpeed compiles
 # nothing now (DS_BUILD_OPS=0); its kernels are built on a GPU when they are first used.
 $(VENV)/installed: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
@@ -43,7 +43,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: install ## train a drafter for the embedded target, then measure it (RUN=another for a second one)
 	@if [ -d outputs/$(RUN)/checkpoints ]; then \
-		echo "outputs/$(RUN) is there already: training goes on where it stopped (make demo RUN=another starts anew)"; \
+		echo "outputs/$(RUN) exists already: training resumes where it stopped (make demo RUN=another starts a new run)"; \
 		set -x; $(BIN)/python -m drafttrain train run.name=$(RUN) run.resume=true; \
 	else \
 		set -x; $(BIN)/python -m drafttrain train run.name=$(RUN); \
@@ -51,11 +51,11 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
 
-# CHECK_SHAPES=1, as CI has it, checks shapes and types of every call too, in half as much time again.
+# CHECK_SHAPES=1, as in CI, also checks shapes and types of every call, which takes half as long again.
 test: install ## the default tests: CPU, offline
 	$(BIN)/python -m pytest -n auto
 
-# A worker that is done takes tests from the other; those of one xdist_group stay together.
+# An idle worker takes tests from the other; tests of one xdist_group stay together.
 slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal --durations=20
 
@@ -69,7 +69,7 @@ lint: install ## ruff: mistakes and format
 types: install ## mypy
 	$(BIN)/mypy
 
-format: install ## let ruff mend what it can
+format: install ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
