@@ -1,9 +1,9 @@
-"""Count the overlap of a file of prompts with training text, and write it beside the prompts.
+"""Count the overlap of a file of prompts with training text, and write it next to the prompts.
 
 usage: count_prompt_overlap.py CONVERSATIONS.jsonl[.gz] [PROMPTS.jsonl]
 
-The record names both files by sha256; `evaluate` reads and prints it, so that the text itself need
-not be shipped.
+The record names both files by sha256. `evaluate` reads and prints it, so the text itself need not
+be shipped.
 """
 
 import json

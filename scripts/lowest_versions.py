@@ -2,8 +2,8 @@
 
     python scripts/lowest_versions.py > lowest.txt
 
-Torch is left out: which builds of it there are differs from index to index, so the job takes the
-one of constraints.txt.
+Torch is left out: its available builds differ from index to index, so the job takes the one of
+constraints.txt.
 """
 
 import re
@@ -14,14 +14,14 @@ PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def pins(requirements: list[str]) -> list[str]:
-    """Return `name==version` for every `name>=version`, but for torch."""
+    """Return `name==version` for every `name>=version`, except for torch."""
     found = [re.fullmatch(r"([\w.-]+)>=([\w.]+)", text) for text in requirements]
     assert all(found), requirements
     return [f"{match[1]}=={match[2]}" for match in found if match and match[1] != "torch"]
 
 
 def main() -> None:
-    """Pin what the package needs and what its tests need; tools are as they are."""
+    """Print pins of what the package and its tests need; tools are not pinned."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     tests = [
         text

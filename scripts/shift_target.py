@@ -1,8 +1,8 @@
-"""Fine-tune a target with LoRA and write it out merged: another target, for a drafter to adapt to.
+"""Fine-tune a target with LoRA and write the merged model, to which a drafter can be adapted.
 
     python scripts/shift_target.py --data conversations.jsonl --out outputs/shifted
 
-What a fine-tune does to the drafter of the model before it can then be seen, and mended:
+It shows what fine-tuning does to the drafter of the original model, which can then be adapted:
 
     python -m drafttrain train run.init_from=outputs/demo model.path=outputs/shifted
 """
@@ -64,7 +64,7 @@ def main() -> None:
     merge_lora(model)
     model.save_pretrained(told.out)
     tokenizer.save_pretrained(told.out)
-    print(f"written: {told.out}; it is a target by model.path={told.out}")
+    print(f"written: {told.out}; use it as a target with model.path={told.out}")
 
 
 def arguments() -> argparse.Namespace:
@@ -98,7 +98,7 @@ def batches(samples: list[Sample], told: argparse.Namespace) -> Iterator[Batch]:
 
 
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean negative log-likelihood of what the assistant says."""
+    """Return the mean negative log-likelihood of the assistant's tokens."""
     same = batch.document[:, :, None] == batch.document[:, None, :]
     logits = model(
         input_ids=batch.tokens, position_ids=batch.positions, attention_mask=same.tril()[:, None]

@@ -2,10 +2,10 @@
 
     python scripts/train_tiny_target.py --data chats.jsonl.gz --out outputs/tiny --minutes 72
 
-Writes a directory that `model.path` reads. Interrupted, the same command goes on from its last
-checkpoint. The learning rate follows the share of --tokens or --minutes that is spent: with
---tokens the result depends on data, seed and kernels alone, with --minutes on the machine's speed
-too. drafttrain/assets/tiny/README.md tells how the embedded model was made.
+Writes a directory that `model.path` reads. After an interruption the same command resumes from its
+last checkpoint. The learning rate follows the share of --tokens or --minutes that is spent: with
+--tokens the result depends only on data, seed and kernels, with --minutes on the machine's speed
+too. drafttrain/assets/tiny/README.md describes how the embedded model was made.
 """
 
 import argparse
@@ -43,7 +43,7 @@ CHECKPOINT, RECORD = "checkpoint.pt", "training.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result; a checkpoint goes on only under the same settings."""
+    """What determines the result; a checkpoint is resumed only with the same settings."""
 
     data: str
     minutes: float | None
@@ -150,7 +150,7 @@ def stream(rows: list[Conversation], tokenizer: Any) -> torch.Tensor:
 
 
 class Windows:
-    """Windows of the stream: every epoch cuts it anew, so that window s of a run is a function."""
+    """Windows of the stream, which every epoch cuts anew; the number of a window determines it."""
 
     def __init__(self, tokens: torch.Tensor, context: int, seed: int) -> None:
         self.tokens, self.context, self.seed = tokens, context, seed
@@ -247,7 +247,7 @@ def main(argv: list[str]) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step, spent = state["step"], state["seconds"]
-        print(f"going on from step {step}")
+        print(f"resuming from step {step}")
 
     def checkpoint() -> None:
         save_atomically(

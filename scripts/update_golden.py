@@ -1,4 +1,4 @@
-"""Write tests/golden/ anew; a changed default is then a visible diff, to be read."""
+"""Write tests/golden/ anew; a changed default is then a visible diff to review."""
 
 import json
 import sys
@@ -10,12 +10,12 @@ from drafttrain.config.compose import compose
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 GOLDEN = TESTS / "golden"
-# Between kernels of two processors float32 differs by less; a changed computation by more.
+# float32 differs by less between kernels of two processors, by more if the computation changed.
 TOLERANCE = 1e-5
 
 
 def main() -> None:
-    """Compose what `train` does when told nothing, train every family five steps, write it down."""
+    """Write the default configuration of `train`, and the losses of five steps of every family."""
     GOLDEN.mkdir(exist_ok=True)
     (GOLDEN / "config_train.yaml").write_text(OmegaConf.to_yaml(compose("train", [])))
     sys.path.insert(0, str(TESTS))

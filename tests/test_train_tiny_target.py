@@ -65,7 +65,7 @@ def test_the_tiny_target_trains_goes_on_and_loads(tmp_path: Path) -> None:
     assert not (again / "training.json").exists()
     going_on = run(*command)
     assert going_on.returncode == 0, going_on.stderr
-    assert re.search(r"going on from step [345]", going_on.stdout)
+    assert re.search(r"resuming from step [345]", going_on.stdout)
     resumed = json.loads((again / "training.json").read_text())
     assert resumed["steps"] == 6
     assert resumed["held_out_loss"] == record["held_out_loss"]
