@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Shift the embedded target by LoRA on one task (math answers become JSON), see what that does to its
+# Shift the embedded target by LoRA on one task (math answers become JSON), measure the effect on its
 # drafter, and adapt the drafter on a tenth of the tokens that it was trained on. About 12 minutes.
 #
 #   benchmarks/adapt.sh CONVERSATIONS PROMPTS [OUT]
 #
 # CONVERSATIONS: jsonl of one-turn math problems with answers of several lines (GSM8K's training set
-# in the spelling of data=jsonl). PROMPTS: jsonl of prompts that are not among them (GSM8K's test set).
+# in the format of data=jsonl). PROMPTS: jsonl of prompts that are not among them (GSM8K's test set).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=$(realpath "$1")

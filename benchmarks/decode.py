@@ -1,14 +1,14 @@
 """Our loops against Transformers' own, interleaved in one process: benchmarks/decode.py --help.
 
 The same target, prompts, dtype, threads and number of new tokens; greedy; no end of text, because
-Transformers forbids it by a processor of logits, which would be its handicap. Before anything is
-timed it is asserted that all methods say the same tokens, that `two_model` and assisted generation
-take the passes that one draft model's agreement with the text implies, and that prompt lookup
-proposes the same wherever the two rules mean the same.
+Transformers suppresses it by a logits processor, which would be a handicap. Before timing it is
+asserted that all methods give the same tokens, that `two_model` and assisted generation take the
+passes that one draft model's agreement with the text implies, and that prompt lookup proposes the
+same wherever the two rules agree.
 
-Where they differ: prompt lookup takes the first earlier occurrence there and the latest here; they
-draft for the prompt's own pass, we read the prompt first. So passes may differ, and time per pass
-stands beside time.
+Differences: prompt lookup takes the first earlier occurrence in Transformers and the latest here;
+Transformers drafts for the prompt's own pass, we read the prompt first. So passes may differ, and
+time per pass is given next to time.
 """
 
 import argparse
@@ -51,18 +51,18 @@ from drafttrain.target.model import Target, load_target
 
 Tokens = tuple[int, ...]
 Method = Callable[[Sequence[int]], Tokens]
-# ours, theirs, how many times as fast as theirs ours should be at least
+# ours, theirs, the least speed of ours relative to theirs
 PAIRS = [
     ("plain", "generate", 1.0),
     ("ngram", "prompt lookup", 1.3),
     ("two_model", "assisted generation", 1.3),
 ]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-OUTSIDE = 0.05  # of a step, at most, is to be spent outside the two models
+OUTSIDE = 0.05  # largest share of a step outside the two models
 
 
 class Setup(NamedTuple):
-    """What every method decodes, and how far."""
+    """What every method decodes, and how many tokens."""
 
     target: Target
     prompts: list[list[int]]
@@ -127,7 +127,7 @@ def counting(module: nn.Module) -> Iterator[list[int]]:
 
 
 def passes_of(agrees: Sequence[int], first: int) -> int:
-    """Return the passes that decoding takes which accepts agrees[i] drafted tokens at place i."""
+    """Return the passes of a decoding that accepts agrees[i] drafted tokens at place i."""
     place = passes = first
     while place < len(agrees):
         place += agrees[place] + 1
@@ -136,7 +136,7 @@ def passes_of(agrees: Sequence[int], first: int) -> int:
 
 
 def agreement(draft: Any, prompt: Sequence[int], text: Tokens, depth: int) -> list[int]:
-    """Return how many drafted tokens the text accepts, were they drafted at each place of it."""
+    """Return for each place of the text how many tokens drafted there agree with it."""
     with torch.inference_mode():
         logits = draft(torch.tensor([[*prompt, *text]])).logits[0]
     said = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -149,9 +149,9 @@ def agreement(draft: Any, prompt: Sequence[int], text: Tokens, depth: int) -> li
 
 
 def check_lookups(setup: Setup, drafter: Any, prompt: Sequence[int], text: Tokens) -> float:
-    """Return at what share of places both prompt lookups propose the same.
+    """Return the share of places where both prompt lookups propose the same.
 
-    AssertionError where they differ although the n-gram that both find occurs once before.
+    AssertionError where they differ although the n-gram that both find occurs only once before.
     """
     theirs = PromptLookupCandidateGenerator(
         num_output_tokens=setup.depth,
@@ -195,7 +195,7 @@ def check_equal_work(
         text = texts["plain"]
         wrong = [name for name, other in texts.items() if other != text]
         assert len(text) == setup.new_tokens
-        assert not wrong, f"{', '.join(wrong)} must say what the plain loop says, and do not"
+        assert not wrong, f"{', '.join(wrong)} must give the plain loop's tokens, and do not"
         runs = agreement(draft, prompt, text, setup.depth)
         for name, first in (("two_model", 1), ("assisted generation", 0)):
             if name in methods:
@@ -209,7 +209,7 @@ def check_equal_work(
 def measure(
     setup: Setup, methods: dict[str, Method], repeats: int, clock: Callable[[], float]
 ) -> dict[str, np.ndarray]:
-    """Return seconds "repeat prompt" of each method; the order of the methods rotates."""
+    """Return the seconds of each method, by repeat and prompt; the order of methods rotates."""
     names = list(methods)
     seconds = {name: np.zeros((repeats, len(setup.prompts))) for name in names}
     gc.collect()
@@ -262,7 +262,7 @@ class Meter:
 
 @contextlib.contextmanager
 def metered(target: Target, drafter: Drafter | None) -> Iterator[Meter]:
-    """Time what the two models compute: the decoders, the heads, and a drafter's own modules."""
+    """Time the computation of both models: the decoders, the heads, and a drafter's own modules."""
     meter = Meter()
     modules: list[nn.Module] = [target.decoder]
     if drafter is not None:  # two levels: a model inside the drafter, or its single layers
@@ -387,7 +387,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return what was measured for a terminal."""
+    """Return the measurements as a table for a terminal."""
     shown = Table("ours", "theirs", "tok/s", "theirs", "times as fast", "per pass", "wanted")
     shown.add_column("passes")
     shown.add_column("outside the models")

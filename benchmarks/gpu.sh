@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, under 9 minutes: the gpu tests, then for each drafter a training run
+# Everything that needs a GPU, under 9 minutes: the gpu tests, then for each drafter a training run
 # and an evaluation on the embedded target, and one table. Needs drafttrain's dependencies.
 #
 #   benchmarks/gpu.sh [OUT]        OUT: where runs and logs go (default outputs/gpu)

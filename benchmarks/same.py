@@ -1,8 +1,8 @@
-"""Whether two checkouts compute the same, bit for bit: what each command leaves is compared.
+"""Compare what the commands of two checkouts write, bit for bit.
 
     python benchmarks/same.py OLD_CHECKOUT NEW_CHECKOUT [--out FILE.json]
 
-Both are run by this interpreter, through their command lines alone, so that modules may lie
+Both are run by this interpreter, only through their command lines, so that modules may be
 anywhere. Compared are the conversations that a target writes, the curve of every family with a stop
 and a resume in it, its weights, its export, the text and the counters of greedy and sampled
 decoding, the features of a store and the numbers of a plan. Times and paths are left out.
@@ -117,7 +117,7 @@ def differences(old: Any, new: Any, where: str = "") -> list[str]:
 
 
 def main() -> None:
-    """Run both, print what differs, and end with 1 where anything does."""
+    """Run both, print what differs, and exit with 1 if anything does."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)

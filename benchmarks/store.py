@@ -1,8 +1,8 @@
-"""Training from a store against training beside the target, interleaved (--help).
+"""Training from a store against training online with the target, interleaved (--help).
 
 The same drafter, batches, dtype and threads on the embedded target. Blocks of steps alternate in
 one process. At the start of a block nothing has been read ahead: its first step waits for that,
-which is in the time, but not in the share of waiting. Random tokens: what they say costs nothing.
+which is in the time, but not in the share of waiting. Tokens are random.
 """
 
 import argparse
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class Quiet:
-    """Takes what a step reports, and drops it."""
+    """Discards what a step reports."""
 
     def add(self, *term: Any) -> None:
         """Drop a term."""
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def conversations(count: int) -> list[Sample]:
-    """Return texts of 60 to 190 random tokens, the latter two thirds trained, as selfgen has."""
+    """Return texts of 60 to 190 random tokens, of which the last two thirds are trained."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for index in range(count):
@@ -99,7 +99,7 @@ def conversations(count: int) -> list[Sample]:
 def write_store(
     target: Target, samples: list[Sample], drafters: list[str], folder: Path, dtype: str
 ) -> float:
-    """Capture for all drafters; return tokens a second."""
+    """Capture for all drafters; return tokens per second."""
     config = StoreConfig(
         dir=str(folder),
         drafters=drafters,
@@ -130,7 +130,7 @@ def write_store(
 def compare(
     name: str, target: Target, store: StoredTarget, samples: list[Sample], told: Any
 ) -> dict[str, Any]:
-    """Return tokens a second of both, their ratio by block, and the share of waiting."""
+    """Return tokens per second of both, their ratio by block, and the share of waiting."""
     sides: dict[str, tuple[FeatureSource, Any, Prefetcher]] = {}
     for side, source in (("online", target), ("stored", store)):
         torch.manual_seed(0)

@@ -9,7 +9,7 @@ in a step that is not timed, on CUDA `max_memory_allocated`. Recomputing is what
 hardware.gradient_checkpointing=true does, compiled what hardware.compile=true does.
 
 Then the shape of the best public EAGLE-3 trainer's record: 2,360 tokens/s in float32, 4,500 in
-bfloat16 on two threads, beside the operations that the definition asks for and what the machine
+bfloat16 on two threads, next to the operations of the definition and the rate that the machine
 reaches in one large product. Every position is trained and every first choice of the target lies
 in the draft vocabulary, so that nothing is skipped.
 """
@@ -73,7 +73,7 @@ def setting(
     values |= {"unroll": unroll, "draft_vocab_size": draft_vocab, "draft_vocab_coverage": 1.0}
     drafter = Eagle3(Eagle3Config(**values), spec)
     head = torch.randn(vocab, HIDDEN) / 16
-    head[draft_vocab:] *= 1e-2  # so that what the target says most lies in the draft vocabulary
+    head[draft_vocab:] *= 1e-2  # so that the draft vocabulary has the target's likeliest tokens
     readout = Readout(torch.randn(vocab, HIDDEN), head, torch.ones(HIDDEN))
     counts = torch.zeros(vocab, dtype=torch.long)
     counts[:draft_vocab] = 1
@@ -163,7 +163,7 @@ def synchronise(device: str) -> None:
 
 
 def ours(setting: Any, dtype: str, recompute: bool = False, compiled: str | None = None) -> Form:
-    """Return the drafter's own form, as `hardware` may ask for it."""
+    """Return the drafter's own form, with the options of `hardware`."""
     drafter, batch, features = setting
     calls = LayerCalls(recompute, compiled)
 
@@ -206,9 +206,9 @@ def timed(competitors: list[Form], repeats: int) -> list[list[float]]:
 
 
 def operations(vocab: int, draft_vocab: int, length: int, unroll: int) -> float:
-    """Floating-point operations per token that the definition asks for; a product counts as two.
+    """Return the operations per token of the definition; a multiply-add counts as two.
 
-    Forward and twice that backward; the target's head forward only; causal attention half.
+    Forward and twice that backward; the target's head forward only; half for causal attention.
     """
     layer = 2 * HIDDEN * 3 * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     attention = HIDDEN * length  # scores and mixture, half of the pairs
@@ -231,14 +231,14 @@ def peak_rate(device: str, dtype: str) -> float:
 
 
 def plain_bytes(vocab: int, length: int, unroll: int) -> float:
-    """Roughly what the plain form holds: logits, probabilities and autograd's part, by depth."""
+    """Return roughly the bytes of the plain form: logits, probabilities, autograd's, by depth."""
     return 4.0 * length * (vocab * (3 + 4 * unroll) + HEADS * length * 4 * unroll)
 
 
 def case(
     vocab: int, length: int, unroll: int, options: argparse.Namespace, rate: float
 ) -> dict[str, Any]:
-    """Measure one shape; what cannot fit or takes too long is said, not measured."""
+    """Measure one shape; note, but do not measure, what cannot fit or takes too long."""
     row: dict[str, Any] = {"vocab": vocab, "length": length, "unroll": unroll}
     seconds = operations(vocab, vocab, length, unroll) * length / rate
     if seconds > options.seconds:
