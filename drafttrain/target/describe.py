@@ -1,4 +1,4 @@
-"""What a target's configuration and modules say of it: its shape, and its readout."""
+"""A target's specification, from its configuration, and its readout, from its modules."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def open_target(
 def spec_on_disk(
     config: ModelConfig, model_config: Any, tokenizer: Any, fingerprint: str = ""
 ) -> TargetSpec:
-    """Return what the files of a target say of it, its generation configuration included."""
+    """Return a target's specification from its files, its generation configuration included."""
     folder, generation = find(config, weights=False), None
     if folder is not None and (folder / GENERATION).is_file():
         generation = transformers.GenerationConfig.from_pretrained(folder)
@@ -48,10 +48,10 @@ def spec_on_disk(
 def describe(
     config: ModelConfig, model_config: Any, generation: Any, tokenizer: Any, fingerprint: str
 ) -> TargetSpec:
-    """Fill a TargetSpec from Transformers' configuration.
+    """Return the TargetSpec of a Transformers configuration.
 
-    `eos_token_ids` are those of all three: for chat models they differ, and each ends an answer.
-    ValueError where the model cannot be a target, or lacks what drafters are shaped by.
+    `eos_token_ids` joins those of all three sources: in chat models they differ, and each ends an
+    answer. ValueError if the model cannot be a target, or lacks a size that drafters need.
     """
     text = model_config.get_text_config(decoder=True)
     limits = limits_of(config, model_config)
@@ -67,7 +67,7 @@ def describe(
         num_layers=_needed(config, text, "num_hidden_layers"),
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or sizes["hidden_size"] // heads,
-        # OLMo states none: its norms have torch's own. Here it is the drafter's alone.
+        # OLMo states none: its norms use torch's default. Only drafters use this value.
         rms_norm_eps=next((float(eps) for eps in stated if eps is not None), 1e-5),
         rope_theta=rope_theta_of(text),
         max_positions=limits.positions,
@@ -107,8 +107,8 @@ def gigabytes(size: int) -> str:
 
 
 def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
-    # What the norm multiplies by, whatever it stores (Gemma stores it less 1): an input of
-    # alternating signs has mean 0 and root mean square 1, so every norm leaves it as it is.
+    # The norm's gain, however it is stored (Gemma stores it minus 1): an input of alternating
+    # signs has mean 0 and root mean square 1, so normalising does not change it.
     signs = torch.ones(like.shape[1], dtype=like.dtype, device=like.device)
     signs[1::2] = -1
     with torch.no_grad():
@@ -122,12 +122,12 @@ def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
 def _needed(config: ModelConfig, text: Any, name: str) -> int:
     try:
         value = getattr(text, name)
-    except AttributeError:  # also where layers differ in it, which Transformers raises a kind of
+    except AttributeError:  # Transformers raises a kind of it where layers differ, too
         value = None
     if type(value) is not int or value < 1:
         raise ValueError(
             f"model={config.name} ({shown(text.model_type)}) cannot be a target: its configuration"
-            f" must state one {name} for all layers, which drafters are shaped by, got"
+            f" must state one {name} for all layers, from which drafters take theirs, got"
             f" {shown(value)}; choose another model"
         )
     return value

@@ -1,4 +1,4 @@
-"""A target whose layers lie on several devices of one process: `accelerate`'s device map."""
+"""A target whose layers are on several devices of one process: `accelerate`'s device map."""
 
 import atexit
 import shutil
@@ -21,11 +21,11 @@ from drafttrain.target.pretrained.shards import skeleton
 def load_spread(
     config: ModelConfig, dtype: torch.dtype, device: str, room: dict[int | str, int]
 ) -> "SpreadTarget":
-    """Load a target over the GPUs of this process, its host, and its disk, in this order.
+    """Load a target onto the GPUs of this process, then its host, then its disk.
 
-    room: bytes that may be used of each GPU (by its number) and of the host ("cpu"); what fits in
-    none is read from its files whenever it runs. The readout lies on `device`. ValueError for
-    weights that do not fit the configuration, or cannot be spread.
+    room: bytes that may be used on each GPU (by its number) and on the host ("cpu"); layers that
+    fit on none are read from their files each time they run. The readout is on `device`. ValueError
+    for weights that do not fit the configuration, or cannot be spread.
     """
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
         what = "drawn" if isinstance(config, RandomModelConfig) else "inflated"
@@ -36,7 +36,7 @@ def load_spread(
     model_config, tokenizer, spec = open_target(config, dtype, device)
     quantized = getattr(model_config, "quantization_config", None) is not None
     spread: dict[str, Any] = {"device_map": "auto", "max_memory": room}
-    if config.quantization is None and not quantized:  # whose sizes only Transformers knows
+    if config.quantization is None and not quantized:  # Transformers alone knows quantised sizes
         spread = {"device_map": device_map(skeleton(config, model_config, dtype), device, room)}
     # For weights that cannot be read from the model's own files, because names or dtypes differ.
     offload = tempfile.mkdtemp(prefix="drafttrain-offload-")
@@ -56,16 +56,16 @@ def load_spread(
 
 
 def device_map(model: Any, device: str, room: dict[int | str, int]) -> dict[str, int | str]:
-    """Return where each module of a skeleton goes: layers where there is room, the rest `device`.
+    """Return each module's device: layers where there is room, everything else on `device`.
 
-    Layers are dealt out by `accelerate`, in order and whole.
+    `accelerate` places the layers, in order and whole.
     """
     place = torch.device(device)
     main: int | str = "cpu" if place.type == "cpu" else (place.index or 0)
     head = model.get_output_embeddings().weight  # which accelerate would put last, anywhere
     room = room | {main: max(0, room[main] - head.numel() * model.dtype.itemsize)}
     told = {"no_split_module_classes": list(model._no_split_modules or []), "dtype": model.dtype}
-    if len(room) > 2:  # several GPUs share evenly, rather than that the first is filled
+    if len(room) > 2:  # several GPUs share evenly: by default the first would be filled
         room = accelerate.utils.get_balanced_memory(model, max_memory=room, **told)
     dealt = accelerate.infer_auto_device_map(model, max_memory=room, **told)
     chosen: dict[str, int | str] = {}
@@ -82,19 +82,19 @@ def device_map(model: Any, device: str, room: dict[int | str, int]) -> dict[str,
 
 
 def _lookup(dealt: dict[str, int | str], name: str) -> int | str:
-    # The most exact entry; a layer that was split after all goes where its first part goes.
+    # The most specific entry; a layer that was split goes where its first part goes.
     exact = [key for key in dealt if key in ("", name) or name.startswith(f"{key}.")]
     parts = [key for key in dealt if key.startswith(f"{name}.")]
     return dealt[max(exact, key=len)] if exact else dealt[parts[0]]
 
 
 class SpreadTarget(Target):
-    """A target whose layers are brought, or the hidden states sent, to where they run."""
+    """A target with layers on several devices; weights or hidden states are moved as it runs."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec) -> None:
         super().__init__(model, tokenizer, spec)
         self.scattered = True
-        # Transformers notes none where there is but one place.
+        # Transformers sets no map where there is only one device.
         dealt = getattr(model, "hf_device_map", {"": str(self.device)})
         layers = {id(layer) for layer in self.layers}
         named = self.model.named_modules()

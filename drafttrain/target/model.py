@@ -17,12 +17,12 @@ from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.limits import check_structure, final_norm_of
 from drafttrain.target.pretrained.models import load_model
 
-TRIED = 8  # tokens that a target is tried with when it is loaded
+TRIED = 8  # tokens that check a target when it is loaded
 MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 far above
 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
-    """Load the target that `config` names, frozen, on one device; others: see `placement`."""
+    """Load the target that `config` names, frozen, on one device (`placement` has the others)."""
     model_config, tokenizer, spec = open_target(config, dtype, device)
     target = Target(load_model(config, model_config, dtype, device), tokenizer, spec)
     target.check_readout()
@@ -44,9 +44,9 @@ class Target:
         self.eager = model.config._attn_implementation == "eager"
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.scattered = False  # whether the layers' weights are not whole in this process
-        self.placed = ""  # where it lives, and why there
-        self.where = ""  # which of them are where, if there is more to say
-        self.config: ModelConfig | None = None  # which it is, where a configuration named it
+        self.placed = ""  # where the target is, and why
+        self.where = ""  # which layers are where, if they are in several places
+        self.config: ModelConfig | None = None  # None where no configuration named the target
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,10 +59,10 @@ class Target:
 
     @torch.no_grad()
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
-        """Read hidden states in one forward without the output head.
+        """Return hidden states from one forward pass without the output head.
 
         Captured id i is the input of layer i; id num_layers is the input of the final norm.
-        Attention never crosses documents; what stands at padding is meaningless (but finite).
+        Attention never crosses documents; values at padding are meaningless (but finite).
         """
         tokens = batch.tokens
         self._refuse_beyond(tokens.shape[1], batch.positions)
@@ -83,14 +83,14 @@ class Target:
 
     @property
     def own_model(self) -> Any:
-        """The Transformers model, for those who copy weights of its layers.
+        """The Transformers model, for callers that copy weights of its layers.
 
-        Where those are not whole in this process, all that is asked of it is a ValueError.
+        Where the layers are not whole in this process, any use of it raises ValueError.
         """
         return self.model if not self.scattered else Scattered(self.where)
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Let ranks take different numbers of steps; those of a whole target may anyway."""
+        """Let ranks take different numbers of steps; a whole target needs nothing for that."""
         return nullcontext()
 
     def begin(self) -> RaggedCache:
@@ -106,11 +106,10 @@ class Target:
         counts: Sequence[int] | None = None,
         last_only: bool = False,
     ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
-        """Append tokens to the cache; return logits and features of them.
+        """Append tokens to the cache; return their logits and features.
 
-        Row r has counts[r] real tokens, the rest of it is padding on the right (None: all are
-        real); what is returned for padding is meaningless. last_only: logits of each row's last
-        real token only.
+        Row r has counts[r] real tokens, then padding (None: all are real); what is returned for
+        padding is meaningless. last_only: logits of each row's last real token only.
         """
         new = tokens.shape[1]
         self._refuse_beyond(max(cache.lengths, default=0) + new)
@@ -133,12 +132,11 @@ class Target:
 
     @torch.no_grad()
     def check_readout(self) -> None:
-        """Raise ValueError unless what is computed here is what the model itself computes.
+        """Raise ValueError unless the readout and the cache give what the model itself computes.
 
-        A drafter that reads another distribution than the target's would train without an error and
-        accept nothing. A cache that drafts were rolled back from must answer as if they had never
-        been there. A few tokens do not show how far positions are turned: rotary frequencies are
-        compared themselves.
+        With a wrong readout a drafter would train without an error, and its drafts would all be
+        rejected. After a rollback the cache must answer as if the drafts had never been there. A
+        few tokens do not reveal wrong rotary frequencies: these are compared directly.
         """
         self._check_rotation()
         length = min(TRIED, self.spec.vocab_size, self.spec.max_positions)
@@ -157,7 +155,7 @@ class Target:
             if not (ours.float() - theirs.float()).abs().max() <= 0.02 * size:
                 raise self._unknown(what)
         stepped = self._with_rejected_drafts(tokens).float() - expected.float()
-        # Not of the largest: experts that are almost equally good differ between two kernels.
+        # A norm, not the largest error: near-tied experts differ between two kernels.
         if not stepped.norm() <= 0.1 * expected.float().norm():
             raise self._unknown("keeps what rejected drafts left in its cache, or reads its cache")
 
@@ -196,9 +194,9 @@ class Target:
             if not bool((error <= MAX_ROUNDING * right).all()):
                 angle = float(error.max()) * (self.spec.max_positions - 1)
                 raise ValueError(
-                    f"model={self.spec.name} turns position {self.spec.max_positions - 1} by"
-                    f" {angle:.3g} radians otherwise than its configuration says ({name} came as"
-                    f" {buffer.dtype}): loading rounded it; update Transformers and DeepSpeed"
+                    f"model={self.spec.name} rotates position {self.spec.max_positions - 1} by"
+                    f" {angle:.3g} radians more or less than its configuration says ({name} came"
+                    f" as {buffer.dtype}): loading rounded it; update Transformers and DeepSpeed"
                 )
 
     def _unknown(self, what: str) -> ValueError:
@@ -237,7 +235,7 @@ class Target:
 
 
 class Scattered:
-    """Stands for a model whose layers are not whole here: whoever wants their weights is told."""
+    """A placeholder for a model whose layers are not whole here: any use raises ValueError."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -245,14 +243,14 @@ class Scattered:
     def __getattr__(self, name: str) -> Any:
         raise ValueError(
             "a drafter that takes layers of the target needs them whole in every process, and"
-            f" hardware.target_placement left them in pieces ({self.where}); use"
+            f" hardware.target_placement partitioned them ({self.where}); use"
             " hardware.target_placement=device, or give the drafter a model of its own"
             " (drafter.path=DIR)"
         )
 
 
 def one_document_per_row(batch: Batch) -> bool:
-    """Whether every row is one document from its first token on, then padding."""
+    """Return whether every row is one document from its first token on, then padding."""
     real = batch.document != PAD_DOCUMENT
     same = (batch.document == batch.document[:, :1]) | ~real
     return bool((same & (real[:, :-1] >= real[:, 1:]).all()).all())

@@ -1,4 +1,4 @@
-"""Where a frozen target lives: the choice, with its reason, and loading it there."""
+"""Where a frozen target is placed: the choice, with its reason, and loading it there."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from drafttrain.target.pretrained.models import load_model_config
 from drafttrain.target.pretrained.shards import weight_bytes
 from drafttrain.target.sharded import load_sharded
 
-# Of the memory that is free, what a target may take: the rest is for features, logits, the drafter.
+# The share of free memory that a target may take: features, logits and the drafter need the rest.
 TARGET_SHARE = 0.7
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -35,20 +35,20 @@ class Placement:
 def choose_placement(
     asked: str, config: ModelConfig, dtype: torch.dtype, ranks: Ranks
 ) -> Placement:
-    """Return where the target goes: as asked, or for "auto" the first that there is room for.
+    """Return where the target goes: as asked, or for "auto" the first placement that has room.
 
-    The device where the weights take at most 70 % of its free memory, else partitioned over ranks,
-    else spread. Every rank gets rank 0's choice. Headers are read, no weights.
+    One device if the weights take at most 70 % of its free memory, else partitioned over ranks,
+    else spread. Every rank gets rank 0's choice. Only headers are read, no weights.
     """
-    if asked not in ("auto", "vllm"):  # vLLM's features come from an engine beside this target
-        return Placement(asked, "as hardware.target_placement says")
+    if asked not in ("auto", "vllm"):  # with vLLM, an engine besides this target gives the features
+        return Placement(asked, "set by hardware.target_placement")
     chosen = _choose(config, dtype, ranks)
     return Placement(**ranks.broadcast_object(vars(chosen)))
 
 
 def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
-        return Placement("device", "weights that are not read as they are can be nowhere else")
+        return Placement("device", "random or inflated weights allow no other placement")
     size, free = weight_bytes(config, dtype), free_bytes(ranks.device)
     told = f"{gigabytes(size)} of weights, {gigabytes(free)} free on {ranks.device}"
     if size <= TARGET_SHARE * free:
@@ -77,9 +77,9 @@ def load_placed(
 
 
 def room_of(device: torch.device) -> dict[int | str, int]:
-    """Return the bytes that a target may take of this process's GPUs and of the host.
+    """Return the bytes that a target may take on this process's GPUs and on the host.
 
-    Of several processes on a machine each has the GPU of its own, and its share of the host.
+    Each of several processes on a machine has its own GPU and a share of the host's memory.
     """
     room: dict[int | str, int] = {}
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A target that a vLLM engine runs: its hidden states come from there, its two ends lie here."""
+"""A target in a vLLM engine: the engine gives hidden states, embedding and head are loaded here."""
 
 import os
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from drafttrain.target.pretrained.limits import final_norm_of
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.engine import VllmEngine
 
-PROBE = 8  # prefixes by which the ends are compared with the engine
-EXACT, ROUNDED = 1e-3, 0.02  # tolerated of the largest value: in float32, in shorter formats
+PROBE = 8  # prefixes on which the ends are compared with the engine
+EXACT, ROUNDED = 1e-3, 0.02  # tolerated share of the largest value: in float32, in shorter formats
 
 
 class ServedTarget:
-    """Hidden states as `Target.features` gives them, of a model that another process holds.
+    """A target in another process, with the hidden states that `Target.features` gives.
 
     It embeds and reads out, but cannot decode: `validate` and selfgen need a `Target`. Close it, or
     use it in a `with` block.
@@ -63,10 +63,10 @@ class ServedTarget:
 
     @torch.no_grad()
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
-        """Have the engine read every document of a batch on its own.
+        """Return the features of a batch; the engine reads each document on its own.
 
         Captured id i is the input of layer i; id num_layers is the input of the final norm. The
-        final norm is applied here. What stands at padding is zero. ValueError for a layer that the
+        final norm is applied here. Values at padding are zero. ValueError for a layer that the
         engine was not started with.
         """
         known = self.engine.captures
@@ -93,7 +93,7 @@ class ServedTarget:
         return TargetFeatures(captured, final, self.readout)
 
     def check(self) -> None:
-        """Raise ValueError unless the engine embeds and reads out what our two ends do."""
+        """Raise ValueError unless the engine embeds and reads out as our two ends do."""
         share = EXACT if self.dtype == torch.float32 else ROUNDED
         captures = self.engine.captures
         tokens = torch.arange(min(PROBE, self.spec.vocab_size), device=self.device)
@@ -111,7 +111,7 @@ class ServedTarget:
             first = states[-1][:, captures.index(0)].to(embedded)
             gap = (first - embedded).abs().max()
             if not gap <= share * embedded.abs().max():
-                raise self._disagreement("embeds tokens otherwise, by up to", gap.item())
+                raise self._disagreement("embeds tokens differently, by up to", gap.item())
 
     def _disagreement(self, what: str, ours: float) -> ValueError:
         return ValueError(
@@ -136,9 +136,9 @@ def open_served(
 ) -> ServedTarget:
     """Start an engine with the target and read the target's two ends.
 
-    captures: every layer that will be asked for; the final norm's input is always handed over.
+    captures: every layer that will be asked for; the final norm's input is always included.
     longest: tokens of the longest document. folder: where the engine's log goes. ValueError if the
-    engine does not start, or runs another model than lies on the disk.
+    engine does not start, or runs another model than the one on the disk.
     """
     place = directory(config)
     model_config, tokenizer, spec = open_target(config, dtype, device)
@@ -174,6 +174,6 @@ def open_served(
 
 
 def visible_name(index: int) -> str:
-    """Return what CUDA_VISIBLE_DEVICES must say for another process to see this one's GPU."""
+    """Return the CUDA_VISIBLE_DEVICES with which another process sees this one's GPU."""
     listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return listed[index] if index < len(listed) else str(index)

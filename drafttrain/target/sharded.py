@@ -1,7 +1,7 @@
-"""A target in pieces: ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054) over the ranks.
+"""A target partitioned over the ranks: ZeRO-3 (Rajbhandari et al., 2020, arXiv:1910.02054).
 
 Each rank keeps its part of every layer; a layer is gathered when it runs, on all ranks at once, and
-forgotten behind it. So every rank must run the target equally often: see `ShardedTarget.in_step`.
+released afterwards. So every rank must run the target equally often: see `ShardedTarget.in_step`.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from drafttrain.target.pretrained.shards import places, put, read, skeleton
 
 
 def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "ShardedTarget":
-    """Load a target in pieces, frozen; called by all ranks together.
+    """Load a partitioned target, frozen; all ranks call this together.
 
     ValueError for what cannot be partitioned, and for weights that do not fit the configuration.
     """
@@ -40,22 +40,22 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
 
 
 def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
-    """Fill a skeleton with weights, its layers' in parts over the ranks; return what gathers them.
+    """Load weights into a skeleton, layers partitioned over ranks; return the gathering engine.
 
-    Rank 0 reads one tensor after the other and hands it to all: no rank ever holds more than its
-    part, the readout, and one tensor. The readout, and whatever lies outside the decoder, is whole
-    on every rank, and a buffer: DeepSpeed partitions parameters.
+    Rank 0 reads one tensor after another and sends it to all: no rank ever holds more than its
+    part, the readout, and one tensor. The readout, and whatever is outside the decoder, is whole
+    on every rank, as buffers: DeepSpeed partitions parameters only.
     """
     deepspeed = import_deepspeed(ranks)
     text = model.config.get_text_config(decoder=True)
     zero: dict[str, Any] = {
         "stage": 3,
-        # Otherwise every linear layer of this process, the drafter's too, would be DeepSpeed's.
+        # Otherwise DeepSpeed would replace every linear layer of this process, the drafter's too.
         "memory_efficient_linear": False,
-        # Vectors (norms, biases) stay once they were gathered: they are small, and many.
+        # Vectors (norms, biases) stay once gathered: they are small, and many.
         "stage3_param_persistence_threshold": text.hidden_size,
     }
-    if ranks.device.type == "cpu":  # nothing overlaps there: what is fetched early only takes room
+    if ranks.device.type == "cpu":  # nothing overlaps there: prefetching only takes memory
         zero["stage3_prefetch_bucket_size"] = 0
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -70,7 +70,7 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
     first: Any = None  # a parameter; its methods partition the others
     for place in places(config, model):
         like = likes[place.names[0]]
-        dtype = like.dtype  # the model's, but for the few that an architecture exempts
+        dtype = like.dtype  # the model's, except for the few that an architecture exempts
         if dtype.is_floating_point and any(p in place.names[0].split(".") for p in exempt):
             dtype = torch.float32
         if ranks.is_main:
@@ -83,7 +83,7 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
             continue
         parameter = nn.Parameter(weight, requires_grad=False)
         del weight
-        with quiet():  # both broadcast rank 0's and keep this rank's part
+        with quiet():  # both branches broadcast rank 0's weight and keep this rank's part
             if first is None:
                 holder = nn.Module()
                 holder.register_parameter("first", parameter)
@@ -101,7 +101,7 @@ def partition(config: ModelConfig, model: Any, ranks: Ranks) -> Any:
 
 
 def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks) -> None:
-    """Raise ValueError, before any weight is read, for what ZeRO-3 does not partition."""
+    """Raise ValueError, before any weight is read, for a target that ZeRO-3 cannot partition."""
     instead = "use hardware.target_placement=device"
     quantized = getattr(model_config, "quantization_config", None) is not None
     if ranks.world_size == 1:
@@ -122,7 +122,7 @@ def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks
         )
     elif isinstance(config, RandomModelConfig):
         problem = (
-            f"reads weights tensor by tensor, and those of model={config.name} are drawn, whole;"
+            f"reads weights tensor by tensor, and model={config.name} draws its weights at random;"
             f" {instead}, or save them and give model.path=DIR"
         )
     else:
@@ -131,7 +131,7 @@ def refuse_unless_shardable(config: ModelConfig, model_config: Any, ranks: Ranks
 
 
 class ShardedTarget(Target):
-    """A target whose layers are gathered as they run: every pass is one of all ranks together."""
+    """A target whose layers are gathered as they run: all ranks take part in every pass."""
 
     def __init__(
         self, model: Any, tokenizer: Any, spec: TargetSpec, engine: Any, ranks: Ranks
@@ -163,10 +163,10 @@ class ShardedTarget(Target):
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Let ranks take different numbers of steps: who is done first passes along until all are.
+        """Let ranks take different numbers of steps: a rank that is done waits for the others.
 
-        A step then tells the other ranks that it is one; a rank that is done answers each with a
-        pass over a token of no meaning, and leaves when no rank has a step left.
+        Each step announces itself to the other ranks; a rank that is done answers each one with a
+        pass over a dummy token, and leaves when no rank has a step left.
         """
         assert not self._counting, "in_step does not nest"
         self._counting = True

@@ -299,17 +299,17 @@ def test_other_settings_or_other_prompts_are_refused_by_name(
     asked = asked_of(tmp_path)
     before = run(out, asked[:3], local(target, config), config)
     warm = settings(temperature=0.5)
-    with pytest.raises(ValueError, match=r"begun with temperature=0\.0 and .* temperature=0\.5"):
+    with pytest.raises(ValueError, match=r"started with temperature=0\.0 and .* temperature=0\.5"):
         run(out, asked, local(target, warm), warm)
     others = asked_of(tmp_path, [PROMPTS[0], {"prompt": "another"}, *PROMPTS[2:]])
-    with pytest.raises(ValueError, match=r"answers conversation 1 of .*:2, which is another now"):
+    with pytest.raises(ValueError, match=r"answers conversation 1 of .*:2, which has changed"):
         run(out, others, local(target, config), config)
-    with pytest.raises(ValueError, match=r"answers conversation 2 of .*:3, which is not there now"):
+    with pytest.raises(ValueError, match=r"answers conversation 2 of .*:3, which no longer exists"):
         run(out, asked[:2], local(target, config), config)
     assert run(out, asked, local(target, config), config)[:3] == before  # more prompts: more rows
     strange = tmp_path / "strange.jsonl"
     strange.write_text('{"messages": []}\n')
-    with pytest.raises(ValueError, match="must not name a file of other origin"):
+    with pytest.raises(ValueError, match="must not name a file that `regenerate` did not write"):
         run(strange, asked, local(target, config), config)
     with (out).open("a") as stream:
         stream.write("nonsense\n")
@@ -655,7 +655,7 @@ def test_the_command_answers_goes_on_and_says_what_it_did(
     assert "5 conversations, 5 answered before" in capsys.readouterr().out
     assert out.read_bytes() == content
     assert cli.main([*call, "regenerate.seed=1"]) == 2
-    assert "was begun with seed=0 and would go on with seed=1" in capsys.readouterr().err
+    assert "was started with seed=0 and would resume with seed=1" in capsys.readouterr().err
 
 
 def test_a_file_without_answers_is_an_error_and_not_the_next_step(

@@ -227,7 +227,7 @@ def test_a_vllm_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
         "time.sleep(600)"
     )
     started = time.monotonic()
-    with pytest.raises(ValueError, match=r"said nothing for 3 s.*vllm\.log.*Error: waiting"):
+    with pytest.raises(ValueError, match=r"printed nothing for 3 s.*vllm\.log.*Error: waiting"):
         ask(stand_in(tmp_path, body), tmp_path, patience_s=3.0)
     assert time.monotonic() - started < 60
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

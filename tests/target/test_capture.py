@@ -297,10 +297,10 @@ def test_a_disk_that_fills_up_is_a_plain_message_and_nothing_is_lost(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dtype": "bfloat16"}, "store.dtype must be float32, with which"),
+        ({"dtype": "bfloat16"}, "store.dtype must be float32, as when"),
         ({"shard_mb": 1.0}, "store.shard_mb must be 0.025"),
         ({"final_hidden": False}, "store.final_hidden must be True"),
-        ({"asked": StoreContents((1, 3), None)}, r"store.layers must be \[1, 2\], with which"),
+        ({"asked": StoreContents((1, 3), None)}, r"store.layers must be \[1, 2\], as when"),
         ({"asked": StoreContents((1, 2), 3)}, "store.assistant_only must be False"),
     ],
 )
@@ -474,7 +474,7 @@ def test_two_ranks_write_the_store_of_one_with_the_target_in_pieces_and_through_
         assert not manifest.complete
     done = run("", "zero3")
     assert done.returncode == 0, done.stderr
-    assert "target placement: zero3 (as hardware.target_placement says)" in done.stdout
+    assert "target placement: zero3 (set by hardware.target_placement)" in done.stdout
     assert done.stdout.count("next: python -m drafttrain train features=stored") == 1
     found = content(folder)
     for name in expected.keys() | found.keys():

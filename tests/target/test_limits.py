@@ -19,7 +19,7 @@ from drafttrain.target.pretrained.limits import limits_of
 
 CONFIG = model_config(Path("/unused"))
 STATE, STRUCTURE = "recurrent state", "must be a decoder with `layers` and a final `norm`"
-POSITIONS, SHAPES = "must have rotary positions", "its layers differ in their shape"
+POSITIONS, SHAPES = "must have rotary positions", "its layers differ in shape"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ POSITIONS, SHAPES = "must have rotary positions", "its layers differ in their sh
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, "layers of kind conv"),
         ("minimax", {}, "layers of kind linear_attention"),
         ("deepseek_v32", {}, "layers of kind indexed_attention"),
-        ("minimax_m3_vl_text", {}, "chooses index_topk_blocks=16"),
+        ("minimax_m3_vl_text", {}, "selects index_topk_blocks=16"),
         *((kind, {}, POSITIONS) for kind in ("gpt2", "opt", "gpt_bigcode", "gptj", "biogpt")),
         ("falcon", {"alibi": True}, POSITIONS),
         ("bloom", {}, "states no max_position_embeddings"),
@@ -152,7 +152,7 @@ def test_rotary_frequencies_that_loading_rounded_are_refused(tiny_target_dir: Pa
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
     rotary = target.decoder.rotary_emb
     rotary.inv_freq = rotary.inv_freq.to(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"turns position 511 by .* radians.*inv_freq"):
+    with pytest.raises(ValueError, match=r"rotates position 511 by .* radians.*inv_freq"):
         target.check_readout()
 
 

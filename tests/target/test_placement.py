@@ -394,7 +394,7 @@ def test_training_with_target_and_drafter_in_pieces_takes_the_steps_of_whole_one
         environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"target placement: {kind} (as hardware.target_placement says)" in done.stdout
+        assert f"target placement: {kind} (set by hardware.target_placement)" in done.stdout
         rows = (tmp_path / kind / "run" / "metrics.jsonl").read_text().splitlines()
         kept = [
             {key: value for key, value in json.loads(row).items() if key.startswith(("tra", "val"))}

@@ -163,7 +163,7 @@ def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     error = "{'event': 'error', 'text': \"ModuleNotFoundError: No module named 'vllm'\"}"
     with pytest.raises(ValueError, match=r"vllm\.python must name .* vllm cannot be imported"):
         engine_of(tmp_path, f"print(json.dumps({error})); sys.exit(1)")
-    with pytest.raises(ValueError, match=r"said nothing for 0\.5 s and was ended"):
+    with pytest.raises(ValueError, match=r"printed nothing for 0\.5 s and was ended"):
         engine_of(tmp_path, "time.sleep(60)", patience=0.5)
     request = json.loads((tmp_path / "log" / "vllm_request.json").read_text())
     assert request["max_model_len"] == 10

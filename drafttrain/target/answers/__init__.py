@@ -1,1 +1,1 @@
-"""Conversations in the target's own words: answers to prompts that there are, or all of it."""
+"""Conversations written by the target: its answers to given prompts, or both sides."""

@@ -1,4 +1,4 @@
-"""The file of answers: a line as soon as a conversation is answered, in input order at the end."""
+"""The answers file: a line is added as each conversation is answered, and sorted at the end."""
 
 import json
 import time
@@ -24,11 +24,11 @@ Backend = Callable[[Sequence[Question]], Iterator[list[Outcome]]]
 
 
 class Answers:
-    """What has been answered so far, on the disk; nothing that was written is asked again.
+    """The answers on disk so far; a conversation whose answer was written is not asked again.
 
-    Beside OUT.jsonl stand OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
-    conversations without an answer. Use it in a `with` block: one process writes at a time, and
-    another that would write them too gets HeldError.
+    Next to OUT.jsonl are OUT.settings.json, what the answers depend on, and OUT.failed.jsonl, the
+    conversations without an answer. Use it in a `with` block: one process writes at a time, and a
+    second writer gets HeldError.
     """
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Answers:
             stack.enter_context(hold(self.out, key, command, console.print, file=lock))
             self.check_settings()
             for file in (self.out, self.failed):
-                append_records(file, [])  # tried before anything is asked
+                append_records(file, [])  # fail before anything is asked
             self.rows = {row.index: row for row in load(self.out, AnsweredConversation)}
             self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
             self._open = stack.pop_all()
@@ -57,12 +57,12 @@ class Answers:
         self._open.close()
 
     def check_settings(self) -> None:
-        """Write the header, or refuse to add to answers that were given under other settings."""
+        """Write the header, or refuse to add to answers that were made with other settings."""
         if not self.header.is_file():
             if self.out.is_file() and self.out.stat().st_size:
                 raise ValueError(
-                    f"regenerate.out must not name a file of other origin, got {self.out}, which "
-                    f"has no {self.header.name} beside it; name another file"
+                    f"regenerate.out must not name a file that `regenerate` did not write, got "
+                    f"{self.out}, which has no {self.header.name} next to it; name another file"
                 )
             write_whole(self.header, json.dumps(self.settings, indent=2) + "\n")
             return
@@ -75,27 +75,27 @@ class Answers:
             if before != now:
                 name = shown(key)
                 raise ValueError(
-                    f"regenerate.out={self.out} was begun with {name}={shown(before)} and would go "
-                    f"on with {name}={shown(now)}; set it as it was, or name another file"
+                    f"regenerate.out={self.out} was started with {name}={shown(before)} and would "
+                    f"resume with {name}={shown(now)}; set it as it was, or name another file"
                 )
 
     def missing(self, asked: Sequence[Question]) -> list[Question]:
-        """Return what is still to be asked; ValueError where the prompts are not what they were."""
+        """Return the conversations still to be asked; ValueError if the prompts have changed."""
         known: dict[int, Outcome] = {**self.failures, **self.rows}
         for index in sorted(known):
             found = known[index]
             if index >= len(asked) or found.digest != asked[index].digest:
-                now = "is not there now" if index >= len(asked) else "is another now"
+                now = "no longer exists" if index >= len(asked) else "has changed"
                 raise ValueError(
                     f"regenerate.out={self.out} answers conversation {index} of "
                     f"{shown(found.source)}, "
-                    f"which {now}; give the prompts it was begun with, or name another file"
+                    f"which {now}; give the prompts it was started with, or name another file"
                 )
         done = {i for i, failure in self.failures.items() if failure.final} | set(self.rows)
         return [one for one in asked if one.index not in done]
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Put outcomes on the disk: what this returns from survives a loss of power."""
+        """Write outcomes to disk; once this returns, they survive a loss of power."""
         for file, kind in ((self.out, AnsweredConversation), (self.failed, Failure)):
             records = [asdict(outcome) for outcome in outcomes if isinstance(outcome, kind)]
             if records:
@@ -108,7 +108,7 @@ class Answers:
                 self.failures[outcome.index] = outcome
 
     def finish(self) -> None:
-        """Put the lines into input order, in one step; the same answers give the same bytes."""
+        """Sort the lines into input order, atomically; the same answers give the same bytes."""
         kept: dict[Path, list[Outcome]] = {
             self.out: [*self.rows.values()],
             self.failed: [one for one in self.failures.values() if one.index not in self.rows],
@@ -152,10 +152,10 @@ def regenerate(
     stop: StopRequest,
     show: bool = True,
 ) -> Work:
-    """Have every conversation answered that is not yet, and leave the answers in input order.
+    """Answer every conversation that has no answer yet, and leave the answers in input order.
 
-    Outcomes are on the disk before the next are awaited: a run that is killed resumes from them.
-    Raises Stopped where `stop` was asked.
+    Outcomes are written before the next are awaited: a run that is killed resumes from them.
+    Raises Stopped if `stop` was requested.
     """
     missing = answers.missing(asked)
     began, num_answered, num_tokens = time.monotonic(), 0, 0

@@ -1,4 +1,4 @@
-"""What `regenerate` is told."""
+"""The settings of `regenerate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateSettings:
-    """Who answers, how, and where the answers go."""
+    """Which model answers, how, and where the answers are written."""
 
     backend: str
     out: str
@@ -68,15 +68,15 @@ class RegenerateSettings:
         return str(Path(self.out).expanduser().parent)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that decide what is answered."""
+        """Return the settings that the answers depend on."""
         keys = ("turns", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
         return {key: getattr(self, key) for key in ("backend", *keys)}
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError unless `url` is that of an endpoint, and no secret stands in it.
+    """Raise ValueError unless `url` is the address of an endpoint and contains no secret.
 
-    It is shown wherever the endpoint fails, and kept beside the answers.
+    Error messages show it, and it is stored with the answers.
     """
     must = "regenerate.base_url must be like http://localhost:8000/v1"
     try:

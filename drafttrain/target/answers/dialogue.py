@@ -1,4 +1,4 @@
-"""A conversation while it is answered, turn by turn: the same for whoever answers."""
+"""A conversation while it is answered, turn by turn, by any backend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from drafttrain.runtime.untrusted_input import Count
 class AnsweredConversation:
     index: Count
     messages: list[dict[str, str]]
-    answers: list[dict[str, Any]]  # of each: its tokens if known, their number, did it finish
-    cut: str | None  # why turns at the end are left out
+    answers: list[dict[str, Any]]  # each: its tokens if known, their number, whether it finished
+    cut: str | None  # why the last turns were left out
     source: str
     digest: str
 
@@ -26,7 +26,7 @@ class AnsweredConversation:
 
 @dataclass(frozen=True)
 class Failure:
-    """A conversation without a single answer; one that is not final is asked again next time."""
+    """A conversation without any answer; unless `final`, the next run asks it again."""
 
     index: Count
     reason: str
@@ -40,7 +40,7 @@ Outcome = AnsweredConversation | Failure
 
 
 class Dialogue:
-    """One conversation: what is asked next, and what has become of it."""
+    """One conversation: what is asked next, and its outcome so far."""
 
     def __init__(self, asked: Question, keep_answers: bool) -> None:
         self.asked = asked
@@ -48,7 +48,7 @@ class Dialogue:
         self.answers: list[dict[str, Any]] = []
         self.outcome: Outcome | None = None
         self.rest = list(asked.messages)
-        if keep_answers:  # all but the last user turn stands as it is
+        if keep_answers:  # everything before the last user turn is kept
             self.messages, self.rest = self.rest[:-1], self.rest[-1:]
         self._ask()
 
@@ -64,14 +64,14 @@ class Dialogue:
         return len(self.answers)
 
     def seed(self, seed: int) -> int:
-        """Return the seed of the next answer: of this conversation and turn alone."""
+        """Return the seed of the next answer; it depends on this conversation and turn alone."""
         draw = draw_of(0, Purpose.EMIT)
         return int(SeededChance(seed).uniforms([self.asked.index], [self.turn], draw)[0] * 2**31)
 
     def take(
         self, text: str, tokens: Sequence[int] | None, num_tokens: int, finished: bool
     ) -> None:
-        """Take in the next answer; the outcome is there after the last one."""
+        """Add the next answer; after the last one, `outcome` is set."""
         if not text.strip():
             return self.stop("an empty answer", f"turn {self.turn + 1}", final=True)
         self.messages.append(Message("assistant", text))
@@ -83,9 +83,9 @@ class Dialogue:
             self._end(None)
 
     def stop(self, reason: str, detail: str, final: bool) -> None:
-        """End here: with the turns that are answered, if there are any and more is not to be had.
+        """End early, with the turns answered so far if there are any and `final` is set.
 
-        final: asking again would give the same.
+        final: asking again would give the same result.
         """
         asked = self.asked
         if self.answers and final:

@@ -1,4 +1,4 @@
-"""Answers by any OpenAI-compatible endpoint, through the `openai` client."""
+"""Answers from any OpenAI-compatible endpoint, through the `openai` client."""
 
 import asyncio
 import os
@@ -15,14 +15,14 @@ from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown, typ
 from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.dialogue import Dialogue, Failure, Outcome
 
-GIVE_UP_AFTER = 8  # failed conversations in a row: then it is the endpoint, not the prompts
-NONE_OF = 32  # refused before any answer: then it is the settings
-VLLM = "vllm"  # how a vLLM server says whose model it serves
-NO_KEY = "none"  # local servers ask for none, and the client wants some text
-PATIENCE_S = 10.0  # for the list of models, which takes no computing
-SILENCE_S = 30.0  # without an answer until that is said
+GIVE_UP_AFTER = 8  # failed conversations in a row: the endpoint is at fault, not the prompts
+NONE_OF = 32  # conversations refused before any answer: the settings are at fault
+VLLM = "vllm"  # the owner that a vLLM server states for its model
+NO_KEY = "none"  # local servers need no key, but the client requires some text
+PATIENCE_S = 10.0  # for the list of models, which needs no computation
+SILENCE_S = 30.0  # without an answer before a log line says so
 MAX_REPLY = 8 << 20  # bytes; an answer of 100,000 tokens with their ids has one million
-SHOWN = 300  # characters of what an endpoint says against a request
+SHOWN = 300  # characters shown of an endpoint's error
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model says; some servers keep its reasoning apart, under either name."""
+    """The model's reply; some servers return its reasoning separately, under either name."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -66,23 +66,23 @@ class Completion:
 @dataclass(frozen=True)
 class Served:
     model: str
-    owner: str  # "vllm" for a vLLM server, which takes and tells more than others
+    owner: str  # "vllm" for a vLLM server, which accepts and returns more fields than others
 
 
-# The model's generation_config would set what is not said; 0 is off. The tokens come back as they
-# were chosen: a text tokenises to others.
+# The model's generation_config would set what is left out; 0 is off. The token ids are asked for,
+# because the text may tokenise to others.
 TOLD_VLLM = {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def by_endpoint(
     asked: Sequence[Question], config: RegenerateSettings, template: Template
 ) -> Iterator[list[Outcome]]:
-    """Yield outcomes as they come, with `concurrency` conversations under way at a time.
+    """Yield outcomes as they come, with `concurrency` conversations in flight at a time.
 
-    The client tries again after what passes (no connection, 408, 409, 429, 5xx), within
-    regenerate.timeout for an answer. A conversation that still fails is an outcome too, asked again
-    by the next run; ValueError after several in a row, since then it is the endpoint, and where it
-    refuses all there is.
+    The client retries transient errors (no connection, 408, 409, 429, 5xx) within
+    regenerate.timeout per answer. A conversation that still fails is an outcome too, and the next
+    run asks it again. ValueError after several failures in a row, which mean that the endpoint is
+    at fault, and where the endpoint refuses every conversation.
     """
     with asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(_tell)
@@ -129,16 +129,16 @@ def by_endpoint(
 
 
 def _tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Pass on what failed in a callback, but a request to stop: that is obeyed and said later."""
+    """Report an error in a callback, except a request to stop, which is handled elsewhere."""
     if not isinstance(context.get("exception"), Stopped):
         loop.default_exception_handler(context)
 
 
 def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings) -> None:
-    """Raise where going on would give more of the same.
+    """Raise ValueError where further requests would fail in the same way.
 
-    failed: conversations in a row that could be asked again; refused: those that could not, where
-    none is answered.
+    failed: conversations in a row that could be asked again. refused: those that could not, while
+    none has been answered.
     """
     why = f"{last.reason}: {last.detail}" if last.detail else last.reason
     if failed >= GIVE_UP_AFTER:
@@ -155,7 +155,7 @@ def give_up(last: Failure, failed: int, refused: int, config: RegenerateSettings
 
 
 def served_by(config: RegenerateSettings) -> Served:
-    """Return what the endpoint serves; ValueError if it cannot be asked, or must be told which."""
+    """Return the served model; ValueError if the endpoint fails or a model must be named."""
 
     async def ask() -> Served:
         async with open_client(config) as client:
@@ -189,10 +189,10 @@ def _key(config: RegenerateSettings) -> str | None:
 
 
 async def _bound(response: Any) -> None:
-    """Let a response have so many bytes and no more, whatever it says of itself."""
+    """Limit the size of a response to MAX_REPLY bytes, whatever its headers state."""
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise OSError("the reply is compressed, which was not asked for")
-    # Older clients stand on httpx, newer ones on httpx2: each wants its own kind of stream.
+    # Older clients use httpx, newer ones httpx2: each needs its own kind of stream.
     stream = response.stream
     kind: Any = next(kind for kind in type(stream).__mro__ if kind.__name__ == "AsyncByteStream")
 
@@ -212,7 +212,7 @@ async def _bound(response: Any) -> None:
 
 
 async def find_model(client: Any, config: RegenerateSettings) -> Served:
-    """Ask the endpoint for its models and return the one to use; an answer takes seconds."""
+    """Ask the endpoint for its models and return the one to use; this takes seconds at most."""
     import openai
 
     quick = client.with_options(max_retries=1, timeout=PATIENCE_S)
@@ -221,7 +221,7 @@ async def find_model(client: Any, config: RegenerateSettings) -> Served:
         async with asyncio.timeout(PATIENCE_S):
             response = await quick.models.with_raw_response.list()
         listed = typed(Models, response.content, "its list of models")
-    except Exception as error:  # what clients make of what servers send has no one name
+    except Exception as error:  # clients raise many kinds of error for bad replies
         fault, status = describe(error, config), getattr(error, "status_code", 0)
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             given = "is set" if _key(config) else "is not set"
@@ -269,7 +269,7 @@ async def converse(
     config: RegenerateSettings,
     template: Template,
 ) -> Outcome:
-    """Ask every turn of a conversation in order and return what it has become."""
+    """Ask every turn of a conversation in order and return its outcome."""
     import openai
 
     extra: dict[str, Any] = TOLD_VLLM if served.owner == VLLM else {}
@@ -279,7 +279,7 @@ async def converse(
         extra = {"chat_template_kwargs": template.kwargs, **extra}
     while dialogue.outcome is None:
         try:
-            async with asyncio.timeout(config.timeout):  # with all that is tried again
+            async with asyncio.timeout(config.timeout):  # retries included
                 response = await client.chat.completions.with_raw_response.create(
                     model=served.model,
                     messages=[{"role": m.role, "content": m.content} for m in dialogue.messages],
@@ -322,7 +322,7 @@ def take(dialogue: Dialogue, completion: Completion) -> None:
 
 
 def describe(error: BaseException, config: RegenerateSettings) -> str:
-    """Return what is wrong with an answer of the endpoint, in one line, without the key."""
+    """Return what is wrong with the endpoint's reply, in one line, with the key hidden."""
     status, body = getattr(error, "status_code", None), getattr(error, "body", None)
     said = str((isinstance(body, dict) and body.get("message")) or error)
     if key := _key(config):

@@ -1,4 +1,4 @@
-"""Answers by a target that runs here or in a vLLM engine: prompts are tokens, made by us."""
+"""Answers from a target that runs in this process or in a vLLM engine; prompts are token ids."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,11 +25,11 @@ def by_transformers(
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes, a batch at a time; a conversation's tokens do not depend on its batch.
 
-    But for rounding: where two tokens are nearly as likely, another batch may choose the other.
-    room: tokens that a prompt and its answer may take together. decode: the plain loop on a batch.
+    Rounding is the exception: of two almost equally likely tokens, another batch may choose the
+    other. room: tokens of a prompt and its answer together. decode: the plain loop on a batch.
     """
     chance = SeededChance(config.seed)
-    # Prompts of like length are read together: less padding.
+    # Prompts of similar length share a batch: less padding.
     by_length = sorted(asked, key=lambda one: sum(len(turn.content) for turn in one.messages))
     for first in range(0, len(asked), config.batch_size):
         batch = by_length[first : first + config.batch_size]
@@ -65,16 +65,16 @@ def by_vllm(
     room: int,
     in_flight: int,
 ) -> Iterator[list[Outcome]]:
-    """Yield outcomes as the engine ends them, with `in_flight` conversations handed in at a time.
+    """Yield outcomes as the engine finishes them, with `in_flight` conversations at a time.
 
-    Sampled tokens have a seed of their own conversation and turn; whether they are the same in
-    another batch is for vLLM's kernels to say.
+    Every conversation and turn is sampled with its own seed; whether the tokens are the same in
+    another batch depends on vLLM's kernels.
     """
     waiting: dict[int, Dialogue] = {}
     rest = iter(asked)
 
     def hand_in(dialogue: Dialogue) -> list[Outcome]:
-        """Ask for the next answer; return what has become of a conversation that needs none."""
+        """Submit the next turn; return the outcome of a conversation that has no turn left."""
         prompt = next_prompt(dialogue, tokenizer, config, template, room)
         if prompt is None:
             return [] if dialogue.outcome is None else [dialogue.outcome]
@@ -109,7 +109,7 @@ def by_vllm(
 def next_prompt(
     dialogue: Dialogue, tokenizer: Any, config: RegenerateSettings, template: Template, room: int
 ) -> list[int] | None:
-    """Return the tokens of what is asked next; None where there is an outcome instead."""
+    """Return the tokens of the next prompt; None if the conversation has ended."""
     if dialogue.outcome is not None:
         return None
     try:
@@ -130,9 +130,9 @@ def next_prompt(
 def take_tokens(
     dialogue: Dialogue, tokens: Sequence[int], spec: TargetSpec, tokenizer: Any
 ) -> None:
-    """Take in an answer as tokens; the one that ended it is not part of the text."""
+    """Add an answer given as tokens; the stop token is not part of its text."""
     finished = bool(tokens) and tokens[-1] in spec.eos_token_ids
     said = tokens[:-1] if finished else tokens
-    # As an endpoint gives it: what marks turns is not text.
+    # As an endpoint returns it: without the tokens that mark turns.
     text = tokenizer.decode(list(said), skip_special_tokens=True)
     dialogue.take(text, tokens, len(tokens), finished)

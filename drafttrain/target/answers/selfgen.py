@@ -1,4 +1,4 @@
-"""Conversations in the target's own words: it writes the user's turn too, then answers it."""
+"""Conversations written by the target alone: it samples a user turn, then answers it."""
 
 import hashlib
 import json
@@ -30,22 +30,22 @@ from drafttrain.runtime.terminal import console, progress
 from drafttrain.runtime.untrusted_input import Count, UntrustedError
 from drafttrain.target.model import Target
 
-FORMAT = 1  # of the cache: a higher number makes old caches be written anew
+FORMAT = 1  # of the cache: a higher number has old caches written anew
 EMIT = draw_of(0, Purpose.EMIT)
-DROP_FROM = 8  # finished rows are dropped once they are one in so many
+DROP_FROM = 8  # finished rows are dropped once they are one in this many
 USER, CLOSING, ANSWER, FINISHED = range(4)  # what a row is writing
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around the two turns, and the tokens that end them."""
+    """The chat template's tokens around the two turns, and the tokens that end the turns."""
 
     opening: list[int]
     closing: list[int]  # from the end of the user's turn to the start of the answer
     answer_stops: list[int]
-    user_stops: list[int]  # and the first token of `closing`
-    first_forbidden: list[int]  # what a user turn cannot begin with, or it would be empty
-    forbidden: list[int]  # what a user turn cannot contain: special tokens that do not end it
+    user_stops: list[int]  # includes the first token of `closing`
+    first_forbidden: list[int]  # tokens that cannot begin a user turn: it would be empty
+    forbidden: list[int]  # tokens that a user turn cannot contain: special ones that do not end it
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,15 @@ class Written:
 def selfgen(
     target: Target, config: SelfgenConfig, show: bool = True, ranks: Ranks = ALONE
 ) -> tuple[list[Sample], SkipReport]:
-    """Return conversations that the target writes, with the very tokens that it chose.
+    """Return conversations that the target writes, as the tokens that it sampled.
 
-    From the chat template's opening alone it samples a user turn (never empty, and without special
-    tokens), then the answer, freely. An answer that reaches data.max_answer_tokens stays as it is,
-    without an end of turn. Conversation i depends on the target, the seed and i, not on the batch
-    it is written in, but for rounding. Results go to data.cache_dir batch by batch, under a
-    fingerprint of target and settings: an interrupted run continues, and asking for more
-    conversations writes only those. ValueError if they cannot fit, or if nothing usable was
-    written. ranks: among whom batches are dealt out; every rank is given all conversations, and
-    rank 0 alone reads and writes the files.
+    Given only the chat template's opening, it samples a user turn (never empty, and without special
+    tokens), then the answer. An answer that reaches data.max_answer_tokens is kept without an end
+    of turn. Conversation i depends on the target, the seed and i, and not on its batch, except for
+    rounding. Results go to data.cache_dir batch by batch, under a fingerprint of target and
+    settings: an interrupted run resumes, and asking for more conversations writes only those.
+    ValueError if they cannot fit, or if nothing usable was written. ranks: they share the batches;
+    every rank gets all conversations, and rank 0 alone reads and writes the files.
     """
     frame = frame_of(target, config.text_format)
     check_room(target, config, frame)
@@ -77,7 +76,7 @@ def selfgen(
     written = cached(folder, target.spec, ranks)
     with ExitStack() as stack:
         if not all(index in written for index in range(count)):
-            if ranks.is_main:  # another run may write the very same: this one then takes them up
+            if ranks.is_main:  # wait for another run that writes the same ones, then reuse them
                 held = hold(folder, "data.cache_dir", "selfgen", console.print, patience=math.inf)
                 stack.enter_context(held)
             written = cached(folder, target.spec, ranks)
@@ -114,7 +113,7 @@ def cached(folder: Path, spec: TargetSpec, ranks: Ranks) -> dict[int, Written]:
 
 
 def frame_of(target: Target, template: Template) -> Frame:
-    """Read the frame off the chat template, tokenised as a prompt is."""
+    """Return the frame that the chat template gives, tokenised as a prompt is."""
     tokenizer = target.tokenizer
     form = ChatFormat(tokenizer, template)
 
@@ -161,9 +160,9 @@ def write(
     indices: list[int],
     tick: Callable[..., None],
 ) -> list[Written]:
-    """Write a batch of conversations in lock step: every row gains one token a pass.
+    """Write a batch of conversations in lock step: every pass adds one token to every row.
 
-    No padding is needed, since all rows begin alike and forced tokens are fed like sampled ones.
+    No padding is needed: all rows begin alike, and forced tokens are fed like sampled ones.
     """
     chance = SeededChance(config.seed)
     keys = np.array(indices)
@@ -258,13 +257,13 @@ def to_samples(written: list[Written], folder: Path) -> tuple[list[Sample], Skip
 
 
 def fingerprint(target: Target, config: SelfgenConfig, frame: Frame) -> str:
-    """Name what conversation i depends on: the number of them and the batch size are not in it."""
+    """Return a hash of what conversation i depends on; their number and batch size do not count."""
     settings = settings_of(target, config) | {"frame": vars(frame), "format": FORMAT}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
-    """Return the target and the settings that decide what is written."""
+    """Return the target and the settings that the conversations depend on."""
     keys = ("seed", "user_temperature", "answer_temperature", "top_k", "top_p")
     return {
         "target": target.spec.fingerprint,
@@ -274,7 +273,7 @@ def settings_of(target: Target, config: SelfgenConfig) -> dict[str, Any]:
 
 
 def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
-    """Write for a reader what the fingerprint stands for."""
+    """Write the settings behind the fingerprint, for people to read."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "model": target.spec.name,
@@ -287,7 +286,7 @@ def save_settings(folder: Path, target: Target, config: SelfgenConfig) -> None:
 
 
 def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> None:
-    """Add a batch to the cache: tokens for training, and messages, which data=jsonl reads too."""
+    """Add a batch to the cache: tokens for training, and messages that data=jsonl can read too."""
     records = []
     for one in batch:
         user = one.tokens[len(frame.opening) : one.num_prompt_tokens - len(frame.closing)]
@@ -301,7 +300,7 @@ def append(folder: Path, batch: list[Written], frame: Frame, tokenizer: Any) -> 
 
 
 def load(folder: Path, spec: TargetSpec) -> dict[int, Written]:
-    """Read the cache; a torn last line is left out: whoever writes next cuts it off."""
+    """Read the cache; a torn last line is left out, and the next writer removes it."""
     file = folder / "conversations.jsonl"
     if not file.is_file():
         return {}

@@ -1,1 +1,1 @@
-"""Loading Transformers models and tokenizers, safely: from a directory, the Hub, or drawn."""
+"""Loading Transformers models and tokenizers safely: from a directory, the Hub, or at random."""

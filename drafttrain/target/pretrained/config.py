@@ -1,4 +1,4 @@
-"""Which target."""
+"""The configuration of the target: which model, and how it is loaded."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer poin
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
-# gets the same ones; larger ones where they will live, because drawing them twice takes minutes.
+# gets the same ones; larger ones are drawn on their device: a copy would take minutes.
 PORTABLE_PARAMETERS = 2_000_000_000
 
 
@@ -61,7 +61,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """The name that reports show: it says what is not the model's own."""
+        """The name that reports show; it mentions inflation."""
         return self.name if self.inflate is None else f"{self.name} inflated to {self.inflate}"
 
     @property
@@ -73,7 +73,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomModelConfig(ModelConfig):
-    """A target with random weights of any shape; it speaks through the embedded tokenizer."""
+    """A target with random weights of any shape; it uses the embedded tokenizer."""
 
     architecture: str
     vocab_size: int
@@ -123,7 +123,7 @@ class RandomModelConfig(ModelConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Weights in the matrices, norms and biases left out."""
+        """The number of weights in the matrices, without norms and biases."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         layer = self.hidden_size * (heads + 3 * self.intermediate_size)
         tables = 1 if self.tie_embeddings else 2

@@ -1,4 +1,4 @@
-"""The two ends of a model, what embeds tokens and what reads them out, without what is between."""
+"""The two ends of a model, its embedding and its head, without the layers between them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from drafttrain.target.pretrained.shards import Place, names_of, put, read, skel
 
 
 def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device: str) -> Any:
-    """Return the target's Transformers model with its embedding, final norm and head alone.
+    """Return the target's Transformers model with only its embedding, final norm and head loaded.
 
-    Everything between stays on the meta device: a 70B model takes the memory of two tables.
-    ValueError where the target has no directory, or its weights lie in pickle.
+    The layers stay on the meta device: a 70B model takes the memory of two tables.
+    ValueError if the target has no directory, or its weights are pickled.
     """
     weights = files.weight_files(directory(config))
     if weights[0].suffix != ".safetensors":
@@ -32,7 +32,7 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
     for module in (model.get_input_embeddings(), norm, model.get_output_embeddings()):
         for parameter in list(module.parameters(recurse=False)):
             names = named.pop(id(parameter), None)
-            if names is None:  # tied, and there already
+            if names is None:  # tied, and already loaded
                 continue
             key = stored_as(names[0], stored, config.origin)
             place = Place(stored[key], key, tuple(names))
@@ -49,7 +49,7 @@ def load_ends(config: ModelConfig, model_config: Any, dtype: torch.dtype, device
 
 
 def directory(config: ModelConfig) -> Path:
-    """Return the target's directory; ValueError where what runs is not what lies on the disk."""
+    """Return the target's directory; ValueError if the target is not what is on the disk."""
     if isinstance(config, RandomModelConfig):
         raise ValueError(
             f"model={config.name} draws its weights, and vLLM loads those of a directory; choose "
@@ -67,7 +67,7 @@ def directory(config: ModelConfig) -> Path:
 
 
 def stored_as(name: str, stored: dict[str, Path], origin: str) -> str:
-    """Return the key of a tensor; checkpoints of several modalities have other prefixes."""
+    """Return the key of a tensor; multimodal checkpoints have other prefixes."""
     end = "." + ".".join(name.split(".")[-2:])
     like = [key for key in stored if f".{key}".endswith(end) and ".layers." not in key]
     if name not in stored and len(like) != 1:

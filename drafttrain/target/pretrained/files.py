@@ -1,4 +1,4 @@
-"""The files of a model directory: which there must be, and whether they are whole."""
+"""The files of a model directory: which are required, and whether they are whole."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ SAFE = "model.safetensors"
 PICKLED = "pytorch_model.bin"
 HASHED_WHOLE_BYTES = 1 << 30
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
-# What Transformers reads of a directory besides weights and vocabulary: small objects all of them.
+# The files that Transformers reads besides weights and vocabulary: all small objects.
 GENERATION = "generation_config.json"
 SETTINGS = (
     *(GENERATION, "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.json", "processor_config.json"),
 )
 ADAPTER = "adapter_config.json"
-# What two copies of one configuration may differ in.
+# The keys in which two copies of one configuration may differ.
 VOLATILE = ("transformers_version", "_name_or_path", "use_cache")
 
 
@@ -55,7 +55,7 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
         raise ValueError(
             f"{origin} must hold {CONFIG}, a tokenizer and weights; missing: {', '.join(missing)}"
         )
-    if (folder / ADAPTER).exists():  # Transformers would load what it names, from anywhere
+    if (folder / ADAPTER).exists():  # Transformers would load the model it names, from anywhere
         raise ValueError(
             f"{origin} must hold a whole model, and holds an adapter of another ({ADAPTER}); merge"
             " it into the model, or remove that file to have the model without it"
@@ -83,7 +83,7 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
 
 
 def check_settings(settings: dict[str, Any], origin: str) -> None:
-    """Raise ValueError for what config.json may not say: of other files, and of others' code."""
+    """Raise ValueError if config.json names weights of its own, or code of the Hub."""
     if settings.get("transformers_weights") is not None:
         raise ValueError(
             f"{origin}: config.json must not name its weights (transformers_weights): {SAFE} and"
@@ -100,9 +100,9 @@ def check_settings(settings: dict[str, Any], origin: str) -> None:
 
 
 def tensors_in(file: Path, origin: str) -> dict[str, TensorEntry]:
-    """Return what a safetensors file of a model holds, by its header; ValueError if it is torn.
+    """Return the tensors in a safetensors file's header; ValueError if the file is torn.
 
-    A download that broke off leaves a file whose header promises more bytes than there are.
+    An interrupted download leaves a file with fewer bytes than its header states.
     """
     try:
         return header_of(file, f"{origin}: {file.name}")
@@ -124,7 +124,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path, name: str, origin: str | None = None) -> list[str]:
-    # One file before shards, as Transformers has it: what is checked is what is loaded.
+    # One file before shards, as in Transformers: what is checked is what is loaded.
     if (folder / name).is_file():
         return [name]
     index = folder / f"{name}.index.json"
@@ -137,11 +137,11 @@ def _listed(folder: Path, name: str, origin: str | None = None) -> list[str]:
 
 
 def fingerprint(folder: Path, files: Sequence[Path] | None = None) -> str:
-    """Return a hash of a model directory's configuration and weights, wherever it lies.
+    """Return a hash of a model directory's configuration and weights, wherever it is.
 
-    files: those that hold the weights, where they are not a model's.
-    Weights up to 1 GiB in all are hashed whole. Of larger ones each file's name, size, header and
-    64 samples of 64 KiB: a fine-tune changes them, a copy does not, and a 70B model takes seconds.
+    files: those that hold the weights, if they are not a model's. Weights up to 1 GiB in all are
+    hashed whole. For larger ones, each file's name, size, header and 64 samples of 64 KiB are
+    hashed: a fine-tune changes them, a copy does not, and a 70B model takes seconds.
     """
     settings = read_object(folder / CONFIG)
     digest = hashlib.sha256(_canonical(settings))

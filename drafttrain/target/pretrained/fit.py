@@ -1,4 +1,4 @@
-"""Whether weights on the disk are those of a configuration, by their headers: nothing is loaded."""
+"""Check by their headers alone, loading nothing, that weight files fit a configuration."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.limits import without_weights
 
 NAMED = 3  # tensors of each kind in a message
-MISSING_SHARE = 0.01  # of a model's numbers that files may lack: what Transformers computes itself
+MISSING_SHARE = 0.01  # of a model's numbers that files may lack: Transformers computes some itself
 BYTES_PER_NUMBER = 1 / 16  # the least that quantised weights take
 
 
@@ -20,13 +20,13 @@ class Found(NamedTuple):
 
 
 def match(origin: str, weights: list[Path], model: Any) -> tuple[dict[str, Found], list[str]]:
-    """Return what the files hold for a model, by its own names, and what they hold besides."""
+    """Return the files' tensors that belong to a model, by its own names, and the other keys."""
     names = set(model.state_dict(keep_vars=True))
     found: dict[str, Found] = {}
     others = []
     for file in weights:
         for key, entry in files.tensors_in(file, origin).items():
-            # A base model was saved without the name under which the whole holds it.
+            # A base model is saved without the prefix that it has in the whole model.
             name = key if key in names else f"{model.base_model_prefix}.{key}"
             if name in names:
                 found[name] = Found(file, key, entry)
@@ -36,23 +36,23 @@ def match(origin: str, weights: list[Path], model: Any) -> tuple[dict[str, Found
 
 
 def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool) -> None:
-    """Raise ValueError, before anything is loaded, where files cannot hold a model's weights.
+    """Raise ValueError, before anything is loaded, if files cannot hold a model's weights.
 
-    Shapes that differ are named, and a model is not made that has more numbers than its files:
-    what config.json declares costs memory, whatever lies on the disk. code: trust_remote_code.
+    The message names shapes that differ. A model with more numbers than its files hold is refused:
+    loading it would take the memory that config.json declares. code: trust_remote_code.
     """
     if any(file.suffix != ".safetensors" for file in weights):
-        return  # nothing tells what a pickle holds before it is loaded
+        return  # what a pickle holds is not known before it is loaded
     entries = [entry for file in weights for entry in files.tensors_in(file, origin).values()]
     layers = getattr(model_config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > len(entries):  # which would take long to make
+    if isinstance(layers, int) and layers > len(entries):  # such a model would take long to build
         raise ValueError(
             f"{origin}: the weights must fit config.json, which declares {layers:,} layers; the "
             f"files hold {len(entries):,} tensors"
         )
     try:
         model = without_weights(model_config, code)
-    except Exception as error:  # whatever the model's code finds wrong, whose classes vary
+    except Exception as error:  # the model's code raises errors of many classes
         reason = shown(error, 400)
         raise ValueError(f"{origin}: config.json makes no model: {reason}") from error
     found, others = match(origin, weights, model)
@@ -61,7 +61,7 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
     wrong = [
         f"{name} is {place.entry.shape} instead of {own[name]}"
         for name, place in found.items()
-        # As many numbers in another order may be what Transformers turns round.
+        # Transformers may transpose: the same count in another shape is allowed.
         if not quantized and name in own and math.prod(place.entry.shape) != math.prod(own[name])
     ]
     declared = sum(parameter.numel() for parameter in model.parameters())
@@ -80,7 +80,7 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
 def refuse_misfit(
     origin: str, misshapen: list[str], missing: list[str], others: list[str] | None = None
 ) -> None:
-    """Raise ValueError if weights are missing or of another shape than the configuration's."""
+    """Raise ValueError if weights are missing or do not have the configuration's shapes."""
     if not misshapen and not missing:
         return
     parts = (("of another shape", misshapen), ("missing", missing), ("unknown", others or []))

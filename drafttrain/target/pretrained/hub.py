@@ -1,4 +1,4 @@
-"""Fetching a model from the Hugging Face Hub, or saying in one sentence why that is impossible."""
+"""Download a model from the Hugging Face Hub, or say in one sentence why that is impossible."""
 
 import functools
 from pathlib import Path
@@ -10,7 +10,7 @@ from drafttrain.target.pretrained import files
 
 ANSWER_S = 10.0  # how long the Hub may take to answer before it counts as unreachable
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-# Subfolders hold other formats (original/*.pth), and Mistral's repositories the weights twice.
+# Subfolders hold other formats (original/*.pth); Mistral's repositories hold the weights twice.
 NEVER = ["*/*", "consolidated*"]
 
 
@@ -21,8 +21,8 @@ def download(
     """Return the local folder of a repository at a revision, downloading what is not there yet.
 
     Configuration and tokenizer always; weights if asked (safetensors, else pickled if allowed);
-    Python files only if `code`. Where the Hub cannot be reached, a copy in the local cache serves;
-    where there is none, the ValueError says what to do. Asked once per process.
+    Python files only if `code`. If the Hub cannot be reached, a copy in the local cache is used;
+    if there is none, the ValueError says what to do. The Hub is asked once per process.
     """
     patterns = SMALL_FILES + (["*.py"] if code else [])
     example = f"model.path=/models/{repo.rsplit('/', 1)[-1]}"
@@ -31,7 +31,7 @@ def download(
         huggingface_hub.snapshot_download, repo, revision=revision, ignore_patterns=NEVER
     )
     try:
-        # Asked first because this one request fails at once, where a download retries for long.
+        # Asked first: this request fails at once, whereas a download retries for a long time.
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=ANSWER_S)
         names = [file.rfilename for file in info.siblings or []]
         safe = any(name.endswith(".safetensors") for name in names)
@@ -73,6 +73,6 @@ def download(
 
 
 def cached_config(repo: str, revision: str | None) -> Path | None:
-    """Return the config.json of a repository that the local cache holds; the Hub is not asked."""
+    """Return a repository's config.json from the local cache, or None; the Hub is not asked."""
     found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
     return Path(found) if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Cost without weights: a model made as large as another, computing what it computed before."""
+"""Inflate a model to the size, and so the cost, of another without changing what it computes."""
 
 import copy
 from typing import Any
@@ -9,17 +9,16 @@ from torch import nn
 from drafttrain.target.pretrained.limits import without_weights
 from drafttrain.target.pretrained.size import parameters, parse_size
 
-MULTIPLE = 64  # of a feed-forward width: what kernels are tuned for
+MULTIPLE = 64  # feed-forward widths are multiples of it, for which kernels are tuned
 NAMES = ("gate_proj", "up_proj", "down_proj")
-# Of an output's largest value: rounding in bfloat16 stays below, another function does not.
+# A share of an output's largest value: bfloat16 rounding stays below it, another function does not.
 TOLERANCE = 0.02
 
 
 def inflated_width(size: str, model_config: Any, name: str, trust_code: bool) -> int:
     """Return the feed-forward width that brings a model nearest to `size`; no weight is read.
 
-    ValueError if the model is larger than that, or its feed-forward layers are of another kind
-    than Llama's.
+    ValueError if the model is larger than that, or its feed-forward layers are not like Llama's.
     """
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(
@@ -48,7 +47,7 @@ def inflate(model: Any, width: int, name: str) -> None:
 
     ValueError if that would change what a layer computes.
     """
-    model.config = copy.deepcopy(model.config)  # drafters are built from the one it was made from
+    model.config = copy.deepcopy(model.config)  # drafters are built from the original
     for layer in gated_layers(model, name):
         weight = layer.gate_proj.weight
         probe = torch.linspace(-1, 1, weight.shape[1], device=weight.device)[None].to(weight.dtype)
@@ -63,7 +62,7 @@ def inflate(model: Any, width: int, name: str) -> None:
 
 
 def gated_layers(model: Any, name: str) -> list[Any]:
-    """Return the feed-forward layer of every decoder layer; ValueError unless all are Llama's."""
+    """Return each decoder layer's feed-forward layer; ValueError unless all are as in Llama."""
     layers: list[Any] = [
         getattr(layer, "mlp", None) for layer in getattr(model.get_decoder(), "layers", [None])
     ]
@@ -74,10 +73,10 @@ def gated_layers(model: Any, name: str) -> list[Any]:
 
 
 def is_gated(module: Any) -> bool:
-    """Whether a module is `down_proj(act(gate_proj(x)) * up_proj(x))`, by its weights."""
+    """Return whether a module is `down_proj(act(gate_proj(x)) * up_proj(x))`, by its weights."""
     if not isinstance(module, nn.Module):
         return False
-    # Anything else with weights could be a norm across the inner width (BitNet has one).
+    # Any other weights could be those of a norm over the inner width (BitNet has one).
     weighted = {key for key, child in module.named_children() if list(child.parameters())}
     return weighted == set(NAMES) and all(
         # Subclasses hold packed weights (quantisation), which rows cannot be added to.
@@ -88,11 +87,11 @@ def is_gated(module: Any) -> bool:
 
 @torch.no_grad()
 def widen(layer: Any, width: int) -> None:
-    """Widen a gated feed-forward layer in place; what it computes stays, up to rounding.
+    """Widen a gated feed-forward layer in place; its output stays the same, up to rounding.
 
-    The added rows of gate and up repeat those there are: the same values in every dtype and on
-    every device, of realistic size (zeros could meet fast paths), and finite wherever the others
-    are. The added columns of down are zero, so whatever the rows give is multiplied away.
+    The added rows of gate and up repeat existing ones: they have the same values in every dtype
+    and on every device, a realistic size (zeros could meet fast paths), and are finite wherever
+    the others are. The added columns of down are zero, so the added rows have no effect.
     """
     gate, up, down = (getattr(layer, key) for key in NAMES)
     old = gate.out_features

@@ -1,8 +1,8 @@
 """Which models can be targets, and up to which position: exact, capped, or refused by name.
 
-Exact is where a pass over several tokens computes what passes over one each would: rejected drafts
-must leave the cache without a trace, and what a position contributes must not depend on the length
-of the text. `Target.check_readout` then tries the model itself.
+A model is exact if one pass over several tokens computes the same as a pass over each: rejected
+drafts must leave no trace in the cache, and what a position contributes must not depend on the
+length of the text. `Target.check_readout` then checks the model itself.
 """
 
 import copy
@@ -26,13 +26,13 @@ REACH = {
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Attention that chooses what it reads by scores of its own: it reads all of a short text only.
+# Sparse attention, which selects the positions it reads: only short texts are read in full.
 CHOOSY = ("index_topk", "index_topk_blocks")
-# What config.json states of sizes, and the most that is believed.
+# The sizes in config.json, and the largest value accepted for each.
 SIZES = {
     "vocab_size": MAX_VOCABULARY,
     "hidden_size": 1 << 20,
-    "num_hidden_layers": 1 << 10,  # a model of more takes seconds to make, without weights
+    "num_hidden_layers": 1 << 10,  # more layers take seconds to build, even without weights
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
@@ -43,7 +43,7 @@ NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 @dataclass(frozen=True)
 class Limits:
-    """How many positions a model can use exactly, and why these are fewer than it was made for."""
+    """How many positions a model can use exactly, and why they are fewer than it was made for."""
 
     positions: int
     reason: str = ""
@@ -53,8 +53,8 @@ class Limits:
 def limits_of(config: ModelConfig, model_config: Any, role: str = "target") -> Limits:
     """Return up to which position a model is exact in the decode loop.
 
-    Raises ValueError, naming what and why, for a model that is not, at no length; for one that is
-    not made as Llama is; and where model.max_positions asks for more than there is.
+    Raises ValueError, naming the reason, for a model that is exact at no length or is not built as
+    Llama is, and where model.max_positions asks for more positions than there are.
     """
     text = model_config.get_text_config(decoder=True)
     who = f"model={config.name} ({shown(text.model_type)}) cannot be a {role}"
@@ -70,8 +70,7 @@ def limits_of(config: ModelConfig, model_config: Any, role: str = "target") -> L
         )
     elif getattr(text, "is_heterogeneous", False):
         problem = (
-            "its layers differ in their shape, and drafters are shaped by that of all; choose"
-            " another model"
+            "its layers differ in shape, and drafters need one shape for all; choose another model"
         )
     if problem is not None:
         raise ValueError(f"{who}: {problem}")
@@ -96,9 +95,9 @@ def limits_of(config: ModelConfig, model_config: Any, role: str = "target") -> L
 
 
 def exact_positions(text: Any, who: str) -> Limits:
-    """Return up to which position a decoder of this configuration computes the same in any passes.
+    """Return up to which position a decoder of this configuration is exact, however passes are cut.
 
-    Raises ValueError, which `who` begins, where it does so at no length.
+    Raises ValueError, whose message begins with `who`, if it is exact at no length.
     """
     for problem in _inexact(text):
         raise ValueError(f"{who}: {problem}")
@@ -107,9 +106,9 @@ def exact_positions(text: Any, who: str) -> Limits:
     for kind, rope in _ropes(text):
         if kind in LENGTH_ROPES:
             original = rope.get("original_max_position_embeddings") or made_for
-            why = f"{kind} turns all positions otherwise past {original}, the original length"
+            why = f"{kind} rotates all positions differently past {original}, the original length"
             bounds.append(Limits(original, why))
-    # Where layers are not told apart, a window that is stated is that of all.
+    # Without layer_types, a stated window holds for all layers.
     for kind in sorted(set(getattr(text, "layer_types", None) or REACH)):
         field = REACH[kind]
         window = getattr(text, field, None) if field else None
@@ -119,7 +118,7 @@ def exact_positions(text: Any, who: str) -> Limits:
 
 
 def _inexact(text: Any) -> Iterator[str]:
-    """Yield why a decoder of this configuration is exact at no length."""
+    """Yield each reason why a decoder of this configuration is exact at no length."""
     if getattr(text, "max_position_embeddings", None) is None:
         yield (
             "its configuration states no max_position_embeddings, so how long a text may be is"
@@ -141,14 +140,14 @@ def _inexact(text: Any) -> Iterator[str]:
     for field in CHOOSY:
         if getattr(text, field, None) is not None:
             yield (
-                f"its attention chooses {field}={shown(getattr(text, field))} of what is there, and"
-                " how it chooses is not known to be the same in passes of one and of several"
-                " tokens; choose a model that reads all positions"
+                f"its attention selects {field}={shown(getattr(text, field))} positions, and it is"
+                " not known to select the same ones in passes over one and over several tokens;"
+                " choose a model that reads all positions"
             )
 
 
 def check_sizes(raw: dict[str, Any], origin: str) -> None:
-    """Raise ValueError where what config.json states of sizes cannot be."""
+    """Raise ValueError if a size in config.json is impossible."""
     kind = raw.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise ValueError(f"{origin}: config.json's model_type must be a text, got {shown(kind)}")
@@ -165,13 +164,13 @@ def check_sizes(raw: dict[str, Any], origin: str) -> None:
 
 
 def final_norm_of(decoder: Any) -> Any:
-    """Return the module that norms what the output head reads; None where none is known."""
+    """Return the final norm, whose output the head reads; None if none is known."""
     found = (getattr(decoder, name, None) for name in NORMS)
     return next((norm for norm in found if norm is not None), None)
 
 
 def _ropes(text: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return what is stated of rotary positions, and its type: once, or for each kind of layer."""
+    """Return the rope type and parameters: one pair, or one for each kind of layer."""
     stated = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [part for part in stated.values() if isinstance(part, dict)]
     theta = getattr(text, "rope_theta", None)
@@ -183,7 +182,7 @@ def _ropes(text: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def rope_theta_of(text: Any) -> float:
-    """Return the base of the rotary frequencies, that of full attention where there are several."""
+    """Return the base of the rotary frequencies; if there are several, that of full attention."""
     stated = getattr(text, "rope_parameters", None) or {}
     full = stated.get("full_attention")
     rope = full if isinstance(full, dict) else _ropes(text)[0][1]
@@ -191,10 +190,10 @@ def rope_theta_of(text: Any) -> float:
 
 
 def _embedding_scale(config: ModelConfig, model_config: Any, who: str) -> float:
-    # Of a model without weights, whose structure is looked at on the way.
+    # Read from a model without weights, whose structure is checked on the way.
     try:
         model = without_weights(model_config, config.trust_remote_code)
-    except Exception as error:  # whatever the model's code makes of sizes that do not fit
+    except Exception as error:  # the model's code raises many errors for sizes that do not fit
         raise ValueError(
             f"{who}: no model can be made of its configuration: {shown(error, 400)}; check its"
             " config.json"
@@ -206,7 +205,7 @@ def _embedding_scale(config: ModelConfig, model_config: Any, who: str) -> float:
 
 
 def without_weights(model_config: Any, trust_code: bool) -> Any:
-    """Return the model that a configuration makes, on the meta device."""
+    """Return the model of a configuration, on the meta device."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(model_config), trust_remote_code=trust_code
@@ -214,7 +213,7 @@ def without_weights(model_config: Any, trust_code: bool) -> Any:
 
 
 def check_structure(model: Any, who: str) -> None:
-    """Raise ValueError unless a model's decoder is made as Llama's."""
+    """Raise ValueError unless a model's decoder is built as Llama's."""
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers") or final_norm_of(decoder) is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which target, and how Transformers loads its configuration, tokenizer and weights."""
+"""Find a target and load its configuration, tokenizer and weights with Transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ QUIET_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 
 
 def find(config: ModelConfig, weights: bool) -> Path | None:
-    """Return the complete directory of a target, downloading it if it must; None if it is random.
+    """Return the complete directory of a target, downloaded if necessary; None if it is random.
 
     With weights=False only the configuration and the tokenizer need to be there.
     ValueError says what is missing, or how to do without the Hub.
@@ -83,7 +83,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
-    except Exception as error:  # whatever its files hold: classes vary, tokenizers' is bare
+    except Exception as error:  # error classes vary, and the tokenizers package raises bare ones
         raise ValueError(
             f"{config.origin}: the tokenizer cannot be loaded: {shown(error, 400)}; if it brings"
             " its own code, read it, then set model.trust_remote_code=true"
@@ -105,9 +105,9 @@ def load_model(
 ) -> Any:
     """Return a Transformers causal language model in evaluation mode, without gradients.
 
-    spread: what `from_pretrained` is told of where modules go; None: all of them to `device`.
-    ValueError if a weight is missing or has the wrong shape: Transformers alone would draw it.
-    With `config.inflate` it computes the same at the cost of a larger one (see `inflate`).
+    spread: arguments of `from_pretrained` that place modules; None: all of them on `device`.
+    ValueError if a weight is missing or misshapen; Transformers would initialise it at random.
+    With `config.inflate` it computes the same at the cost of a larger model (see `inflate`).
     """
     width = None
     if config.inflate is not None:
@@ -127,7 +127,7 @@ def load_model(
 
 
 def attention_of(model_config: Any) -> str:
-    """Return the fastest kind of attention that computes what the architecture asks for."""
+    """Return the fastest attention implementation that is exact for the architecture."""
     text = model_config.get_text_config(decoder=True)
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
@@ -136,11 +136,11 @@ def attention_of(model_config: Any) -> str:
 
 
 def fingerprint(config: ModelConfig, dtype: torch.dtype, device: str) -> str:
-    """Return a hash of the target's configuration and weights: what features are bound to.
+    """Return a hash of the target's configuration and weights, to which features are bound.
 
-    Of a directory it is the same wherever that lies and in whatever dtype it is loaded (see
-    `files.fingerprint`); of random weights it is over what determines them. An inflated target
-    keeps it: a drafter that was trained on the one serves the other.
+    For a directory it does not depend on its path or on the dtype it is loaded in (see
+    `files.fingerprint`); for random weights it covers what determines them. Inflating a target
+    does not change it: a drafter that was trained on the one serves the other.
     """
     folder = find(config, weights=True)
     if folder is not None:

@@ -1,9 +1,9 @@
-"""Weights in fewer bits, by the schemes of Transformers: each is a package's, named here."""
+"""Quantised weights: the schemes of Transformers, and the package that each one needs."""
 
 from importlib.util import find_spec
 from typing import Any
 
-# Scheme -> the module it needs, what installs that, and what it is called there. Not quanto: its
+# Scheme -> the module it needs, the package to install, and its name there. Not quanto: its
 # tensors cannot be copied, and evaluation decodes with a copy of the drafter.
 SCHEMES = {
     "torchao-int8": ("torchao", "drafttrain[quant]", "Int8WeightOnlyConfig"),
@@ -15,10 +15,10 @@ SCHEMES = {
 
 
 def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:
-    """Return what `from_pretrained` is told for a scheme; settings: the model's configuration.
+    """Return the arguments of `from_pretrained` for a scheme; settings: the model's configuration.
 
-    Weights that come quantised say so in their configuration and need no scheme. ValueError where
-    they do and one is asked for, or where the scheme's package is not installed.
+    Weights that are already quantised say so in their configuration and need no scheme. ValueError
+    if a scheme is asked for them, or if the scheme's package is not installed.
     """
     if name is None:
         return {}

@@ -1,4 +1,4 @@
-"""Weights one tensor at a time: a model without weights, and where each of them lies on disk."""
+"""Weights one tensor at a time: a model without weights, and where each weight is on disk."""
 
 import math
 from pathlib import Path
@@ -15,11 +15,11 @@ from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.fit import match, refuse_misfit
 from drafttrain.target.pretrained.models import attention_of, find
 
-FLOATING = ("F64", "F32", "F16", "BF16")  # what is converted to the dtype that is asked for
+FLOATING = ("F64", "F32", "F16", "BF16")  # converted to the requested dtype
 
 
 class Place(NamedTuple):
-    """Where a parameter or buffer of a model lies, and what it is called."""
+    """Where a parameter or buffer of a model is on disk, and its names."""
 
     file: Path
     key: str  # in the file
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 
 def skeleton(config: ModelConfig, model_config: Any, dtype: torch.dtype) -> Any:
-    """Return a model whose parameters have a shape and no storage; its buffers are real."""
+    """Return a model whose parameters have shapes but no storage; its buffers are real."""
     attention = attention_of(model_config) if config.attention == "auto" else config.attention
     with accelerate.init_empty_weights(include_buffers=False):
         model = transformers.AutoModelForCausalLM.from_config(
@@ -36,7 +36,7 @@ def skeleton(config: ModelConfig, model_config: Any, dtype: torch.dtype) -> Any:
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
         )
-    model.tie_weights()  # once more: what was moved to the meta device has come apart
+    model.tie_weights()  # again: moving to the meta device untied them
     folder = find(config, weights=False)
     if folder is not None and (folder / files.GENERATION).is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -50,9 +50,9 @@ def _weight_files(config: ModelConfig) -> list[Path]:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a model's weights in `dtype`, as the headers of its files say.
+    """Return the bytes of a model's weights in `dtype`, from the headers of its files.
 
-    Integers, which are quantised weights, count as they are, and so do pickled files.
+    Integers (quantised weights) and pickled files count at their size on disk.
     """
     weights = _weight_files(config)
     if weights[0].suffix != ".safetensors":
@@ -67,7 +67,7 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
-    """Return what each weight of a model is called, by its id: several names where it is tied."""
+    """Return the names of each weight of a model, by its id: several names if it is tied."""
     named: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         named.setdefault(id(tensor), []).append(name)
@@ -75,10 +75,10 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
 
 
 def places(config: ModelConfig, model: Any) -> list[Place]:
-    """Return where each weight of a skeleton lies, file by file.
+    """Return where each weight of a skeleton is stored, file by file.
 
-    ValueError if one is missing or of another shape, or if the names in the files are not those
-    of the model's own modules.
+    ValueError if one is missing or misshapen, or if the names in the files are not those of the
+    model's own modules.
     """
     weights = _weight_files(config)
     if weights[0].suffix != ".safetensors":
@@ -107,9 +107,9 @@ def places(config: ModelConfig, model: Any) -> list[Place]:
 
 
 def read(place: Place, dtype: torch.dtype) -> Tensor:
-    """Return a weight, of floating point in `dtype`, as a tensor of its own.
+    """Return a weight as a tensor of its own, converted to `dtype` if it is floating point.
 
-    The file is mapped for this alone, so that what was read before does not stay in memory.
+    The file is mapped for each read, so that earlier reads do not stay in memory.
     """
     with safe_open(place.file, framework="pt") as opened:
         tensor = opened.get_tensor(place.key)
@@ -117,7 +117,7 @@ def read(place: Place, dtype: torch.dtype) -> Tensor:
 
 
 def put(model: nn.Module, place: Place, weight: Tensor) -> None:
-    """Let a model's modules hold `weight` in that place: a parameter, or any tensor as a buffer."""
+    """Set `weight` under all its names in a model, as a parameter or (a plain tensor) a buffer."""
     for name in place.names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)

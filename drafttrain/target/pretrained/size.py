@@ -1,4 +1,4 @@
-"""Sizes of models in words: 500M, 8B."""
+"""Model sizes as text: 500M, 8B."""
 
 import re
 
@@ -7,7 +7,7 @@ UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def parse_size(text: str) -> int:
-    """Return the number of parameters that text like 500M, 0.5B or 8B means; ValueError else."""
+    """Return the number of parameters that text like 500M or 8B means; ValueError otherwise."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", text.strip().upper())
     size = float(found[1]) * UNITS[found[2]] if found else 0.0
     if not 1 <= size <= MOST_PARAMETERS:

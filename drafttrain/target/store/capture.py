@@ -1,4 +1,4 @@
-"""Write what several drafters read of the target to the disk, once: a store of features."""
+"""Write the target's features that several drafters read to disk, once: a store."""
 
 import errno
 import hashlib
@@ -36,7 +36,7 @@ OWN = re.compile(
     "|".join(map(re.escape, (MANIFEST, shards.PROVENANCE, shards.CONVERSATIONS, shards.READOUT)))
     + f"|{shards.SHARD.pattern}|{shards.JOURNAL.pattern}|{shards.UNFINISHED.pattern}|probe"
 )
-SPARE_BYTES = 1e6  # for what no plan counts: headers, the manifest, names
+SPARE_BYTES = 1e6  # for what the plan does not count: headers, the manifest, names
 
 
 def capture(
@@ -52,12 +52,12 @@ def capture(
     stop: StopRequest,
     say: Callable[[str], None],
 ) -> Manifest:
-    """Write the store, or what is missing of it; every rank takes its share of the shards.
+    """Write the store, or its missing shards; every rank takes its share of the shards.
 
-    A conversation is computed beside those of its own shard only, so a shard has the same bytes
-    whenever it is written. template: fingerprint of the chat template. record: provenance, its
-    command in it. micro_batch: conversations in one pass. Raises ValueError where the disk cannot
-    hold it, and where the folder holds a store of other settings; Stopped where `stop` was asked.
+    A conversation is batched with those of its own shard only, so a shard has the same bytes
+    whenever it is written. template: fingerprint of the chat template. record: provenance, with
+    the command. micro_batch: conversations in one pass. Raises ValueError if the disk cannot hold
+    the store or the folder holds one with other settings, and Stopped if `stop` was requested.
     """
     folder = Path(config.dir)
     rows = [int(shards.kept_positions(sample.loss_mask, asked.reach).sum()) for sample in samples]
@@ -113,7 +113,7 @@ def prepare(
     record: dict[str, Any],
     say: Callable[[str], None],
 ) -> None:
-    """Begin a store, or check the one that is there and strike out what is damaged of it."""
+    """Start a store, or check the existing one and discard its damaged files."""
     folder.mkdir(parents=True, exist_ok=True)
     shards.own_files(folder, OWN)  # before anything is written or removed
     _remove(folder, shards.UNFINISHED)
@@ -128,7 +128,7 @@ def prepare(
     for name in sorted(tensors):
         conversations.update(name.encode() + tensors[name].numpy().tobytes())
     readout = target.readout
-    settings: dict[str, Any] = {  # all that decides what a store holds, as a user knows it
+    settings: dict[str, Any] = {  # all that a store's content depends on, by the user's keys
         "model": target.spec.fingerprint,
         "chat template": template,
         "data": conversations.hexdigest()[:32],
@@ -144,8 +144,8 @@ def prepare(
     for key, value in settings.items():
         if begun.get(key) != value:
             raise StoreError(
-                f"{key} must be {begun.get(key)}, with which {folder} was begun, got {value}; "
-                "give what the store was begun with, or capture into another store.dir"
+                f"{key} must be {begun.get(key)}, as when {folder} was started, got {value}; "
+                "set it as it was, or capture into another store.dir"
             )
     write_whole(folder / shards.PROVENANCE, json.dumps(record, indent=2) + "\n")
     ends = {"embedding": readout.embedding, "norm": readout.norm, "head_bias": readout.head_bias}
@@ -195,7 +195,7 @@ def prepare(
         bytes_per_row=size,
         shards=kept,
     ).write(folder)
-    _remove(folder, shards.JOURNAL)  # the manifest has what they had
+    _remove(folder, shards.JOURNAL)  # the manifest now lists their shards
 
 
 def _intact(
@@ -207,7 +207,7 @@ def _intact(
     checksum: bool,
     say: Callable[[str], None],
 ) -> list[Shard]:
-    """Return the shards that are as they were written, and what was planned; remove the others."""
+    """Return the shards that are intact and match the plan; remove the others."""
     kept = []
     for shard in _by_file([*earlier.shards, *shards.read_journals(folder, earlier.names)]):
         number = int(shard.file.removeprefix("shard-").partition(".")[0])
@@ -220,7 +220,7 @@ def _intact(
             sum(rows[place] for place in places),
             [samples[place].index for place in places],
         ):
-            problem = "must hold the conversations that are its share, and is recorded with others"
+            problem = "must hold the conversations planned for it, and is recorded with others"
         if problem is not None:
             say(f"{folder / shard.file} {problem}: captured again")
             (folder / shard.file).unlink(missing_ok=True)
@@ -257,7 +257,7 @@ def _disk_full_explained(folder: Path) -> Iterator[None]:
 
 
 class Writer:
-    """Computes and writes single shards; `places` are those of their conversations."""
+    """Computes and writes single shards; `places` are the indices of their conversations."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Writer:
         )
 
     def time_of(self, places: Sequence[int], world_size: int) -> str:
-        """Return a line on how long these conversations take: from one pass and one file."""
+        """Return a log line with the time these conversations take, from one pass and one file."""
         per_token, per_byte = self._measure(places)
         tokens = sum(self.lengths[place] for place in places)
         size = sum(self.rows[place] for place in places) * self.manifest.bytes_per_row
@@ -296,7 +296,7 @@ class Writer:
 
     @torch.no_grad()
     def compute(self, places: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-        """Return the tensors of a shard, and of each the squared error and the squared values."""
+        """Return a shard's tensors, and each one's sums of squared errors and squared values."""
         names, dtype = self.manifest.names, self.manifest.settings["store.dtype"]
         ends = itertools.accumulate(self.rows[place] for place in places)
         stored = {i: slice(stop - self.rows[i], stop) for i, stop in zip(places, ends, strict=True)}
@@ -329,7 +329,7 @@ class Writer:
         return tensors, squares
 
     def _measure(self, places: Sequence[int]) -> tuple[float, float]:
-        """Return seconds a token of the target and seconds a byte of the disk."""
+        """Return the target's seconds per token and the disk's seconds per byte."""
         by_length = sorted(places, key=lambda i: (self.lengths[i], i))
         count = min(self.micro_batch, len(by_length))
         chosen = [by_length[(2 * i + 1) * len(by_length) // (2 * count)] for i in range(count)]

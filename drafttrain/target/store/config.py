@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}  # as safetensors says them
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}  # safetensors' names
 SMALLEST_SHARD_MB, LARGEST_SHARD_MB = 0.001, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeaturesConfig:
-    """Where the target's features come from while training: here, from the target itself."""
+    """Where training gets the target's features; this class: from the target itself, online."""
 
     name: str
     prefetch: int
@@ -65,7 +65,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class StoreContents:
-    """What of the target is kept: layers, and how far before a trained token (None: all)."""
+    """What a store keeps: layers, and how far before a trained token (None: all positions)."""
 
     layers: tuple[int, ...]
     reach: int | None

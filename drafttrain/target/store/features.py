@@ -1,4 +1,4 @@
-"""Features from the disk: what the target said once, for any number of drafters and runs."""
+"""Features from disk: captured once from the target, for any number of drafters and runs."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,10 +21,10 @@ from drafttrain.target.store.shards import Manifest, StoreError
 
 
 class StoredTarget:
-    """What training asks of a target, answered from a store; `samples` are its conversations.
+    """A target read from a store, as far as training needs one; `samples` are its conversations.
 
-    Shards are mapped into memory, each checked once, when it is first read. Features come in
-    `dtype`, whatever is stored.
+    Shards are mapped into memory, and each is checked when it is first read. Features have `dtype`,
+    whatever is stored.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class StoredTarget:
         return readout.to(self.device)
 
     def _place_rows(self) -> None:
-        """Work out where the rows of each conversation begin, as `capture` laid them out."""
+        """Compute where the rows of each conversation begin, as `capture` laid them out."""
         manifest = self.manifest
         masks = [shards.kept_positions(sample.loss_mask, manifest.reach) for sample in self.samples]
         kept = [int(mask.sum()) for mask in masks]
-        self.rows_at: list[tuple[int, int]] = []  # of each conversation: its shard, its first row
+        self.rows_at: list[tuple[int, int]] = []  # each conversation's shard and first row there
         planned = []
         plan = shards.plan_shards(
             kept, shards.rows_per_shard(manifest.settings, manifest.bytes_per_row)
@@ -149,8 +149,8 @@ class StoredTarget:
         if held is not None and (reach is None or reach > held):
             wanted = "the whole conversation" if reach is None else f"{reach} positions"
             raise StoreError(
-                f"features.dir={self.folder} has features of the {held} positions before each "
-                f"trained token only (store.assistant_only=true), and drafter={name} reads "
+                f"features.dir={self.folder} has features only of the {held} positions before each "
+                f"trained token (store.assistant_only=true), and drafter={name} reads "
                 f"{wanted}; capture again into another folder with store.assistant_only=false"
             )
 
@@ -182,7 +182,7 @@ class StoredTarget:
             with safe_open(path, framework="pt") as file:
                 names = set(expected)
                 self._opened[number] = {
-                    # Maps of the file: nothing is read before it is asked for.
+                    # Memory maps: nothing is read before it is used.
                     name: [
                         file.get_tensor(part)
                         for part in (name, name + shards.SCALE)
@@ -194,7 +194,7 @@ class StoredTarget:
 
 
 def read_samples(folder: Path, manifest: Manifest) -> list[Sample]:
-    """Return the conversations of a store, in its order; StoreError if they are no such thing."""
+    """Return the conversations of a store, in its order; StoreError if they are not valid."""
     shards.require_whole(folder, manifest, manifest.conversations, checksum=True)
     path, target = folder / shards.CONVERSATIONS, manifest.target
     number, total = [manifest.num_conversations], [manifest.num_tokens]

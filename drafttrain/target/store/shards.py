@@ -1,16 +1,16 @@
 """The format of stored features: shards of rows, a manifest that names them, and their checks.
 
-    DIR/manifest.json               what the store is of, and every shard with its checksum
+    DIR/manifest.json               the settings, the target, and every shard with its checksum
         readout.safetensors         embedding, head, norm: what drafters share with the target
         conversations.safetensors   tokens, loss mask, lengths and index of every conversation
-        shard-00000.safetensors     per captured layer and for the final hidden state: one row a
-                                    token, conversations one after another in the store's order
+        shard-00000.safetensors     for each captured layer and the final hidden state: one row
+                                    per token, conversations in the store's order
         journal-0.jsonl             while capturing: a line for each shard that rank 0 finished
 
 A file appears under its name only when it is whole and on the disk; a shard counts once its line
-is in a journal or in the manifest. So a capture that is killed loses at most the shard at hand.
-A store may come from anybody: it names files by a store's own names only, none of them is a link,
-and its numbers agree with one another, with the headers of its files and with what was asked.
+is in a journal or in the manifest. So a capture that is killed loses at most the current shard.
+A store may come from anybody, so it is checked: it names files by a store's own names only, none
+is a link, and its numbers agree with each other, with its files' headers and with the request.
 """
 
 import hashlib
@@ -53,14 +53,14 @@ PROVENANCE = "provenance.json"
 CONVERSATIONS, READOUT = "conversations.safetensors", "readout.safetensors"
 SHARD = re.compile(r"shard-\d{5,9}\.safetensors")
 JOURNAL = re.compile(r"journal-\d{1,9}\.jsonl")
-# What a kill leaves of a file that was being written, by us and by safetensors.
+# Names of unfinished files that a kill leaves behind, ours and safetensors'.
 UNFINISHED = re.compile(r"\..*\.tmp|\.tmp\w{6}")
 FINAL = "final_hidden"
 REACH = "reach of store.drafters"  # among the settings: null, or positions before a trained token
-SCALE = ".scale"  # ends the name of the scales of a tensor in float8
+SCALE = ".scale"  # suffix of the name of a float8 tensor's scales
 STORED = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float8_e4m3fn), strict=True))
 LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
-MAX_WIDTH = 1 << 20  # of a target's hidden states, and of its other sizes but the vocabulary
+MAX_WIDTH = 1 << 20  # of a target's hidden states and its other sizes, except the vocabulary
 CONVENTION = (
     "layer.i is Transformers' hidden_states[i]: the input of layer i, before any norm (i = number "
     "of layers: the input of the final norm); final_hidden is after the final norm, what the "
@@ -69,7 +69,7 @@ CONVENTION = (
 
 
 class StoreError(ValueError):
-    """A store is unfinished, damaged, or of something else."""
+    """A store is unfinished, damaged, or not the one required."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ class File:
 class Shard(File):
     """A file of features, and what is in it.
 
-    squares: of each tensor, the sum of squared errors of what is stored and of squared values.
+    squares: each tensor's sum of squared rounding errors and sum of squared values.
     """
 
     tokens: Count  # of its conversations
-    rows: Count  # features: as many, unless the store keeps those before trained tokens only
+    rows: Count  # of features: as many as tokens, or fewer with store.assistant_only
     conversations: list[Count]
     squares: dict[str, list[float]]
 
@@ -102,9 +102,9 @@ class StoredReadout:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store is of, and the shards that it has so far.
+    """The record of a store: its target, its settings, and the shards written so far.
 
-    settings: all that decides its content, by the name under which a user sets it.
+    settings: all that its content depends on, by the config keys that set it.
     """
 
     complete: bool
@@ -131,7 +131,7 @@ class Manifest:
         return names_in(self.settings)
 
     def relative_errors(self) -> dict[str, float]:
-        """Return, by tensor, the root of squared errors over squared values of what was rounded."""
+        """Return the relative error of each tensor that was rounded: a ratio of L2 norms."""
         errors = {}
         for name in self.names:
             pairs = [shard.squares[name] for shard in self.shards]
@@ -150,7 +150,7 @@ class Manifest:
         )
 
     def write(self, folder: Path) -> None:
-        """Put the manifest in place of the one before it, at once."""
+        """Replace the manifest on disk atomically."""
         plain = asdict(self)
         shards = [json.dumps(shard) for shard in plain.pop("shards")]
         head = {
@@ -165,13 +165,13 @@ class Manifest:
 
 
 def names_in(settings: Mapping[str, Any]) -> list[str]:
-    """Return what the tensors of a store's shards are called, without scales."""
+    """Return the names of the tensors in a store's shards, without scales."""
     layers = [f"layer.{layer}" for layer in settings["store.layers"]]
     return layers + [FINAL] * settings["store.final_hidden"]
 
 
 def bytes_per_row(settings: Mapping[str, Any], hidden_size: int) -> int:
-    """Return what the features of one position take on the disk."""
+    """Return the bytes that the features of one position take on disk."""
     dtype = settings["store.dtype"]
     scale = 4 if dtype == "float8" else 0
     return len(names_in(settings)) * (hidden_size * STORED[dtype].itemsize + scale)
@@ -186,9 +186,9 @@ def rows_per_shard(settings: Mapping[str, Any], row_bytes: int) -> int:
 
 
 def plan_shards(rows: Sequence[int], most: int) -> list[range]:
-    """Cut conversations of so many rows, in order, into shards of at most `most` rows.
+    """Group conversations, given by their numbers of rows, into shards of at most `most` rows.
 
-    A conversation is never cut: one that is longer is a shard of its own.
+    The order is kept and a conversation is never split: a longer one is a shard of its own.
     """
     shards, first, held = [], 0, 0
     for place, count in enumerate(rows):
@@ -200,7 +200,7 @@ def plan_shards(rows: Sequence[int], most: int) -> list[range]:
 
 
 def kept_positions(loss_mask: Bool[Tensor, " seq"], reach: int | None) -> Bool[Tensor, " seq"]:
-    """Return the positions that have features: those 1 to `reach` before a trained token."""
+    """Return which positions have features: those 1 to `reach` before a trained token."""
     if reach is None:
         return torch.ones_like(loss_mask)
     kept = torch.zeros_like(loss_mask)
@@ -227,21 +227,21 @@ def decode(stored: Sequence[Tensor], into: Float[Tensor, "row hidden"]) -> None:
 
 
 def refuse_unless_own(path: Path) -> None:
-    """Raise StoreError if a file of a store is no plain file; FileNotFoundError without one.
+    """Raise StoreError if a file of a store is not a plain file, FileNotFoundError if none exists.
 
-    What stands behind a link is not the store's: to be read, written over or removed.
+    What a link points to is not the store's, so it must not be read, overwritten or removed.
     """
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         what = "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "special file"
         raise StoreError(
-            f"{path} must be a file of the store's own, got a {what}; copy what it stands for "
+            f"{path} must be a file of the store's own, got a {what}; put a copy of the file "
             "there, or remove it"
         )
 
 
 def own_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the files of a store whose names match; StoreError for a link by such a name."""
+    """Return the files of a store whose names match; StoreError if one of them is a link."""
     found = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
     for path in found:
         refuse_unless_own(path)
@@ -249,10 +249,10 @@ def own_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> File:
-    """Write a file that appears whole or not at all; OSError where the disk is full."""
+    """Write a file that appears whole or not at all; OSError if the disk is full."""
     with replacing(path) as beside:
         save_file(tensors, beside)
-        beside.chmod(0o644)  # save_file leaves it to its owner alone, and stores are shared
+        beside.chmod(0o644)  # save_file makes it private, and stores are shared
         return File(path.name, beside.stat().st_size, sha256_of(beside))
 
 
@@ -358,11 +358,11 @@ def _wrong(manifest: Manifest) -> Iterator[str]:
 
 
 def wrong_spec(target: TargetSpec) -> Iterator[str]:
-    """Yield what no target can be, of what somebody recorded of one."""
+    """Yield each value in a recorded TargetSpec that no target can have."""
     for field in fields(target):
         value, place = getattr(target, field.name), f"target.{field.name}"
         if isinstance(value, str):
-            least = 0 if field.default == "" else 1  # what is empty where there is nothing to say
+            least = 0 if field.default == "" else 1  # optional texts may be empty
             if not value.isprintable() or not least <= len(value) <= 1000:
                 yield f"{place} must be a line of text, got {_got(value)}"
         elif isinstance(value, float):
@@ -394,9 +394,9 @@ def _got(value: object) -> str:
 
 
 def read_journals(folder: Path, names: Sequence[str]) -> list[Shard]:
-    """Return the shards that journals record; a torn last line, left by a kill, is left out.
+    """Return the shards that journals record; a torn last line, left by a kill, is skipped.
 
-    names: of the tensors that the store's shards hold.
+    names: the names of the tensors in the store's shards.
     """
     found = []
     for path in own_files(folder, JOURNAL):
@@ -415,7 +415,7 @@ def read_journals(folder: Path, names: Sequence[str]) -> list[Shard]:
 
 
 def require_whole(folder: Path, manifest: Manifest, record: File, checksum: bool) -> None:
-    """Raise StoreError that names the file and how to mend it, unless it is as it was written."""
+    """Raise StoreError, with the file and the repair, unless it is as it was written."""
     problem = problem_of(folder, record, checksum)
     if problem is not None:
         raise StoreError(
@@ -425,9 +425,9 @@ def require_whole(folder: Path, manifest: Manifest, record: File, checksum: bool
 
 
 def recapture(folder: Path, manifest: Manifest, *more: str) -> str:
-    """Return the command that resumes a store, as its settings say.
+    """Return the command that resumes a store, built from its settings.
 
-    Not the one that its provenance records: that may be anybody's text, and would be typed.
+    Its provenance records one too, but that may be anybody's text, and users would run it.
     """
     told = [f"store.dir={folder}"]
     for key in ("layers", "final_hidden", "dtype", "assistant_only", "shard_mb"):

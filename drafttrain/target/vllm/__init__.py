@@ -1,1 +1,1 @@
-"""vLLM at work for us: another interpreter, told what to do line by line."""
+"""A vLLM engine in another interpreter, driven by lines of JSON."""

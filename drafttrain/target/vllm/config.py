@@ -1,11 +1,11 @@
-"""What the vLLM engine is told."""
+"""The settings of the vLLM engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """Where vLLM lives, and what it may take of this machine."""
+    """Where vLLM is installed, and what it may use of this machine."""
 
     name: str
     python: str | None

@@ -1,4 +1,4 @@
-"""The engine as seen from here: prompts in, answers or hidden states out."""
+"""A client of the vLLM engine: prompts in, answers or hidden states out."""
 
 import os
 import shutil
@@ -16,25 +16,25 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import Event, Process, find_python
 
-MEMORY_FOLDER = Path("/dev/shm")  # hidden states change hands here where it has room
+MEMORY_FOLDER = Path("/dev/shm")  # hidden states are passed on here if it has room
 MEMORY_ROOM = 2 << 30
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """What the engine said to one prompt, or why it did not."""
+    """The engine's answer to one prompt, or the reason it refused."""
 
     name: int
-    tokens: tuple[int, ...]  # with the token that ended it
+    tokens: tuple[int, ...]  # the stop token included
     refused: str | None
 
 
 class VllmEngine:
-    """A vLLM engine with one model, at work until `close`.
+    """A vLLM engine with one model, running until `close`.
 
-    captures: layers whose input it hands over (id num_layers: the final norm's input); none makes
-    it an engine that only answers. longest: tokens of a prompt and its answer together. folder:
-    where request and log are left. ValueError, with the line that says why, if it does not start.
+    captures: layers whose input it returns (id num_layers: the final norm's input); without any,
+    the engine only answers. longest: tokens of a prompt and its answer together. folder: where
+    request and log are kept. ValueError, with the line that says why, if it does not start.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class VllmEngine:
         python = find_python(config.python, "vllm.python", asked)
         place = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
         if place is not None and shutil.disk_usage(place).free < MEMORY_ROOM:
-            place = None  # the usual one for temporary files
+            place = None  # the default folder for temporary files
         self.exchange = Path(tempfile.mkdtemp(prefix="drafttrain_", dir=place))
         self.captures = tuple(sorted(set(captures)))
         request = {
@@ -101,7 +101,7 @@ class VllmEngine:
         seed: int,
         stop_tokens: Collection[int],
     ) -> None:
-        """Hand in a prompt; its answer comes when it is ready, whatever was handed in before."""
+        """Submit a prompt; its answer comes when it is ready, in any order."""
         self.process.send(
             {
                 "op": "answer",
@@ -121,10 +121,9 @@ class VllmEngine:
     def read(
         self, documents: Sequence[Sequence[int]]
     ) -> tuple[list[Float[Tensor, "_ capture hidden"]], list[tuple[int, float]]]:
-        """Return the hidden states of each document, and the likeliest token after each.
+        """Return each document's hidden states, and its likeliest next token with the log-prob.
 
-        That comes with its log-probability. ValueError if the engine refuses a document, for its
-        length, say.
+        ValueError if the engine refuses a document, for example because of its length.
         """
         assert self.captures, "an engine that only answers hands over no hidden states"
         self.num_asked += 1
@@ -143,12 +142,12 @@ class VllmEngine:
         event = self.process.receive()
         if event is None or event["event"] == "error":
             if event is not None:
-                list(self.process.events())  # to its end: its code says how it ended
+                list(self.process.events())  # wait for its end, to have its exit code
             raise self.process.failure([] if event is None else [event])
         assert event["event"] in kinds, f"vLLM's worker said {event['event']}, not {kinds}"
         return event
 
     def close(self) -> None:
-        """End the engine; what it left in memory goes too."""
+        """End the engine and remove the files that it left in memory."""
         self.process.end()
         shutil.rmtree(self.exchange, ignore_errors=True)

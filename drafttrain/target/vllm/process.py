@@ -1,4 +1,4 @@
-"""Our worker, run by vLLM's own interpreter: JSON lines in and out, vLLM's other words in a log."""
+"""Our worker in vLLM's own interpreter: JSON lines in and out, vLLM's other output in a log."""
 
 import importlib.util
 import json
@@ -21,13 +21,13 @@ WORKER = Path(__file__).with_name("worker.py")
 REQUEST, LOG = "vllm_request.json", "vllm.log"
 VARIABLE = "DRAFTTRAIN_VLLM_PYTHON"
 ERROR_LINE = re.compile(r"\b\w*(Error|Exception|Killed|Aborted|Segmentation fault)\b")
-# vLLM says this where the cause stands further up in its log.
+# vLLM prints this if the cause is further up in its log.
 REFERS_UP = "root cause"
 HAS_VLLM = "has vllm"
 PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
 PROBE_S = 60.0
 
-# What a worker is given of this process's environment. Its packages are other people's code, and it
+# The environment variables that a worker inherits. Its packages are other people's code, and it
 # loads no model by name: it needs no account and no proxy.
 PASSED = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
@@ -40,16 +40,16 @@ PASSED_FAMILIES = re.compile(
     r"(LC|VLLM|CUDA|NVIDIA|NCCL|GLOO|UCX|CCL|ROCM|ROCR|HIP|HSA|ZE|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|"
     r"TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|NUMBA)_\w+"
 )
-SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # VLLM_API_KEY, say
-# What vLLM is given unless the user's environment says otherwise.
+SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # e.g. VLLM_API_KEY
+# Variables that vLLM gets unless the user's environment sets them.
 DEFAULTS = {
     # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Prompt lookup is compiled by numba, whose second thread makes every later pass of an engine
+    # numba compiles prompt lookup, and its second thread makes every later pass of an engine
     # ten times slower.
     "NUMBA_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # A document as long as the context is read; the token after it is never fed.
+    # Documents may be as long as the context: the token after them is never fed.
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -72,9 +72,9 @@ def environment_of_worker(environ: Mapping[str, str]) -> dict[str, str]:
 def find_python(
     configured: str | None, key: str = "eval.vllm_python", asked: str = "eval.engine=vllm"
 ) -> str:
-    """Return the interpreter that vLLM lives under: the setting `key`, the variable, or this one.
+    """Return the interpreter that has vLLM: from the setting `key`, the variable, or this one.
 
-    asked: what needs vLLM, for the message. ValueError, saying how to get one, where there is none.
+    asked: what needs vLLM, for the message. ValueError, saying how to get one, if there is none.
     """
     named = configured or os.environ.get(VARIABLE, "")
     if named:
@@ -98,7 +98,7 @@ def find_python(
 def require_vllm(configured: str | None, asked: str) -> None:
     """Raise ValueError unless `find_python` finds an interpreter, and that one has vLLM.
 
-    asked: as there. Nothing of vLLM's is run: it takes a fraction of a second.
+    asked: as in `find_python`. vLLM is not imported, so this takes a fraction of a second.
     """
     python = find_python(configured, "vllm.python", asked)
     done = subprocess.run(
@@ -118,11 +118,11 @@ def require_vllm(configured: str | None, asked: str) -> None:
 
 
 class Process:
-    """The worker at work; use it in a `with` block, which ends it and all that it started.
+    """A running worker; use it in a `with` block, which ends it and every process it started.
 
-    python: vLLM's interpreter. folder: where request and log are left. key: the setting that named
-    the interpreter, for messages. environment: variables beside those that the worker is given of
-    this process's.
+    python: vLLM's interpreter. folder: where request and log are kept. key: the setting that named
+    the interpreter, for messages. environment: variables in addition to those that the worker
+    inherits.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 env=given,
                 text=True,
-                start_new_session=True,  # so that what it started ends with it
+                start_new_session=True,  # so that the processes it starts end with it
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -162,14 +162,14 @@ class Process:
         stream = self.process.stdout
         assert stream is not None
         try:
-            with stream, suppress(ValueError):  # closed under us: the process was ended
+            with stream, suppress(ValueError):  # closed by `end`: the process was ended
                 for line in stream:
                     self.lines.put(line)
         finally:
             self.lines.put(None)
 
     def send(self, message: Event) -> None:
-        """Tell the worker something; what became of a dead one is for `receive` to say."""
+        """Send the worker a message; if the worker is dead, `receive` reports it."""
         stream = self.process.stdin
         assert stream is not None
         with suppress(BrokenPipeError):
@@ -177,13 +177,13 @@ class Process:
             stream.flush()
 
     def receive(self) -> Event | None:
-        """Return what the worker says next, None at its end; ValueError for silence or no event."""
+        """Return the worker's next event, None at its end; ValueError for silence or a bad line."""
         try:
             line = self.lines.get(timeout=self.patience_s)
         except queue.Empty:
             raise MachineError(
-                f"vLLM said nothing for {self.patience_s:g} s and was ended; its log is {self.log},"
-                f" whose last line is: {meaningful_line(self.log)}"
+                f"vLLM printed nothing for {self.patience_s:g} s and was ended; its log is"
+                f" {self.log}, whose last line is: {meaningful_line(self.log)}"
             ) from None
         if line is None:
             self.process.wait()
@@ -226,7 +226,7 @@ class Process:
 
 
 def meaningful_line(log: Path) -> str:
-    """Return the last line of a log that names an error, else the last that is not empty."""
+    """Return a log's last line that names an error, else its last line that is not empty."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
     errors = [line for line in lines if ERROR_LINE.search(line) and REFERS_UP not in line]

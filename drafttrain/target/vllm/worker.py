@@ -1,13 +1,13 @@
-"""A vLLM engine that answers and hands over hidden states, or two that decode in turns.
+"""A vLLM engine that gives answers and hidden states, or two engines that decode in turns.
 
     VLLM_PYTHON -I drafttrain/target/vllm/worker.py REQUEST.json
 
-It is run by vLLM's own interpreter and imports nothing of drafttrain. Standard output has one JSON
-object a line; whatever vLLM prints goes to standard error, and {"event": "error", "text": ONE_LINE}
-comes last where it fails.
+vLLM's own interpreter runs it, and it imports nothing of drafttrain. Standard output has one JSON
+object per line; whatever vLLM prints goes to standard error. If the worker fails, its last line is
+{"event": "error", "text": ONE_LINE}.
 
 A request with "captures" starts one engine. Work for it arrives on standard input, one JSON object
-a line, and runs side by side; the end of the input ends the worker:
+per line, and is done concurrently; the end of the input ends the worker:
 
     {"op": "answer", "name": N, "tokens": [...], "sampling": {temperature, top_k, top_p},
      "seed": N | null, "max_new_tokens": N, "stop_tokens": [...]}
@@ -54,7 +54,7 @@ ROOM = 2.5  # two engines live at once if memory holds their weights this many t
 
 
 def start(request: dict[str, Any], memory: float, **settings: Any) -> Any:
-    """Start an engine. memory: its share of a GPU's."""
+    """Return a new engine. memory: its share of a GPU's memory."""
     from vllm import LLM
 
     on_cpu = request["device"] == "cpu"
@@ -73,7 +73,7 @@ def start(request: dict[str, Any], memory: float, **settings: Any) -> Any:
 
 
 def sampling_of(asked: dict[str, Any], seed: int | None) -> Any:
-    """Return vLLM's sampling of an answer that ends by `asked["stop_tokens"]` or its limit."""
+    """Return vLLM's sampling parameters; `asked["stop_tokens"]` or the limit ends the answer."""
     from vllm import SamplingParams
 
     stops = asked["stop_tokens"]
@@ -87,21 +87,21 @@ def sampling_of(asked: dict[str, Any], seed: int | None) -> Any:
     )
 
 
-# One engine that answers and hands over hidden states
+# One engine that gives answers and hidden states
 
 
 class OpenRequests:
-    """What was asked and is not yet answered; `states` are hidden states by vLLM's request id."""
+    """Requests that are not answered yet; `states` are hidden states by vLLM's request id."""
 
     def __init__(self, say: Any, folder: Path) -> None:
         self.say, self.folder = say, folder
         self.states: dict[str, Any] = {}
-        self.places: dict[str, tuple[str, int, int]] = {}  # what was asked, its name, place in it
-        self.features: dict[int, list[Any]] = {}  # of each document, once it is read
+        self.places: dict[str, tuple[str, int, int]] = {}  # operation, name, index of the document
+        self.features: dict[int, list[Any]] = {}  # by name: each document's, once it is read
         self.num_requests = 0
 
     def add(self, llm: Any, asked: dict[str, Any]) -> None:
-        """Give the engine what was asked; a prompt that it refuses is said and forgotten."""
+        """Submit a request to the engine; a prompt that it refuses is reported and dropped."""
         from vllm import SamplingParams
 
         op, name = asked["op"], asked["name"]
@@ -149,7 +149,7 @@ class OpenRequests:
 
 def hidden_of(output: Any, states: dict[str, Any]) -> Any:
     """Return the hidden states of a document, from this process or from the connector's file."""
-    # What the engine calls a request begins with what we called it.
+    # The engine's name of a request begins with ours.
     for name in list(states):
         if name == output.request_id or name.startswith(f"{output.request_id}-"):
             return states.pop(name)
@@ -162,10 +162,10 @@ def hidden_of(output: Any, states: dict[str, Any]) -> Any:
 
 
 def register_connector(states: dict[str, Any]) -> None:
-    """Make known a connector that reads hidden states where they lie, when a request has ended.
+    """Register a connector that reads hidden states from the cache when a request has ended.
 
-    vLLM's own one needs CUDA and goes through a file per request; with a single worker the engine
-    lives in this process, and its cache can be read here, on a CPU too.
+    vLLM's own connector needs CUDA and a file per request; with a single worker the engine runs in
+    this process, so its cache can be read directly, on a CPU too.
     """
     import torch
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -194,7 +194,7 @@ def register_connector(states: dict[str, Any]) -> None:
 
 
 def extraction(request: dict[str, Any], states: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an engine that hands over hidden states; in `states` if it can."""
+    """Return the settings of an engine that gives hidden states; in `states` if possible."""
     alone = request["tensor_parallel"] == 1
     if alone:
         register_connector(states)
@@ -214,7 +214,7 @@ def extraction(request: dict[str, Any], states: dict[str, Any]) -> dict[str, Any
                 "use_synchronization_lock": not alone,
             },
         },
-        # Hidden states of a prefix that was found in the cache would be missing.
+        # Hidden states of a cached prefix would be missing.
         "enable_prefix_caching": False,
     }
 
@@ -257,7 +257,7 @@ def serve(request: dict[str, Any], say: Any) -> None:
 
 
 def read_counters(llm: Any) -> tuple[dict[str, Any], int]:
-    """Return vLLM's speculative counters so far, and how many steps the engine has made."""
+    """Return vLLM's speculative counters so far, and the number of engine steps."""
     found: dict[str, Any] = {}
     steps = 0
     for metric in llm.get_metrics():
@@ -283,7 +283,7 @@ def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
 def start_counted(
     request: dict[str, Any], memory: float, speculative: dict[str, Any] | None
 ) -> Any:
-    """Start an engine whose counters can be read, speculative unless None."""
+    """Return a new engine with readable counters, plain if `speculative` is None."""
     return start(
         request,
         memory,
@@ -296,8 +296,8 @@ def start_counted(
 def decode(llm: Any, request: dict[str, Any], places: list[int], counted: bool) -> dict[str, Any]:
     """Decode the prompts at these places together; return tokens, seconds and counters.
 
-    A prompt's seed is its place. counted: metrics are of the process, and the engine that was
-    started last owns them.
+    A prompt's seed is its place. counted: read the counters; metrics are per process, and belong
+    to the engine that was started last.
     """
     prompts = [{"prompt_token_ids": request["prompts"][place]} for place in places]
     greedy = request["sampling"]["temperature"] == 0
@@ -318,7 +318,7 @@ def decode(llm: Any, request: dict[str, Any], places: list[int], counted: bool) 
 
 
 def batches_of(request: dict[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (batch size, repeat, places) of everything that both engines decode."""
+    """Yield (batch size, repeat, places) of each batch that both engines decode."""
     places = list(range(len(request["prompts"])))
     for size in request["batch_sizes"]:
         for repeat in range(request["repeats"]):
@@ -327,8 +327,8 @@ def batches_of(request: dict[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def fits_twice(request: dict[str, Any]) -> bool:
-    """Whether memory holds both engines at once, judged by the size of the weights."""
-    import psutil  # vLLM has it
+    """Return whether memory holds both engines at once, judged by the size of the weights."""
+    import psutil  # vLLM depends on it
     import torch
 
     files = [*Path(request["target"]).glob("*.safetensors"), *Path(request["target"]).glob("*.bin")]
@@ -336,14 +336,14 @@ def fits_twice(request: dict[str, Any]) -> bool:
     if request["device"] != "cpu":
         return bool(ROOM * weights < 0.84 * torch.cuda.mem_get_info()[0])
     if request["dtype"] == "float32":
-        weights *= 2  # they may lie in half that precision
+        weights *= 2  # the file may hold them in half that precision
     cache = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30
-    # What the system would give back counts: files that it has read fill its memory in the end.
+    # Reclaimable memory counts as available: the file cache fills memory in the end.
     return bool(ROOM * weights + 2 * cache < psutil.virtual_memory().available)
 
 
 def compare(request: dict[str, Any], say: Any) -> None:
-    """Decode everything by both engines, in turns where both can live at once."""
+    """Decode everything with both engines, in turns if both fit at once."""
     import vllm
 
     together = fits_twice(request)
@@ -368,7 +368,7 @@ def compare(request: dict[str, Any], say: Any) -> None:
                 answer = decode(engines[method], request, places, method == SPECULATIVE)
                 where = {"batch_size": size, "repeat": repeat, "prompts": places}
                 say(event="batch", method=method, **where, **answer)
-            gc.collect(0)  # what is new; all that vLLM holds takes a second
+            gc.collect(0)  # new objects only; a full collection takes a second
         gc.enable()
         for llm in engines.values():
             llm.llm_engine.engine_core.shutdown()
@@ -382,7 +382,7 @@ def one_line(error: Exception) -> str:
 
 
 def main(request_path: str) -> None:
-    """Serve the request; an error is said in one line and leaves its traceback in the log."""
+    """Serve the request; an error is printed in one line, and its traceback goes to the log."""
     said: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints belongs in the log
 
