@@ -1,4 +1,4 @@
-"""From raw measurements to the report: rows, verdict, flags, and the conditions they hold under."""
+"""Build the report from raw measurements: rows, verdict, flags, and the conditions of validity."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,7 +36,7 @@ from drafttrain.report.totals import Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, disturbance, handicap, headline, verdicts_of
 from drafttrain.report.wording import bounds, number, rule_statement
 
-ENOUGH_BLOCKS = 5  # interleaved timing blocks; fewer leave the machine's moods in the ratio
+ENOUGH_BLOCKS = 5  # interleaved timing blocks; with fewer, the ratio contains the machine's noise
 
 
 def build_report(
@@ -62,11 +62,11 @@ def build_report(
     verdict: VerdictSettings,
     memory: ExtraMemory | None = None,
 ) -> Report:
-    """Return everything a report says.
+    """Return the report of an evaluation.
 
-    results: every prompt, turn and block by every method; drafter: the method whose rows head the
-    report, all others but the plain loop stand under `methods`; tables: shown beside the report's
-    own. ValueError when the results cannot be compared as pairs.
+    results: every prompt, turn and block by every method. drafter: the method whose rows come
+    first; all others except the plain loop are under `methods`. tables: shown in addition to the
+    report's own. ValueError if the results cannot be compared as pairs.
     """
     totals = collect(results)
     if drafter not in totals or drafter == PLAIN:
@@ -155,7 +155,7 @@ def row_of(
     resampling: Resampling,
     task: str | None = None,
 ) -> MethodRow:
-    """Return a method on one task, or on all, beside plain decoding and prompt lookup."""
+    """Return the row of a method on one task, or on all, with its differences to prompt lookup."""
     prompts = {
         name: [prompt for (own, _), prompt in found.items() if task in (None, own)]
         for name, found in totals.items()
@@ -174,7 +174,7 @@ def sweep_point(
     resamples: int,
     seed: int,
 ) -> Point:
-    """Return what one point of a sweep measured, in all and by task."""
+    """Return the measurements of one point of a sweep, in all and by task."""
     totals, resampling = collect(results), Resampling(resamples, seed)
     rows = method_rows(totals, drafter, depth, resampling)
     beside = LOOKUP in totals and drafter != LOOKUP
@@ -186,7 +186,7 @@ def sweep_point(
 def certified(
     checks: Sequence[Check], *, rule: str, lossless: bool, dtype: str, num_prompts: int
 ) -> Certificate:
-    """Return what the checks say together."""
+    """Return the certificate that follows from the checks."""
     judged = [check for check in checks if check.passed is not None]
     failed = [check.name for check in judged if not check.passed]
     if not lossless:
@@ -234,7 +234,7 @@ def _flags(
     for method in (drafter, *others):
         for name, row in rows[method].by_name.items():
             found = {"handicapped_baseline": handicap(row)}
-            if method == drafter:  # the others were decoded beside it
+            if method == drafter:  # the others were timed together with it
                 found["disturbed"] = disturbance(row)
             if name == "all":
                 found["blocks_disagree"] = disagreement(row)

@@ -18,25 +18,25 @@ from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
 
 MADE_BY = "Made with drafttrain."
-# What commands in a card call the folders of the machine that wrote it.
+# Placeholders in a card's commands for folders of the machine that wrote it.
 TARGET, DRAFTER = "TARGET", "DRAFTER"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-# Settings and records of one machine alone: they say nothing of a drafter to its readers.
+# Keys of settings and records that concern one machine only, and are left out of a card.
 PLACES = re.compile("command|checkpoint|examples|paths?|(cache_)?dir|files|init_from")
 A_PLACE = re.compile(r"(^|[\s=:'\"(\[,])(~?/[\w.]|~$|\.\.?/|[A-Za-z]:\\|[A-Za-z][\w+.-]*://)")
 
 
 @dataclass(frozen=True)
 class CardData:
-    """What a card says beyond the weights themselves.
+    """The content of a card besides the weights.
 
-    `target` names the target in words, `base_model` is its Hub repository if it has one. `training`
-    and `provenance` are printed but for what is of one machine alone, nested mappings flattened;
-    `reports` are evaluations' report.json by name. Any of it may be somebody else's text.
+    `target` is the target's name for people, `base_model` its Hub repository if it has one.
+    `training` and `provenance` are printed, flattened, without what concerns one machine only;
+    `reports` are evaluations' report.json by name. All of it may be text written by others.
     """
 
     title: str
-    family: str  # the drafter's name, as its yaml has it
+    family: str  # the drafter's name, as in its yaml
     about: About | None
     target: str
     base_model: str | None
@@ -47,9 +47,9 @@ class CardData:
 
 
 def served_as(model: ModelConfig) -> str:
-    """Return what a serve command calls a target: its directory, or its repository on the Hub.
+    """Return a target's name in serve commands: its directory, or its repository on the Hub.
 
-    A target of random weights has neither; then it is its name.
+    A target with random weights has neither; then its own name is used.
     """
     if model.path:
         return model.path
@@ -59,7 +59,7 @@ def served_as(model: ModelConfig) -> str:
 def read_run(run_dir: Path) -> tuple[dict[str, Any], dict[str, Report]]:
     """Return provenance.json and every evaluations/*/report.json of a run, by evaluation name.
 
-    Raises ValueError, naming the file, for one that is not JSON or no report.
+    Raises ValueError, naming the file, if one is not JSON or not a report.
     """
     provenance = run_dir / "provenance.json"
     reports = {}
@@ -82,16 +82,16 @@ def model_card(
         _front_matter(card, commands),
         f"# {escaped(card.title)}",
         f"{_family(card)} for speculative decoding with {_target(card)}. It drafts for that one "
-        "target; another would refuse most of its drafts. Speculative decoding by an exact rule "
-        "changes nothing of what the target writes, only how fast.",
+        "target; another would reject most of its drafts. With a lossless rule, speculative "
+        "decoding changes only the target's speed, not the distribution of its output.",
         "## Measured",
         *_measured(card.reports),
         "## Serving",
         *(f"{engine}:\n\n{_fenced(command)}" for engine, command in commands.items()),
         *_stand_ins(commands),
         *notes,
-        "The target must be the very weights that the drafter was trained with; a fine-tuned "
-        "variant is accepted less often.",
+        "The target must have exactly the weights that the drafter was trained with; a fine-tuned "
+        "variant accepts fewer drafts.",
         "## Shape",
         _listed(["config.json", "value"], {k: v for k, v in settings.items() if v is not None}),
         "## Training",
@@ -104,7 +104,7 @@ def model_card(
 
 
 def public(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record without places in this machine's file system, addresses and commands."""
+    """Return a record without this machine's paths, addresses and commands."""
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -120,7 +120,7 @@ def public(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _is_place(value: Any) -> bool:
     if not isinstance(value, str) or not value:
         return False
-    # "squad" may be a data set of the Hub, and a folder here: then it is read from the folder.
+    # "squad" may be a data set of the Hub and also a folder here: then the folder is read.
     return bool(A_PLACE.search(value)) or ("/" in value and Path(value).exists())
 
 
@@ -138,7 +138,7 @@ def _target(card: CardData) -> str:
 
 
 def _fenced(command: str) -> str:
-    # No run of backticks in a name is as long as the fence: none closes it.
+    # The fence is longer than any run of backticks in the command, so that none closes it.
     runs = [len(run) for run in re.findall("`+", command)]
     fence = "`" * max([3, *(run + 1 for run in runs)])
     return f"{fence}bash\n{shown(command, LONGEST_TEXT)}\n{fence}"
@@ -155,7 +155,7 @@ def _stand_ins(commands: Mapping[str, str]) -> list[str]:
 
 
 def _front_matter(card: CardData, commands: Mapping[str, str]) -> str:
-    # JSON strings are YAML strings: no name, however odd, can break out of its line.
+    # JSON strings are valid YAML: no name, however odd, can break out of its line.
     tags = ["speculative-decoding", shown(card.family), "drafttrain"]
     tags += [engine.lower() for engine in commands]
     lines = ["---", "library_name: drafttrain", "pipeline_tag: text-generation"]

@@ -1,4 +1,4 @@
-"""From the reports of several runs to one comparison: rows, differences, and what they hold for."""
+"""Build one comparison from the reports of several runs: rows, differences, and conditions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,12 @@ from drafttrain.report.wording import bounds, rule_statement, signed, speed
 SCHEMA_VERSION = 1
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
 
-Scopes = Mapping[str, list[Key]]  # the prompts of each task, and under "all" of all
+Scopes = Mapping[str, list[Key]]  # the prompts of each task; those of all tasks under "all"
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a method measured on one task, or on all: means over its runs."""
+    """The measurements of a method on one task, or on all: means over its runs."""
 
     num_prompts: int
     acceptance_length: Spread
@@ -48,7 +48,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What the runs of a method say of their losslessness."""
+    """Whether the runs of a method are lossless, as their reports state."""
 
     lossless: bool
     statement: str
@@ -56,7 +56,7 @@ class RuleCheck:
 
 @dataclass(frozen=True)
 class ComparedMethod(ByTask[Numbers]):
-    """One method: runs that differ in their seed alone, or a reference beside several runs."""
+    """One method: runs that differ in their seed alone, or a reference measured in several runs."""
 
     method: str
     reference: bool
@@ -82,7 +82,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Pair(ByTask[Both]):
-    """The differences of one method to another, and what they decide."""
+    """The differences of one method to another, and the conclusion."""
 
     method: str
     other: str
@@ -120,7 +120,7 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a comparison says; compare.json is these fields in this order."""
+    """The content of a comparison; compare.json has these fields in this order."""
 
     schema_version: int
     name: str
@@ -153,11 +153,11 @@ def build_comparison(
     seed: int,
     provenance: Mapping[str, Any],
 ) -> Comparison:
-    """Return everything a comparison says.
+    """Return the comparison of several runs.
 
-    `baseline` is a run or a method, None for the first run's; every other row is compared with it,
-    and with `all_pairs` with each other. Raises ValueError when the runs did not decode the same
-    prompts of the same target in the same way, or nothing is called `baseline`.
+    `baseline` is a run or a method, None for the first run's; every other row is compared with it
+    and, with `all_pairs`, with each other. Raises ValueError if the runs did not decode the same
+    prompts with the same target in the same way, or none is called `baseline`.
     """
     check_comparable(runs)
     keys = shared_prompts(runs)
@@ -251,7 +251,7 @@ def _numbers(columns: Sequence[Columns], resampling: Resampling) -> Numbers:
 
 
 def _lossless(method: Method) -> RuleCheck:
-    """Return what the runs say of their losslessness; of a reference only the rule is known."""
+    """Return whether the runs are lossless; of a reference only the rule is known."""
     texts = {}
     for run in method.runs:
         check, certificate = run.report.lossless, run.report.certificate
@@ -299,7 +299,7 @@ def _difference(one: Method, two: Method, scopes: Scopes, resampling: Resampling
 
 
 def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[Key]) -> list[Flag]:
-    """Return what to read with care: lossy rows, unlike machines, unlike texts, the runs' own."""
+    """Return the flags: lossy rows, different machines, different outputs, and the runs' own."""
     found = []
 
     def flag(kind: str, row: str, text: str) -> None:
@@ -342,7 +342,7 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
     own: dict[Flag, list[str]] = {}
     for run in runs:
         for item in run.report.flags:
-            if item.kind != "lossless":  # said above
+            if item.kind != "lossless":  # flagged above
                 own.setdefault(item, []).append(run.name)
     for item, names in own.items():
         flag(item.kind, f"{', '.join(names)}: {item.row}", item.text)
@@ -350,10 +350,10 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
 
 
 def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
-    """Return by how much the plain loops of the runs differ in speed, or nothing if they agree.
+    """Return a sentence on how far the runs' plain loops differ in speed, "" if they agree.
 
-    The same target decodes the same prompts: where it was much faster in one run, that run's
-    drafter had less to gain, or the machine was another.
+    The same target decodes the same prompts: if it was much faster in one run, that run's drafter
+    had less to gain, or the machine was a different one.
     """
     speeds = {}
     for run in runs:
@@ -372,7 +372,7 @@ def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
 
 
 def _machines(runs: Sequence[RunReport]) -> dict[str, dict[str, str]]:
-    """Return by run what a speedup depends on besides the drafter."""
+    """Return, for each property that a speedup depends on besides the drafter, its value by run."""
     found = {
         key: {run.name: str(getattr(run.report.timing, key)) for run in runs}
         for key in ("device", "dtype", "draft_dtype", "threads")

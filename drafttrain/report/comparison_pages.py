@@ -1,4 +1,4 @@
-"""A comparison on disk and on the terminal: what its pages say, in order."""
+"""The pages of a comparison, on disk and on the terminal."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
 
 def comparison_document(comparison: Comparison) -> Document:
-    """Return what the pages of a comparison say."""
+    """Return the pages of a comparison as a document."""
     versus = list(comparison.versus.values())
     others = [pair.statement for pair in comparison.differences if pair not in versus]
     methods = [(row.method, row) for row in comparison.rows]
@@ -54,7 +54,7 @@ def comparison_document(comparison: Comparison) -> Document:
 
 
 def conditions_line(comparison: Comparison) -> str:
-    """Return under which conditions all runs were evaluated."""
+    """Return a line with the conditions under which all runs were evaluated."""
     told, prompts = comparison.conditions, comparison.prompts
     sampling = ", ".join(
         f"{key.removeprefix('eval.').replace('_', ' ')} {value}"
@@ -76,7 +76,7 @@ def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity
 
 
 def comparison_summary(comparison: Comparison) -> Table:
-    """Return what the terminal shows: two lines per method, its numbers and its differences."""
+    """Return the terminal's table: two lines per method, its numbers and its differences."""
     notes = [pair.statement for pair in comparison.differences]
     notes += [f"{row.method}: {row.lossless.statement}." for row in comparison.rows]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]

@@ -1,11 +1,11 @@
-"""When a speedup is worth having."""
+"""The settings of the verdict."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class VerdictSettings:
-    """When a speedup is worth having, and what the machine costs per hour (None: not said)."""
+    """The speedup worth having, and what the machine costs per hour (None: not given)."""
 
     marginal_speedup: float
     price_per_hour: float | None

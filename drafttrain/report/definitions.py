@@ -1,4 +1,4 @@
-"""What every number of a report means, in one sentence each: printed wherever the number is."""
+"""Definitions of every number in a report, printed wherever the number is."""
 
 from drafttrain.report.totals import DISTURBED, FEWEST_PROMPTS
 
@@ -81,7 +81,7 @@ def definitions(resamples: int) -> dict[str, str]:
     return {**DEFINITIONS, "ci95": f"{DEFINITIONS['ci95']} Resamples: {resamples:,}."}
 
 
-# What a comparison of runs says besides; the rest of its words are those of a report.
+# Definitions that only a comparison needs; the others are those of a report.
 COMPARED: dict[str, str] = {
     "difference": "The row's value minus the baseline's (or the other row's), each the mean over "
     "its own training seeds; ci95: both resampled on the same prompts (paired). Intervals are not "
@@ -104,14 +104,14 @@ COMPARED: dict[str, str] = {
 
 
 def comparison_definitions(resamples: int) -> dict[str, str]:
-    """Return the definitions of a comparison: its own, and those it shares with a report."""
+    """Return the definitions of a comparison: its own, and those shared with a report."""
     found = definitions(resamples)
     reused = ["acceptance_length", "acceptance_rate", "tokens_per_second", "speedup", "ci95"]
     return {**{key: found[key] for key in (*reused, "lossless")}, **COMPARED}
 
 
 def verdict_definition(marginal_speedup: float) -> str:
-    """Return what the verdicts of one report mean."""
+    """Return the definition of the verdicts of one report."""
     return (
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
         "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "

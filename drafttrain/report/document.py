@@ -1,4 +1,4 @@
-"""A page before it is Markdown or HTML: what it says, in order."""
+"""The content of a page, in order, before it is rendered as Markdown or HTML."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from drafttrain.report.results import Flag, Table
 
 @dataclass(frozen=True)
 class Tile:
-    """One number at the top of a page; mood: good or bad, or nothing of either."""
+    """One number at the top of a page; mood: good, bad, or empty."""
 
     label: str
     value: str
@@ -20,9 +20,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Listing:
-    """Sentences under a title, each with what it is about, or all without.
+    """Sentences under a title, each with a key, or all without.
 
-    look: flags or mild (in colour, in sight), notes (open), details (folded on a page).
+    look: flags or mild (coloured, always shown), notes (always shown), details (collapsed).
     """
 
     title: str
@@ -32,7 +32,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its title and caption; Markdown does without."""
+    """A picture with its title and caption; Markdown leaves it out."""
 
     title: str
     caption: str
@@ -41,9 +41,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Document:
-    """Everything that a page says, in order: `first` stands above the figures, `rest` below."""
+    """The content of a page, in order: `first` is above the figures, `rest` below."""
 
-    subject: str  # what kind of page it is
+    subject: str  # the kind of page
     title: str
     lead: list[str]  # the answer in sentences
     conditions: str = ""
@@ -53,10 +53,10 @@ class Document:
 
 
 def flagged(title: str, flags: list[Flag], look: str = "flags") -> Listing:
-    """Return flags by their rows, in colour."""
+    """Return flags as a coloured list, each with its row."""
     return Listing(title, [(flag.row, flag.text) for flag in flags], look)
 
 
 def notes(title: str, sentences: list[str]) -> Listing:
-    """Return sentences as a list in sight."""
+    """Return sentences as a list that is always shown."""
     return Listing(title, [("", sentence) for sentence in sentences], "notes")

@@ -1,4 +1,4 @@
-"""A document as one HTML file that loads nothing: a page to show a colleague."""
+"""A document as one self-contained HTML file: a page to show a colleague."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.wording import positions, value_and_range
 from drafttrain.runtime.untrusted_input import shown
 
-LONG = 40  # characters of a cell, above which it takes several lines
+LONG = 40  # characters; a longer cell takes several lines
 
 
 def html(document: Document, figures: Sequence[Figure] = ()) -> str:
@@ -31,7 +31,7 @@ def html(document: Document, figures: Sequence[Figure] = ()) -> str:
 
 
 def rows_of(table: Table) -> list[list[Markup]]:
-    """Return the cells of a table as HTML; bars are as long as their column's largest is wide."""
+    """Return the cells of a table as HTML; bars are relative to their column's largest value."""
     widest = [
         max((value.value or 0.0 for value in column if isinstance(value, Estimate)), default=0.0)
         for column in zip(*table.rows, strict=True)
@@ -65,5 +65,5 @@ def _cell(value: Cell, widest: float) -> Markup:
 
 
 def _text(value: Any) -> Any:
-    """Return a text without the characters that turn a line around, or that no file can hold."""
+    """Return a text without the characters that reverse its direction or that no file can hold."""
     return shown(value, LONGEST_TEXT) if type(value) is str else value

@@ -9,17 +9,17 @@ from drafttrain.report.results import Cell, Table
 from drafttrain.report.wording import NOTHING, cell
 from drafttrain.runtime.untrusted_input import shown
 
-LONGEST_TEXT = 100_000  # characters; what is longer is no text of a report
+LONGEST_TEXT = 100_000  # characters; no text of a report is longer
 
 
 def escaped(value: object) -> str:
-    """Return text in one line that neither Markdown, HTML nor a terminal takes for markup."""
+    """Return text as one line, escaped for Markdown, HTML and terminals."""
     text = escape(shown(" ".join(str(value).split()), LONGEST_TEXT), quote=False)
     return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text) or NOTHING
 
 
 def cells(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
-    """Return a Markdown table; the brackets of an interval are no link."""
+    """Return a Markdown table; the brackets of an interval do not become a link."""
     aligned = ["---", *["---:"] * (len(columns) - 1)]
     texts = [
         [escaped(value) if isinstance(value, str) else cell(value) for value in row] for row in rows

@@ -1,4 +1,4 @@
-"""The rows of a report from its totals, and their intervals by bootstrap over prompts."""
+"""Compute the rows of a report from totals, and their intervals by bootstrap over prompts."""
 
 import statistics
 import warnings
@@ -30,22 +30,22 @@ from drafttrain.report.totals import FEWEST_PROMPTS, PromptTotals
 
 CONFIDENCE = 0.95
 
-Values = np.ndarray | np.float64  # one per resample, or the statistic of the data itself
+Values = np.ndarray | np.float64  # one value per resample, or the statistic of the data itself
 Statistic = Callable[..., Values]  # of columns by prompt, and `axis`
 Columns = Sequence[Sequence[float] | np.ndarray]
-Pairs = list[tuple[int, int]]  # by prompt: tokens accepted, and the drafts or passes they came in
+Pairs = list[tuple[int, int]]  # by prompt: accepted tokens, and their drafts or passes
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How often the bootstrap draws the prompts anew, and the seed of its draws."""
+    """How often the bootstrap resamples the prompts, and with which seed."""
 
     resamples: int
     seed: int
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:
-    """Return the quotient, or None where there is nothing to divide by."""
+    """Return the quotient, or None if the denominator is 0."""
     return numerator / denominator if denominator > 0 else None
 
 
@@ -57,7 +57,7 @@ def interval(statistic: Statistic, columns: Columns, resampling: Resampling) -> 
     """
     if len(columns[0]) < FEWEST_PROMPTS:
         return None
-    # A second of importing, which commands that only lay out tables (plan, --help) do not pay.
+    # Importing takes a second, which commands that only lay out tables (plan, --help) avoid.
     from scipy.stats import DegenerateDataWarning, bootstrap
 
     arrays = [np.asarray(column, dtype=np.float64) for column in columns]
@@ -86,7 +86,7 @@ def interval(statistic: Statistic, columns: Columns, resampling: Resampling) -> 
 
 
 def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statistic:
-    """Return the mean of a statistic over the runs of one side, or that minus another side's.
+    """Return a statistic's mean over the runs of one side, or that minus the other side's mean.
 
     sides: how many runs each side has; every run has `width` columns, one run after the other.
     """
@@ -101,7 +101,7 @@ def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statisti
 
 
 def length(accepted: int, drafts: int) -> float | None:
-    """Return the acceptance length, or None without a draft."""
+    """Return the acceptance length, or None if there was no draft."""
     return 1 + accepted / drafts if drafts else None
 
 
@@ -111,7 +111,7 @@ def length_statistic(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Val
 
 
 def length_or_one(accepted: np.ndarray, of: np.ndarray, axis: int) -> Values:
-    """Return the same of prompts that may hold no draft at all: then a pass yields one token."""
+    """Return the acceptance length, or 1 where the prompts hold no draft."""
     return 1 + accepted.sum(axis) / np.maximum(of.sum(axis), 1)
 
 
@@ -122,7 +122,7 @@ def speedup_statistic(
     plain_seconds: np.ndarray,
     axis: int,
 ) -> Values:
-    """Return tokens per second over the plain loop's, of resampled prompts."""
+    """Return the speedup over the plain loop, for resampled prompts."""
     plain = plain_tokens.sum(axis) / plain_seconds.sum(axis)
     return tokens.sum(axis) / seconds.sum(axis) / plain
 
@@ -159,7 +159,7 @@ def rows_of(prompts: Iterable[PromptTotals]) -> list[Measurement]:
 def speedup(
     prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], resampling: Resampling
 ) -> Speedup:
-    """Return how many times as fast as plain decoding: value, interval, and value by block."""
+    """Return the speedup over plain decoding: value, interval, and value by block."""
     mine, theirs = rows_of(prompts), rows_of(plain)
     fast, slow = speed(mine), speed(theirs)
     if not (fast and slow and _timed(mine) and _timed(theirs)):
@@ -213,7 +213,7 @@ def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resa
 
 
 def outside_of(rows: Sequence[Measurement]) -> list[OutsideCounts] | None:
-    """Return what began outside repetition by prompt; None where cycles were not recorded."""
+    """Return each prompt's counts outside repetition; None if cycles were not recorded."""
     outside = [row.outside_repetition for row in rows if row.outside_repetition is not None]
     return outside if len(outside) == len(rows) else None
 
@@ -242,7 +242,7 @@ def _differences(
     per: str,
     resampling: Resampling,
 ) -> Differences:
-    """Return 1 + accepted / `per`, less the other method's, in all text and outside repetition."""
+    """Return 1 + accepted / `per` minus the other method's, in all text and outside repetition."""
     if theirs is None:
         return Differences(NOT_COMPARED, NOT_COMPARED)
 
@@ -260,7 +260,7 @@ def _differences(
 
 
 def plain_row(prompts: Sequence[PromptTotals]) -> PlainRow:
-    """Return what is known of plain decoding: its speed, its step, its repetition."""
+    """Return the row of plain decoding: its speed, step time and repetition."""
     rows = rows_of(prompts)
     return PlainRow(
         **_sizes(prompts),
@@ -277,10 +277,10 @@ def method_row(
     resampling: Resampling,
     ngram: Sequence[PromptTotals] | None,
 ) -> MethodRow:
-    """Return every number of a drafting method beside plain decoding of the same prompts.
+    """Return every number of a drafting method, relative to plain decoding of the same prompts.
 
-    ngram: prompt lookup on the same prompts; None where it is the method itself, or not there.
-    Rates per position have `depth` entries. What has nothing to be computed from is None.
+    ngram: prompt lookup on the same prompts; None if it is the method itself, or not measured.
+    Rates per position have `depth` entries. Numbers that cannot be computed are None.
     """
     rows, lookup = rows_of(prompts), None if ngram is None else rows_of(ngram)
     none = Counters(num_accepted_tokens_per_position=[0] * depth)
@@ -350,5 +350,5 @@ def _predicted(rows: Sequence[Measurement], times: Times, step: float | None) ->
     if draft is None or verify is None or step is None or draft + verify <= 0:
         return None
     accepted = sum(row.num_accepted_tokens for row in rows)
-    # 1 + accepted / passes is the acceptance length where every pass had a draft, as it should.
+    # 1 + accepted / passes is the acceptance length if every pass had a draft, as it should.
     return (1 + accepted / sum(row.num_target_passes for row in rows)) * step / (draft + verify)

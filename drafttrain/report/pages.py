@@ -1,4 +1,4 @@
-"""A report on disk: what its pages say, in order."""
+"""The pages of a report on disk."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def write_report(report: Report, folder: Path) -> None:
 
 
 def report_document(report: Report) -> Document:
-    """Return what the pages of a report say."""
+    """Return the pages of a report as a document."""
     serious = [flag for flag in report.flags if is_serious(flag, report.lossless)]
     mild = [flag for flag in report.flags if flag not in serious]
     divergences = [

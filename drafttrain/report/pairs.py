@@ -1,4 +1,4 @@
-"""Methods on the prompts they share: means over training seeds, differences paired by prompt."""
+"""Methods on shared prompts: means over training seeds, and differences paired by prompt."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from drafttrain.report.results import (
 from drafttrain.report.totals import Key
 from drafttrain.report.wording import bounds, cell, number
 
-BEFORE = "before"  # the method that decodes with what training started from
+BEFORE = "before"  # the method that decodes with the drafter that training started from
 ADAPTATION = (
     "A drafter that started from another one (run.init_from), beside that one as it was: the same "
     "prompts, decoded by the same target in the same timing blocks. difference: after minus "
@@ -39,7 +39,7 @@ Columns = dict[str, list[float]]  # by prompt
 
 @dataclass(frozen=True)
 class Measured:
-    """One drafting method of one report, and the plain loop beside which it was measured."""
+    """One drafting method of one report, and the plain loop measured with it."""
 
     drafted: dict[Key, Measurement]
     plain: dict[Key, Measurement]
@@ -63,13 +63,13 @@ class Measured:
 def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
     """Return the measurements of a report by drafting method.
 
-    Raises ValueError where a prompt is there twice, or a method has not those of the plain loop.
+    Raises ValueError if a prompt occurs twice, or a method lacks prompts of the plain loop.
     """
     by_method: dict[str, dict[Key, Measurement]] = {PLAIN: {}}
     for row in rows:
         prompts = by_method.setdefault(row.method, {})
         if (row.task, row.prompt_id) in prompts:
-            raise ValueError(f"prompt {row.prompt_id} of {row.task} is there twice by {row.method}")
+            raise ValueError(f"prompt {row.prompt_id} of {row.task} occurs twice by {row.method}")
         prompts[row.task, row.prompt_id] = row
     plain = by_method.pop(PLAIN)
     for method, prompts in by_method.items():
@@ -96,15 +96,15 @@ class Spread(Estimate):
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something measured that has an interval: the columns it is computed from, and how."""
+    """A measured quantity with an interval: the columns it is computed from, and how."""
 
     columns: tuple[str, ...]
     statistic: Statistic
-    positive: tuple[str, ...]  # columns that must be positive: in all, or on every prompt
+    positive: tuple[str, ...]  # columns that must be positive: their sum, or on every prompt
     every_prompt: bool
 
     def of(self, run: Columns) -> float | None:
-        """Return the quantity of one run, None where there is nothing to compute it from."""
+        """Return the quantity of one run, None if it cannot be computed."""
         enough: Callable[[Any], bool] = all if self.every_prompt else any
         if not all(enough(value > 0 for value in run[name]) for name in self.positive):
             return None
@@ -136,7 +136,7 @@ class Quantity:
         """Return the interval of the first side's mean, minus the second's if there is one."""
         columns = [run[name] for side in sides for run in side for name in self.columns]
         if not self.every_prompt:
-            # A prompt on which nobody drafted says nothing, as in the report of one run.
+            # A prompt on which no run drafted is left out, as in the report of one run.
             drafted = [row for row in zip(*columns, strict=True) if any(row)]
             columns = [list(column) for column in zip(*drafted, strict=True)]
         statistic = of_sides(self.statistic, [len(side) for side in sides], len(self.columns))
@@ -155,7 +155,7 @@ SPEEDUP = Quantity(
 
 
 def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
-    """Return the mean over runs of one column's sum over another's, None where one has none."""
+    """Return the mean over runs of one column's sum over another's, None if one run lacks it."""
     sums = [(sum(run[above]), sum(run[below])) for run in runs]
     if not all(divisor > 0 for _, divisor in sums):
         return None

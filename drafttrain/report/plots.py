@@ -1,4 +1,4 @@
-"""Figures of pages: drawn by matplotlib, as inline SVG in the page's own colours."""
+"""Figures of pages: drawn by matplotlib, as inline SVG in the page's colours."""
 
 import io
 import math
@@ -27,8 +27,8 @@ WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
 
-# Names of the page's CSS variables. matplotlib draws with stand-ins that say which is meant, so
-# that the page decides the colours, for light and dark.
+# Names of the page's CSS variables. matplotlib draws with stand-in colours, which are replaced by
+# the variables, so that the page decides the colours, light or dark.
 COLOURS = [
     "ink", "soft", "faint", "edge", "on-bar", "drafter", "other", "plain", "conditional", "draft",
     "verify", "rest", "third",
@@ -48,7 +48,7 @@ HOLLOW: dict[str, Any] = {  # a second, lesser mark
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text; the style sheet gives it the font of the page
-    "font.family": "DejaVu Sans",  # comes with matplotlib: sizes are estimated alike everywhere
+    "font.family": "DejaVu Sans",  # comes with matplotlib: text sizes are the same everywhere
     "text.parse_math": False,  # a dollar in a task's name is a dollar
     "font.size": 12,
     "lines.markersize": 8,
@@ -74,12 +74,12 @@ STYLE: dict[Any, Any] = {
 
 
 def picture(name: str, label: str, height: int, draw: Callable[[Axes], None]) -> Markup:
-    """Return what `draw` draws as one inline SVG; `name` keeps its ids apart from other plots'."""
+    """Return what `draw` draws as an inline SVG; `name` makes its ids unique on the page."""
     text = io.StringIO()
     with matplotlib.rc_context(), warnings.catch_warnings():
         # Sizes are estimated with matplotlib's font; the browser has one for every script.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        matplotlib.rcdefaults()  # whatever the user's matplotlibrc says
+        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
         matplotlib.rcParams.update({**STYLE, "svg.hashsalt": name})
         figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
         draw(figure.subplots())
@@ -88,7 +88,7 @@ def picture(name: str, label: str, height: int, draw: Callable[[Axes], None]) ->
 
 
 def _inline(document: str, name: str, label: str) -> Markup:
-    """Return the SVG document as an element of the page: its colours and font, ids of its own."""
+    """Return the SVG document as an element of the page, with its colours and font, unique ids."""
     root = ElementTree.fromstring(document)
     for parent in list(root.iter()):
         for child in list(parent):
@@ -124,28 +124,28 @@ def _in_page(key: str, value: str, name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a name as one line of characters that XML allows, not too long."""
+    """Return a name as one short line of characters that XML allows."""
     line = " ".join("".join(char if char.isprintable() else " " for char in name).split())
     return line if len(line) <= LABEL_LIMIT else f"{line[: LABEL_LIMIT - 1]}…"
 
 
 def legend(axes: Axes, items: Mapping[str, Patch | Line2D]) -> None:
-    """Explain above the picture what each mark stands for."""
+    """Draw a legend above the picture."""
     if not items:
         return
     names = [_short(name) for name in items]
-    columns = len(names) if sum(map(len, names)) <= 50 else 2  # what fits in one line
+    columns = len(names) if sum(map(len, names)) <= 50 else 2  # short names fit in one line
     assert axes.figure is not None
     axes.figure.legend(items.values(), names, loc="outside upper left", ncols=columns)
 
 
 def patches(colours: Mapping[str, str]) -> dict[str, Patch | Line2D]:
-    """Return for a legend what is filled with each colour."""
+    """Return legend entries: a filled patch for each colour."""
     return {name: Patch(facecolor=STAND_IN[colour]) for name, colour in colours.items()}
 
 
 def weight(name: str) -> str:
-    """Return the weight of a row's texts."""
+    """Return the font weight of a row's texts."""
     return "bold" if name == "all" else "normal"
 
 
@@ -164,23 +164,23 @@ def rows_axis(axes: Axes, names: Sequence[str], highest: float, unit: str) -> No
 
 
 def height_of(names: Collection[str], bars: int) -> int:
-    """Return what rows of so many bars need, with the legend above and the scale below."""
+    """Return the height of rows of `bars` bars each, with the legend above and the scale below."""
     return 74 + (12 + 12 * bars) * len(names)
 
 
 def write(
     axes: Axes, x: float, y: float, words: str, shift: tuple[int, int] = (5, 0), **look: Any
 ) -> None:
-    """Write beside a point: to its right, or where `shift` says."""
+    """Write next to a point: to its right, or shifted by `shift`."""
     look = {"va": "center_baseline", **look}
     axes.annotate(words, (x, y), shift, textcoords="offset points", **look)
 
 
 def bounds(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float]:
-    """Return from where to where an axis goes that shows every value.
+    """Return the limits of an axis that shows every value.
 
-    An end of an interval far beyond the values does not stretch it: the other intervals would be
-    too short to see. It is cut (`cut_interval`); the number stands beside it.
+    An interval that ends far beyond the values does not stretch the axis: the other intervals would
+    be too short to see. It is cut (`cut_interval`), with its number next to it.
     """
     low, high = min(values), max(values)
     room = 0.6 * max(high - low, 0.25 * abs(high), 1e-9)
@@ -190,7 +190,7 @@ def bounds(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float
 def cut_interval(
     axes: Axes, ci95: Sequence[float], y: float, colour: str, span: tuple[float, float]
 ) -> None:
-    """Draw an interval, with an arrow where it goes on beyond the axis."""
+    """Draw an interval, with an arrow where it continues beyond the axis."""
     low, high = max(ci95[0], span[0]), min(ci95[1], span[1])
     look: dict[str, Any] = {"color": colour, "alpha": 0.55}
     axes.plot([low, high], [y, y], linewidth=2.5, **look)
@@ -201,7 +201,7 @@ def cut_interval(
 
 @dataclass(frozen=True)
 class Series:
-    """What is drawn in one colour: values by row with their intervals, and lesser marks."""
+    """The data drawn in one colour: values by row with their intervals, and lesser marks."""
 
     name: str
     colour: str
@@ -220,10 +220,10 @@ def dots(
     from_zero: bool = True,
     lesser: str = "",
 ) -> Markup:
-    """Return values as dots on their intervals, a line where nothing is gained (`even`).
+    """Return a plot of values as dots on their intervals, with a line at no gain (`even`).
 
-    Several series on a row stand below each other. The first one's values are written beside it,
-    unless there are others that they could be taken for. lesser: what the lesser marks are.
+    Several series on a row are drawn below each other. The first one's values are written next to
+    it, unless they could be mistaken for another's. lesser: the legend of the lesser marks.
     """
     rows = list(dict.fromkeys(row for one in series for row in one.values))
     on = {row: [one for one in series if row in one.values] for row in rows}
@@ -257,7 +257,7 @@ def dots(
         marks = {
             one.name: Line2D([], [], color=STAND_IN[one.colour], marker=one.mark, linewidth=2.5)
             for one in series
-            if not (alone and len(series) > 1)  # the rows are their names
+            if not (alone and len(series) > 1)  # else the row labels name the series
         }
         if lesser and any(one.lesser for one in series):
             marks[lesser] = Line2D([], [], **HOLLOW, markeredgecolor=STAND_IN["soft"])
@@ -278,9 +278,9 @@ def stacked(
     end: float | None = None,
     limit: float | None = None,
 ) -> Markup:
-    """Return parts one after the other, a bar per row; what has no colour is "the rest".
+    """Return a plot of stacked bars, one per row; parts without a colour are "the rest".
 
-    end: where bars are cut, their numbers are not; limit: drawn as a dashed line.
+    end: where bars are cut; their numbers stay true. limit: drawn as a dashed line.
     """
     end = end or max(sum(parts.values()) for parts in bars.values())
     rest = {part: "rest" for parts in bars.values() for part in parts if part not in colours}
@@ -307,11 +307,11 @@ def stacked(
 
 
 def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
-    """Return memory in GiB by component, a bar for each way to shard, beside what there is."""
+    """Return a plot of memory in GiB by component: a bar per way to shard, and the limit."""
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     parts = {way: {name: of[name] for name in largest} for way, of in ways.items()}
-    # A bar that is much longer than what there is is cut, its number is not.
+    # A bar that far exceeds the limit is cut, but its number is true.
     end = min(max(limit, *(sum(of.values()) for of in parts.values())), 1.5 * limit)
     label = "Memory by component for every way to shard"
     colours = dict(zip(largest, KINDS, strict=False))
@@ -319,7 +319,7 @@ def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup
 
 
 def report_figures(report: Report) -> list[Picture]:
-    """Return the figures of a report: of what was measured, and no others."""
+    """Return the figures of a report, for what was measured only."""
     rows = {method: found.by_name for method, found in report.drafting.items()}
     colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
     summaries = {method: found["all"] for method, found in rows.items()}
@@ -397,7 +397,7 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
             for position, rate in known(rows[method].acceptance_per_position):
                 x = position + (place - (len(kinds) - 1) / 2) * width
                 axes.bar(x, rate, width * 0.94, color=STAND_IN[kind])
-                if labelled:  # at the foot, out of the line's way
+                if labelled:  # at the foot of the bar, clear of the line
                     foot, shift, colour = (0.0, 5, "on-bar") if rate > 0.09 else (rate, 3, "ink")
                     look = {**words, "color": STAND_IN[colour]}
                     write(axes, x, foot, f"{100 * rate:.0f}", (0, shift), **look)
@@ -406,7 +406,7 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
         axes.plot([x for x, _ in points], [rate for _, rate in points], clip_on=False, **line)
         for x, rate in points:
             look = {**words, "fontweight": "bold", "color": STAND_IN["conditional"]}
-            look["gid"] = f"halo-{x}"  # the style sheet gives it one
+            look["gid"] = f"halo-{x}"  # the style sheet draws a halo
             write(axes, x, rate, f"{100 * rate:.0f}", (0, 7), **look)
         axes.set_xlim(0.5, depth + 0.5)
         axes.set_ylim(0.0, 1.0)
@@ -445,7 +445,7 @@ def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, 
 
 
 def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Picture:
-    """Return speedup by depth, a line for each temperature and batch size.
+    """Return a figure of speedup by depth, a line for each temperature and batch size.
 
     points: temperature, batch size, depth, measured and predicted speedup.
     """
@@ -481,7 +481,7 @@ def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | N
 
 
 def batch_figure(points: Sequence[Point]) -> Picture:
-    """Return the speedup of the best depth by batch size, with its interval."""
+    """Return a figure of the best depth's speedup by batch size, with its interval."""
     best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
     temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
 
@@ -511,7 +511,7 @@ def batch_figure(points: Sequence[Point]) -> Picture:
 
 
 def gain_axes(axes: Axes, x: str, y: str) -> None:
-    """Name the axes, and draw where nothing is gained."""
+    """Label the axes, and draw the line of no gain."""
     # Closer dots look like a thin line.
     axes.axhline(1.0, color=STAND_IN["soft"], linestyle=(0, (1, 2.5)), linewidth=1.5)
     axes.set_ylim(bottom=0)
@@ -532,7 +532,7 @@ QUANTITIES = {
 
 
 def comparison_figures(comparison: Comparison) -> list[Picture]:
-    """Return both quantities of every row, and their differences to the baseline by task."""
+    """Return the figures: both quantities of every row, and their differences to the baseline."""
     looks = {
         row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
         for i, row in enumerate(comparison.rows)

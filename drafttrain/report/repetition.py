@@ -1,4 +1,4 @@
-"""Which tokens of an output repeat it, and what a drafter got accepted where nothing repeats."""
+"""Which tokens repeat earlier text of an output, and acceptance where nothing repeats."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 
 
 def repeats(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> list[bool]:
-    """Return for each token whether it ends an n-gram that stood earlier in the same sequence.
+    """Return for each token whether it ends an n-gram that occurred earlier in the sequence.
 
-    A property of the text alone: whoever drafted it, the same positions repeat.
+    This depends on the text alone, not on the drafter.
     """
     seen: set[tuple[int, ...]] = set()
     flags = [False] * min(len(tokens), length - 1)
@@ -22,19 +22,19 @@ def repeats(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> list[bool]:
 
 
 def repeated_tokens(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> int:
-    """Return how many tokens end an n-gram that stood earlier in the same sequence."""
+    """Return how many tokens end an n-gram that occurred earlier in the sequence."""
     return sum(repeats(tokens, length))
 
 
 def outside_repetition(
     tokens: Sequence[int], cycles: Sequence[tuple[int, int, int]]
 ) -> tuple[Counters, int]:
-    """Count the drafts, and the target passes, that began where the output does not repeat itself.
+    """Return the counters and target passes that began where the output does not repeat itself.
 
     cycles: (output position of the cycle's first token, drafted, accepted), the latter two trimmed
-    as in `Counters`; a cycle without drafted tokens is a pass and no draft. A cycle is outside
-    repetition when the token at its first position does not end a 4-gram that stood earlier in the
-    output.
+    as in `Counters`; a cycle without drafted tokens is a pass, but not a draft. A cycle is outside
+    repetition if the token at its first position does not end a 4-gram that occurred earlier in
+    the output.
     """
     flags = repeats(tokens)
     counters, num_target_passes = Counters(), 0

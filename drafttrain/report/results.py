@@ -1,4 +1,4 @@
-"""What an evaluation found, as frozen dataclasses; report.json is their fields in this order."""
+"""The results of an evaluation as frozen dataclasses; report.json has their fields in order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,14 +18,14 @@ Rates = list[float | None]  # by position; None: no draft got so far
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured value and its interval; no value: nothing to compute it from."""
+    """A measured value and its interval; None: it could not be computed."""
 
     value: float | None
     ci95: Interval | None
 
     @property
     def estimate(self) -> "Estimate":
-        """The value and its interval alone."""
+        """The value and its interval, without other fields."""
         return Estimate(self.value, self.ci95)
 
 
@@ -34,7 +34,7 @@ class Change(Estimate):
     """A difference, written with its sign."""
 
     def decides(self, above: str, below: str, neither: str) -> str | None:
-        """Return on which side of zero the interval lies, None without one."""
+        """Return the word for the interval's side of zero, None without an interval."""
         if self.ci95 is None:
             return None
         return above if self.ci95[0] > 0 else below if self.ci95[1] < 0 else neither
@@ -44,7 +44,7 @@ NOT_COMPARED = Change(None, None)
 
 
 class Badge(str):
-    """A word of a table that a page sets off in colour."""
+    """A word in a table that a page shows in colour."""
 
 
 Cell = str | Estimate | Rates
@@ -62,20 +62,20 @@ class Table:
 
 
 class ByTask(Generic[Kind]):
-    """What has something for all prompts (`summary`) and for each task (`tasks`)."""
+    """A value for all prompts (`summary`), and one for each task (`tasks`)."""
 
     summary: Kind
     tasks: dict[str, Kind]
 
     @property
     def by_name(self) -> dict[str, Kind]:
-        """The same by task, that of all prompts first, under "all"."""
+        """The values by task; that of all prompts comes first, under "all"."""
         return {"all": self.summary, **self.tasks}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What to read with care: in which row, and why."""
+    """A row to read with care, and the reason."""
 
     kind: str
     row: str
@@ -84,7 +84,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where the time of a prompt went: for each turn the median over its blocks, summed."""
+    """The time of a prompt by stage: the median over blocks of each turn, summed."""
 
     total: Amount
     prefill: Amount
@@ -95,7 +95,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class OutsideCounts:
-    """What began where the text does not repeat itself."""
+    """Counts of the drafts and passes that began where the text does not repeat itself."""
 
     num_target_passes: Count
     num_drafts: Count
@@ -118,12 +118,12 @@ class Measurement:
     num_repeated_tokens: Count
     outside_repetition: OutsideCounts | None  # None: cycles were not recorded
     seconds: Seconds
-    disturbed: bool  # its seconds are what the other methods' passes promise
+    disturbed: bool  # if so, its seconds are estimated from the other methods' passes
 
 
 @dataclass(frozen=True)
 class AcceptanceLength:
-    """Over all drafts (micro, with its interval), and the mean of the prompts' own (macro)."""
+    """The length over all drafts (micro, with interval), and the mean over prompts (macro)."""
 
     micro: float | None
     macro: float | None
@@ -137,7 +137,7 @@ class AcceptanceLength:
 
 @dataclass(frozen=True)
 class Speedup(Estimate):
-    """Times as fast as plain decoding, also within each timing block."""
+    """The speedup over plain decoding, also within each timing block."""
 
     blocks: Rates
     num_disturbed: int
@@ -191,7 +191,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Differing:
-    """How many outputs are not those of the plain loop."""
+    """How many outputs differ from those of the plain loop."""
 
     num: int
     of: int
@@ -199,7 +199,7 @@ class Differing:
 
 @dataclass(frozen=True)
 class Untrimmed:
-    """The counters as vLLM counts: with what lay past the end token or the limit."""
+    """The counters as vLLM counts: including tokens past the end token or the limit."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -229,7 +229,7 @@ class PlainRow(Sizes):
 
 @dataclass(frozen=True)
 class MethodRow(Sizes):
-    """A drafting method on one task, or on all, beside plain decoding of the same prompts."""
+    """A drafting method on one task, or on all, relative to plain decoding of the same prompts."""
 
     num_drafts: int
     num_draft_tokens: int
@@ -268,7 +268,7 @@ class MethodRows(ByTask[MethodRow]):
 
 @dataclass(frozen=True)
 class Point(ByTask[MethodRow]):
-    """The drafter at one depth, temperature and batch size of a sweep; prompt lookup beside it."""
+    """The drafter at one depth, temperature and batch size of a sweep, and prompt lookup there."""
 
     depth: int
     temperature: float
@@ -289,19 +289,19 @@ def depths_of(sweep: Sequence[Point], temperature: float, batch_size: int) -> di
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was measured, what bounds it, and a sentence that says so."""
+    """One check: the measured value, its bound, and a sentence about both."""
 
     name: str
     passed: bool | None  # None: the rule is not lossless, or the number is only reported
     measured: float
     bound: str
     text: str
-    divergences: list[dict[str, Any]]  # of each: prompt, position, gap, noise, tie
+    divergences: list[dict[str, Any]]  # each has prompt, position, gap, noise, tie
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """The checks that a decode loop passed, and what they say together."""
+    """The checks of a decode loop, and the overall result."""
 
     statement: str
     rule: str
@@ -314,25 +314,25 @@ class Certificate:
 
 @dataclass(frozen=True)
 class LosslessCheck:
-    """The verification rule, whether it is lossless by itself, and greedy beside plain outputs."""
+    """The verification rule, whether it is lossless, and how greedy outputs match plain ones."""
 
     rule: str
     lossless: bool
     dtype: str  # of the check
     greedy_identical: Count
     greedy_total: Count
-    divergences: list[dict[str, Any]]  # of each: prompt, position, gap ...
+    divergences: list[dict[str, Any]]  # each has prompt, position, gap ...
     statement: str = ""
 
     @property
     def identical(self) -> bool:
-        """Whether no greedy output differed."""
+        """Whether all greedy outputs are identical."""
         return self.greedy_identical == self.greedy_total
 
 
 @dataclass(frozen=True)
 class TimingInfo:
-    """What timings were taken with; in a block, all methods decode each prompt in turn."""
+    """The conditions of the timings; in a block, all methods decode each prompt in turn."""
 
     dtype: str
     threads: int
@@ -360,13 +360,13 @@ class NgramAnswer:
 
 @dataclass(frozen=True)
 class ExtraMemory:
-    """What the drafter holds besides the target: its own weights and its own KV cache, in bytes."""
+    """The memory of a drafter besides the target's: its own weights and KV cache, in bytes."""
 
     weight_bytes: int
     kv_bytes_per_token: int  # of one row
 
     def at(self, num_positions: int, batch_size: int) -> "MemoryUse":
-        """Return the bytes at a context of so many positions in each row of a batch."""
+        """Return the bytes at a context of `num_positions` in each row of a batch."""
         kv_bytes = self.kv_bytes_per_token * num_positions * batch_size
         total = self.weight_bytes + kv_bytes
         return MemoryUse(**asdict(self), num_positions=num_positions, batch_size=batch_size,
@@ -395,11 +395,11 @@ class Money:
 
 @dataclass(frozen=True)
 class TaskVerdict:
-    """What to do with the drafter on one task, or on all: in numbers and in a sentence."""
+    """The verdict on the drafter for one task, or for all: in numbers and in a sentence."""
 
     decision: str
     depth: int
-    of_depths: list[int]  # that were measured; `depth` is the fastest
+    of_depths: list[int]  # the measured depths; `depth` is the fastest
     num_prompts: int
     speedup: Estimate
     acceptance_length: float | None
@@ -422,7 +422,7 @@ class BeforeAfter:
 
 @dataclass(frozen=True)
 class AdaptationRow:
-    """What adapting brought on one task, or on all."""
+    """The effect of adapting on one task, or on all."""
 
     num_prompts: int
     acceptance_length: BeforeAfter
@@ -431,7 +431,7 @@ class AdaptationRow:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The drafter beside the one that its training started from."""
+    """The drafter compared with the one that its training started from."""
 
     rows: dict[str, AdaptationRow]
     statement: str
@@ -440,7 +440,7 @@ class Adaptation:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """An output on which vLLM and we counted or wrote something else."""
+    """An output on which vLLM's tokens or counters differ from ours."""
 
     name: str
     position: int | None  # of the first token that differs, None where the outputs are equal
@@ -457,7 +457,7 @@ class Agreement:
     dtype: str
     num_outputs: int
     num_equal: int  # the same tokens and the same counters
-    num_ties: int  # part at a near tie of the target
+    num_ties: int  # outputs that diverge at a near tie of the target
     holds: bool  # every disagreement is explained by a near tie
     ours: Counters
     theirs: Counters
@@ -467,17 +467,17 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """vLLM's speedup at batch 1 foretold, and measured on outputs that did not calibrate."""
+    """vLLM's speedup at batch 1, predicted, and measured on outputs not used to calibrate."""
 
     num_calibration: int
     num_test: int
-    tokens_per_pass: float  # of our loop, on the outputs that did not calibrate
-    t_plain_s: float  # a plain step without prefill, on the calibrating outputs
-    t_cycle_s: float  # the same of drafting and verification, which vLLM does not tell apart
+    tokens_per_pass: float  # of our loop, on the outputs not used to calibrate
+    t_plain_s: float  # a plain step without prefill, on the calibration outputs
+    t_cycle_s: float  # the same for a cycle: vLLM does not time draft and verification separately
     predicted: float
     predicted_with_prefill: float
     measured: float
-    error: float  # of the prediction with prefill, as a share of what was measured
+    error: float  # of the prediction with prefill, relative to the measurement
     statement: str
 
 
@@ -491,7 +491,7 @@ class BothSeconds:
 
 @dataclass(frozen=True)
 class OursBeside:
-    """Our loop's numbers that stand beside vLLM's; the counters behind them are untrimmed."""
+    """Our loop's numbers to compare with vLLM's; the counters behind them are untrimmed."""
 
     acceptance_length: float | None
     tokens_per_second: Speeds
@@ -520,7 +520,7 @@ class WitnessRow:
 
 @dataclass(frozen=True)
 class WitnessSection:
-    """vLLM beside our loop, on the same prompts."""
+    """vLLM compared with our loop, on the same prompts."""
 
     vllm: str  # its version
     drafter: str
@@ -543,7 +543,7 @@ class WitnessSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a report says. Its drafter's rows head it, those of others are `methods`."""
+    """The content of a report. Its drafter's rows come first, those of others are `methods`."""
 
     schema_version: int
     target: str

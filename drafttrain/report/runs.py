@@ -1,4 +1,4 @@
-"""The runs of a comparison: which may stand side by side, and which are seeds of one method."""
+"""The runs of a comparison: which are comparable, and which are seeds of one method."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from drafttrain.report.totals import Key
 class RunReport:
     """One run's evaluation and what is known of its training.
 
-    `identity` is what training and evaluation were told apart from the seed: runs that share it are
-    seeds of one method. None, as `seed`, where no training is on record.
+    `identity` stands for all settings of training and evaluation except the seed: runs that share
+    it are seeds of one method. It and `seed` are None if no training is on record.
     """
 
-    name: str  # short, of its own among the runs
+    name: str  # short and unique among the runs
     folder: str
     report: Report
     measured: Mapping[str, Measured]  # by drafting method
@@ -49,7 +49,7 @@ class Method:
 
 
 def conditions(report: Report) -> dict[str, Any]:
-    """Return what two reports must have in common for their numbers to be compared, by its name."""
+    """Return the conditions, by name, that comparable reports must have in common."""
     return {
         "target fingerprint": report.provenance["target_fingerprint"],
         **{f"eval.{key}": value for key, value in vars(report.sampling).items()},
@@ -59,7 +59,7 @@ def conditions(report: Report) -> dict[str, Any]:
 
 
 def check_comparable(runs: Sequence[RunReport]) -> None:
-    """Refuse runs whose numbers differ for another reason than the drafter, naming both."""
+    """Raise ValueError if two runs differ in more than the drafter, naming both."""
     first, *rest = runs
     wanted = conditions(first.report)
     for run in rest:
@@ -73,7 +73,7 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
                 raise ValueError(
                     f"runs must have the same {key} to be compared, but {first.folder} has {one} "
                     f"and {run.folder} has {two}; evaluate both in the same way, or compare them "
-                    "apart"
+                    "separately"
                 )
 
 
@@ -92,8 +92,8 @@ def shared_prompts(runs: Sequence[RunReport]) -> list[Key]:
 def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     """Return the rows: runs that differ only in their seed as one, then the reference methods.
 
-    A seed that comes a second time is a repeated measurement, and has a row of its own. A reference
-    measured beside several runs at the same depth and under the same rule is one row.
+    A seed that occurs twice is a repeated measurement, and gets a row of its own. A reference
+    measured in several runs at the same depth and under the same rule is one row.
     """
     groups: dict[tuple[str, int], list[RunReport]] = {}
     for run in runs:
@@ -133,13 +133,13 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
 
 
 def _common(names: Sequence[str]) -> str:
-    """Return how the names begin alike, without what announces a seed: demo-seed0, demo-seed1."""
+    """Return the common prefix of names such as demo-seed0 and demo-seed1, without "-seed"."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     return re.sub(r"[-_. ]+(seed|s)?[-_. ]*$", "", "".join(letters[0] for letters in alike))
 
 
 def find_method(methods: Sequence[Method], baseline: str | None) -> Method:
-    """Return the row called `baseline`, or that holds the run of that name; None: the first."""
+    """Return the row called `baseline`, or the one with the run of that name; None: the first."""
     if baseline is None:
         return methods[0]
     for method in methods:
@@ -154,7 +154,7 @@ def find_method(methods: Sequence[Method], baseline: str | None) -> Method:
 
 
 def training_statement(method: Method) -> str:
-    """Return how many training runs stand behind a row."""
+    """Return a phrase for the number of training runs behind a row."""
     count = len(method.runs)
     if method.reference:
         return f"reference, measured beside {count} run{'s' * (count > 1)}"

@@ -1,4 +1,4 @@
-"""The tables of a report, each laid out once: terminal, Markdown and HTML show the same cells."""
+"""The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -34,7 +34,7 @@ from drafttrain.report.wording import (
 )
 
 Line = TypeVar("Line")
-Column = tuple[str, Callable[[Line], Cell]]  # its heading, and its cell of a line
+Column = tuple[str, Callable[[Line], Cell]]  # its heading, and its cell for a line
 
 
 def table(
@@ -147,14 +147,14 @@ WITNESSED: list[Column[WitnessRow]] = [
 
 
 def depth_shown(report: Report) -> str:
-    """Return the depth that the drafter is shown at, and of which it is the fastest."""
+    """Return the depth that the drafter is shown at, and the depths it was chosen from."""
     shown = fastest_depth(report.verdicts["all"])
     at = report.depth
     return shown if report.main_depth == at else f"{shown} (ngram drafts at {at})"
 
 
 def summary_table(report: Report) -> Table:
-    """Return what the terminal shows: rows by task and in all, prompt lookup, losslessness."""
+    """Return the terminal's table: rows in all and by task, prompt lookup, losslessness."""
     (drafter, own), *others = report.drafting.items()
     lines = {f"all, {drafter}": own.summary, **own.tasks}
     lines |= {f"all, {method}": rows.summary for method, rows in others}
@@ -166,7 +166,7 @@ def summary_table(report: Report) -> Table:
 
 
 def verdict_table(report: Report) -> Table:
-    """Return the verdict by task: what to do, what it brings, what it costs."""
+    """Return the table of verdicts by task: the decision, its gain and its cost."""
     verdicts = report.verdicts
     columns: list[Column[TaskVerdict]] = [
         ("verdict", lambda verdict: Badge(verdict.decision)),
@@ -201,7 +201,7 @@ def _extra_memory(verdict: TaskVerdict) -> str:
 
 
 def measured_tables(report: Report) -> list[Table]:
-    """Return what was measured of every method, its text outside repetition, and its counters."""
+    """Return tables of every method's measurements and its acceptance outside repetition."""
     found = []
     for method, rows in report.drafting.items():
         title = f"{method}, the reference"
@@ -209,7 +209,7 @@ def measured_tables(report: Report) -> list[Table]:
             "The same prompts, loop and blocks. A drafter that does not beat prompt lookup is not "
             "worth its cost."
         )
-        outside = "Acceptance where the text says something new: text in loops is easy to draft."
+        outside = "Acceptance where the output does not repeat itself: loops are easy to draft."
         if method == report.drafter:
             title = f"{method}, task by task"
             caption = "Intervals: 95 %, bootstrap over prompts, paired with plain decoding."
@@ -240,7 +240,7 @@ def adaptation_table(section: Adaptation) -> Table:
 
 
 def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
-    """Return the sweep as a table of the report; rules: by temperature, how drafts are accepted."""
+    """Return the sweep as a table of the report; rules: the verification rule by temperature."""
     of_summary = (LENGTH, PLAIN_SPEED, SPEED, SPEEDUP, PREDICTED)
     headings = [heading for heading, _ in of_summary]
     rows: list[list[Cell]] = [
@@ -283,7 +283,7 @@ def best_depths(points: Sequence[Point]) -> dict[tuple[float, int], dict[str, Po
 
 
 def stops_paying(points: Sequence[Point]) -> list[str]:
-    """Say for each temperature at which measured batch size speculation no longer pays."""
+    """Return, for each temperature, a sentence on the batch size where speculation stops paying."""
     sentences = []
     best = {place: chosen["all"].summary.speedup for place, chosen in best_depths(points).items()}
     for temperature in dict.fromkeys(temperature for temperature, _ in best):
@@ -296,7 +296,7 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
             told = "pays at every size"
         elif not pays:
             told = "pays at none (lower bound of the speedup above 1)"
-        elif min(others) < max(pays):  # no single size from which on it pays no more
+        elif min(others) < max(pays):  # it does not stop paying at one size
             told = (
                 f"pays at {', '.join(map(str, pays))} only: elsewhere the speedup of the best "
                 "depth is not above 1 with 95 % confidence"
@@ -312,7 +312,7 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
 
 
 def witness_table(section: WitnessSection) -> Table:
-    """Return vLLM's numbers beside ours as a table: a row per batch size."""
+    """Return a table of vLLM's numbers and ours: a row per batch size."""
     temperature = section.sampling.temperature
     how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     turns = "in turns" if section.interleaved else "one after the other: memory holds but one"

@@ -11,7 +11,7 @@ from drafttrain.report.tables import texts
 
 
 def rich_table(content: Table) -> RichTable:
-    """Return a table for the terminal: headings no wider than what stands below them."""
+    """Return a table for the terminal, with headings no wider than their columns."""
     shown = RichTable(
         title=Text(content.title),
         caption=Text("\n".join(content.notes)),

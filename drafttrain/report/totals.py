@@ -1,4 +1,4 @@
-"""From results to totals by prompt: the turns of a prompt together, medians over its blocks."""
+"""Compute totals by prompt from results: sums over its turns, medians over its blocks."""
 
 import statistics
 from collections import defaultdict
@@ -10,7 +10,7 @@ from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
-FEWEST_PROMPTS = 5  # of fewer, drawing them again says nothing about others
+FEWEST_PROMPTS = 5  # resampling fewer says nothing about other prompts
 DISTURBED = 4.0  # times as long as the other methods' passes over the same prompt
 
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
@@ -22,8 +22,8 @@ class PromptTotals:
     """One prompt decoded by one method: its measurement, and what only this evaluation needs.
 
     Outputs and counters are those of the first block; `num_unstable_turns` counts the turns whose
-    output was another in a later block. A prompt may be timed in some blocks only:
-    `block_seconds` has its total in each that timed it.
+    output differed in a later block. A prompt may be timed in some blocks only: `block_seconds`
+    has its total in each of these.
     """
 
     row: Measurement
@@ -41,8 +41,8 @@ Totals = dict[Key, PromptTotals]
 def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
     """Return the totals of each method by prompt, in the order of the results.
 
-    Raises ValueError when a measurement is there twice, when plain decoding is missing, or when a
-    method did not decode what plain decoding did: such rows could not be compared as pairs.
+    Raises ValueError if a measurement occurs twice, if plain decoding is missing, or if a method
+    did not decode what plain decoding did: such rows could not be compared as pairs.
     """
     measured: dict[str, dict[Key, dict[tuple[int, int], PromptResult]]] = {}
     for result in results:
@@ -94,13 +94,12 @@ def by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
 
 
 def disturbed(paces: Mapping[str, Mapping[Unit, float]]) -> dict[str, dict[Unit, float]]:
-    """Return by method the units whose timing was disturbed, and the pace they would have had.
+    """Return by method the units whose timing was disturbed, and the pace expected of them.
 
-    paces: by method, the seconds of a target pass of each unit (a prompt, or a turn of it), without
-    its prefill. The methods decode a unit one right after the other: where, each measured by its
-    own median over the units, one of them took more than DISTURBED times as long as another,
-    something else kept the machine busy. A long context slows all of them. None where there are
-    fewer than FEWEST_PROMPTS units.
+    paces: by method, the seconds per target pass of each unit (a prompt, or a turn of it), without
+    prefill. The methods decode a unit in direct succession. If one of them took more than DISTURBED
+    times as long as another, each relative to its own median over units, something else kept the
+    machine busy (a long context slows all of them). Empty for fewer than FEWEST_PROMPTS units.
     """
     found: dict[str, dict[Unit, float]] = {}
     if len(paces) < 2 or any(len(units) < FEWEST_PROMPTS for units in paces.values()):
@@ -129,7 +128,7 @@ def disturbed_turns(results: Iterable[PromptResult]) -> set[tuple[int, str, int]
 
 
 def _at_pace(row: Measurement, pace: float) -> Measurement:
-    """Return a prompt as if each of its passes had taken so many seconds."""
+    """Return a prompt as if each of its passes had taken `pace` seconds."""
     seconds = row.seconds
     spent = pace * max(row.num_target_passes, 1)
     share = spent / (seconds.total - seconds.prefill)
@@ -182,7 +181,7 @@ def _totals(cells: Mapping[tuple[int, int], PromptResult]) -> PromptTotals:
 
 
 def _outside(results: Sequence[PromptResult]) -> OutsideCounts | None:
-    """Return what began outside repetition; None where an engine did not record its cycles."""
+    """Return the counts outside repetition; None if an engine did not record its cycles."""
     total, num_target_passes = Counters(), 0
     for result in results:
         cycles, counters = result.stats.cycles, result.stats.trimmed

@@ -1,4 +1,4 @@
-"""What `tune` found: predicted beside measured, and the choice."""
+"""The results of `tune`: predicted and measured speedups, and the chosen depths."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class DepthPrediction:
-    """A depth at a batch size on one task, or on all: what should be and what was."""
+    """A depth at a batch size on one task, or on all: its predicted and measured speedup."""
 
     task: str
     batch_size: int
@@ -32,13 +32,13 @@ class DepthPrediction:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction lies from what was measured, relative to it."""
+        """The error of the prediction, relative to the measurement."""
         return None if self.measured is None else self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
 class ChosenDepth:
-    """The depth that should be fastest, and whether it pays."""
+    """The depth predicted to be fastest, and whether it pays."""
 
     depth: int
     speedup: float
@@ -65,7 +65,7 @@ COLUMNS: list[Column[DepthPrediction]] = [
 def tune_tables(
     predictions: Sequence[DepthPrediction], choices: Mapping[str, TunedChoice]
 ) -> list[Table]:
-    """Return predicted beside measured by batch and depth, and the chosen depths by task."""
+    """Return tables of predicted and measured speedups, and of the chosen depths by task."""
     everywhere = [p for p in predictions if p.task == "all"]
     errors = [abs(p.error) for p in everywhere if p.error is not None]
     explained = list(DEFINITIONS)
@@ -94,7 +94,7 @@ def tune_tables(
 
 
 def headline(choices: Mapping[str, TunedChoice]) -> str:
-    """Return what was chosen for all tasks, batch by batch, as sentences."""
+    """Return the depths chosen for all tasks, batch by batch, as sentences."""
     sentences = []
     for size, choice in choices.items():
         best, speedup = choice.all, f"{number(choice.all.speedup)} times as fast"

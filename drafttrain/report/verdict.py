@@ -1,4 +1,4 @@
-"""What to do with a drafter, task by task: speculate, marginal or do not; money and memory."""
+"""The verdict on a drafter, task by task: speculate, marginal or do not; money and memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,16 +26,16 @@ IN_WORDS = {
     UNKNOWN: "Undecided",
 }
 SECONDS_PER_HOUR = 3600
-FEWEST_BLOCKS = 3  # to see whether they agree
+FEWEST_BLOCKS = 3  # needed to judge whether blocks agree
 DISAGREEING = 1.5  # times as fast in one block as in another
-FEW_DISTURBED = 0.05  # of the prompts: a share that decides nothing
+FEW_DISTURBED = 0.05  # of the prompts: a share too small to matter
 
 
 def decide(speedup: Estimate, marginal_speedup: float) -> str:
-    """Return what a speedup and its interval call for.
+    """Return the decision for a speedup and its interval.
 
-    speculate: even the interval's lower bound is above `marginal_speedup`; do not: the speedup is
-    at most 1, and extra memory buys nothing; marginal: what lies between, or has no interval.
+    speculate: even the interval's lower bound is above `marginal_speedup`. do not: the speedup is
+    at most 1. marginal: anything between, or a speedup without an interval.
     """
     if speedup.value is None:
         return UNKNOWN
@@ -46,7 +46,7 @@ def decide(speedup: Estimate, marginal_speedup: float) -> str:
 
 
 def handicap(row: MethodRow) -> str:
-    """Return what is wrong with a speedup above the acceptance length, or nothing."""
+    """Return what is wrong with a speedup above the acceptance length, "" if nothing."""
     ci95, length = row.speedup.ci95, row.acceptance_length.micro
     if ci95 is None or length is None or ci95[0] <= length:
         return ""
@@ -55,7 +55,7 @@ def handicap(row: MethodRow) -> str:
 
 
 def disturbance(row: MethodRow) -> str:
-    """Return how many of a row's timings were disturbed, or nothing."""
+    """Return a sentence on how many of a row's timings were disturbed, "" if none."""
     if not row.speedup.num_disturbed:
         return ""
     return (
@@ -66,7 +66,7 @@ def disturbance(row: MethodRow) -> str:
 
 
 def disagreement(row: MethodRow) -> str:
-    """Return how far the timing blocks of a row are apart, or nothing where they agree."""
+    """Return a sentence on how far a row's timing blocks disagree, "" if they agree."""
     blocks = [value for value in row.speedup.blocks if value]
     if len(blocks) < FEWEST_BLOCKS or max(blocks) <= DISAGREEING * min(blocks):
         return ""
@@ -92,12 +92,12 @@ def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
 
 
 def call(verdict: TaskVerdict) -> str:
-    """Return the decision as words that open a sentence: `Speculate at depth 4`."""
+    """Return the decision as the start of a sentence: `Speculate at depth 4`."""
     return f"{IN_WORDS[verdict.decision]} at {fastest_depth(verdict)}"
 
 
 def fastest_depth(verdict: TaskVerdict) -> str:
-    """Return the depth, and of which it is the fastest: `depth 4, the fastest of 2, 4`."""
+    """Return the depth and those it was chosen from: `depth 4, the fastest of 2, 4`."""
     others = f", the fastest of {', '.join(map(str, verdict.of_depths))}"
     return f"depth {verdict.depth}{others * (len(verdict.of_depths) > 1)}"
 
@@ -119,7 +119,7 @@ def _statement(verdict: TaskVerdict) -> str:
 
 
 def bill(verdict: TaskVerdict) -> list[str]:
-    """Return what speculation costs and saves, as sentences: none of what is not known."""
+    """Return what speculation costs and saves, as sentences, as far as it is known."""
     lines = []
     cost = verdict.money
     if cost is not None and (share := cost.saving.value) is not None:
@@ -152,8 +152,8 @@ def verdicts_of(
         rows = {each: measured[each].by_name[name] for each in sorted(measured)}
         best = max(rows, key=lambda each: rows[each].speedup.value or 0.0)
         row = rows[best]
-        # A few prompts of many change little; blocks that disagree may each be above what is worth
-        # having. The blocks of a single task hold few prompts each: only those of all are compared.
+        # A few disturbed prompts among many change little. Only blocks over all tasks are compared
+        # with each other: those of a single task hold few prompts.
         disturbed = row.speedup.num_disturbed > FEW_DISTURBED * row.num_prompts
         if name == "all" and disagreement(row):
             slowest = min(value for value in row.speedup.blocks if value)
@@ -194,15 +194,15 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
 def is_serious(flag: Flag, check: LosslessCheck) -> bool:
     """Return whether a flag puts a report's numbers in doubt.
 
-    Few timing blocks, and greedy outputs that rounding changed in a narrow dtype where the rule is
-    lossless and the check found no difference, do not.
+    Two do not: few timing blocks, and greedy outputs that rounding changed in a narrow dtype, if
+    the rule is lossless and the check found no difference.
     """
     sound = check.lossless and check.identical
     return not (flag.kind == "timing" or (flag.kind == "outputs_differing" and sound))
 
 
 def grouped(verdicts: Mapping[str, TaskVerdict]) -> list[str]:
-    """Return one line per decision with the tasks it holds for; none where there is one task."""
+    """Return one line per decision with the tasks it holds for; no lines for a single task."""
     tasks = {name: verdict for name, verdict in verdicts.items() if name != "all"}
     if len(tasks) < 2:
         return []

@@ -1,4 +1,4 @@
-"""What a report says of vLLM beside our loop."""
+"""The section of a report that compares vLLM with our loop."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ DEFINITIONS = {
 
 
 def agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: str) -> str:
-    """Say in one sentence whether vLLM counted what we counted."""
+    """Return one sentence on whether vLLM's counts are ours."""
     statement = (
         f"{num_equal} of {num_outputs} greedy outputs in {dtype} have vLLM's tokens and counters "
         "and ours alike"
@@ -40,7 +40,7 @@ def agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: 
 
 
 def prediction_statement(found: Prediction) -> str:
-    """Say in one sentence what was predicted and what vLLM then did."""
+    """Return one sentence with vLLM's predicted and measured speedup."""
     off = abs(found.error)
     return (
         f"vLLM's speedup at batch 1 on {found.num_test} outputs: predicted "
@@ -54,5 +54,5 @@ def prediction_statement(found: Prediction) -> str:
 
 
 def with_witness(report: Report, section: WitnessSection) -> Report:
-    """Return a report that has the section and its table as well."""
+    """Return the report with the section and its table added."""
     return replace(report, vllm=section, tables=[*report.tables, witness_table(section)])

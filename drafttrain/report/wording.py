@@ -11,7 +11,7 @@ NOTHING = "\N{EN DASH}"
 
 
 def number(value: Number | None, digits: int = 2) -> str:
-    """Return the value with so many decimals, or a dash where there is none."""
+    """Return the value with `digits` decimals, or a dash for None."""
     if value is None:
         return NOTHING
     return f"{round(value, digits) + 0.0:,.{digits}f}"  # no minus before a zero
@@ -23,7 +23,7 @@ def count(value: Number | None) -> str:
 
 
 def speed(value: Number | None) -> str:
-    """Return tokens per second with as many digits as anybody can use."""
+    """Return tokens per second with as many digits as are useful."""
     return number(value, 1 if value is not None and value < 100 else 0)
 
 
@@ -33,12 +33,12 @@ def percent(value: Number | None) -> str:
 
 
 def money(value: Number | None) -> str:
-    """Return an amount: in hundredths, or in thousandths where it is below one."""
+    """Return an amount with two decimals, or three if it is below one."""
     return number(value, 3 if value is not None and abs(value) < 1 else 2)
 
 
 def memory(num_bytes: Number) -> str:
-    """Return bytes in MiB, or GiB from one on."""
+    """Return bytes in MiB, or in GiB from 1 GiB on."""
     large = num_bytes >= 2**30
     return f"{number(num_bytes / (2**30 if large else 2**20), 1)} {'GiB' if large else 'MiB'}"
 
@@ -59,12 +59,12 @@ def bounds(ci95: Sequence[Number] | None) -> str:
 
 
 def signed(value: Number | None) -> str:
-    """Return a difference with its sign, or a dash where there is none."""
+    """Return a difference with its sign, or a dash for None."""
     return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
 
 
 def value_and_range(measured: Estimate) -> list[str]:
-    """Return the value, and the interval in brackets where there is a value."""
+    """Return the value and, if there is one, its interval in brackets."""
     write = signed if isinstance(measured, Change) else number
     if measured.value is None:
         return [NOTHING]
@@ -74,31 +74,31 @@ def value_and_range(measured: Estimate) -> list[str]:
 
 
 def positions(values: Sequence[Number | None]) -> str:
-    """Return rates by position, without their leading zeros to fit a narrow column."""
+    """Return rates by position, without leading zeros, to fit a narrow column."""
     texts = [number(value) for value in values]
     return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
 
 
 def cell(value: Cell) -> str:
-    """Return what a cell says everywhere: `1.52 [1.44, 1.60]`, or `1.52 [too few]` prompts."""
+    """Return the text of a cell: `1.52 [1.44, 1.60]`, or `1.52 [too few]` (prompts)."""
     if isinstance(value, Estimate):
         return " ".join(value_and_range(value))
     return value if isinstance(value, str) else positions(value)
 
 
 def things(num: int, name: str) -> str:
-    """Return how many there are of something: `1 prompt`, `2 prompts`."""
+    """Return a number with its noun: `1 prompt`, `2 prompts`."""
     return f"{num} {name}{'s' * (num != 1)}"
 
 
 def rule_statement(rule: str, lossless: bool) -> str:
-    """Return a rule and whether it is lossless, once: `decode` says it in the rule's own name."""
+    """Return a rule and whether it is lossless, unless the rule's own name says so."""
     told = "" if "lossless" in rule else f" ({'lossless' if lossless else 'NOT lossless'})"
     return f"rule: {rule}{told}"
 
 
 def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the leaves that are not empty; a hash, which only names, as its first digits."""
+    """Return the leaves that are not empty; hashes are shortened to their first digits."""
     return [
         (key, f"{text[:12]}…" if re.fullmatch(r"[0-9a-f]{40,}", text) else text)
         for key, text in flat(tree)

@@ -1,4 +1,4 @@
-"""Results as JSON, pages of a document, and files that appear whole or not at all."""
+"""Write results as JSON and documents as pages, in files that appear whole or not at all."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from drafttrain.runtime.disk import write_whole, writing
 
 
 def as_data(value: Any) -> Any:
-    """Return what JSON can hold: dataclasses as objects, a number that is not finite as null."""
+    """Return plain data for JSON: dataclasses as objects, numbers that are not finite as null."""
     if isinstance(value, Table):
         return {**vars(value), "rows": texts(value)}
     if is_dataclass(value):
@@ -35,16 +35,16 @@ def as_data(value: Any) -> Any:
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """Return plain data as the text of a .json file; there is no NaN in it."""
+    """Return plain data without NaN as the text of a .json file."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half a surrogate pair, which no file can hold, is written as JSON writes it.
+    # Lone surrogates, which no file can hold, are written as JSON escapes.
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def write_pages(
     folder: Path, name: str, document: Document, figures: Sequence[Figure], content: object = None
 ) -> Path:
-    """Write a document as Markdown and HTML, its content as JSON beside them; return the page."""
+    """Write a document as Markdown and HTML, and its content as JSON; return the HTML page."""
     texts = {} if content is None else {f"{name}.json": as_json(as_data(content))}
     texts |= {f"{name}.md": markdown(document), f"{name}.html": html(document, figures)}
     write_texts(texts, folder)
