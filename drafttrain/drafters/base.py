@@ -1,7 +1,7 @@
-"""What every drafter is: a loss over target features, and logits for the next drafted level.
+"""The interface of every drafter: a loss over target features, and logits for the next level.
 
-Which hidden state meets which token embedding, and predicts what (x: tokens, f: the target's
-hidden states; the target itself reads x_t at position t, gives f_t, and from it x_{t+1}):
+Which hidden state is paired with which token embedding, and predicts what (x: tokens, f: the
+target's hidden states; the target itself reads x_t at position t, gives f_t, and from it x_{t+1}):
 
     position            t-1     t       t+1     t+2
     token               x_t-1   x_t     x_t+1   x_t+2
@@ -12,7 +12,7 @@ hidden states; the target itself reads x_t at position t, gives f_t, and from it
     Medusa head k        f_t                          -> logits for x_t+2+k (head 0 skips x_t+1)
 
 While decoding, x_t+1 is the last token: committed, chosen by the target, but not yet read by it. So
-the first drafted token always stands two positions after the newest feature.
+the first drafted token is always two positions after the newest feature.
 """
 
 from abc import ABC, abstractmethod
@@ -36,30 +36,30 @@ from drafttrain.runtime.settings import require
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Common to every drafter; subclasses head their own files."""
+    """The configuration common to all drafters; each family's subclass is in its own file."""
 
     name: str
 
     trainable: ClassVar[bool] = True
-    layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves them
+    layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves it
 
     @property
     def served_from(self) -> Path | None:
-        """What an engine loads as it is; None: what an export writes."""
+        """The directory that an engine loads as it is; None: an export is needed."""
         return None
 
     def require(self, key: str, holds: bool, need: str, remedy: str = "") -> None:
-        """Raise ValueError unless a setting holds what it needs."""
+        """Raise ValueError unless a condition on a setting holds."""
         require(holds, f"drafter.{key}", need, getattr(self, key), remedy)
 
     def build(self, spec: TargetSpec) -> "Drafter":
-        """Make the drafter for a target, weights at their initial values."""
+        """Return the drafter for a target, with initial weights."""
         raise AssertionError(f"{type(self).__name__} does not say which drafter it builds")
 
 
 @dataclass(frozen=True)
 class About:
-    """What a model card says of a family: data, no code."""
+    """The data of a family for model cards."""
 
     kind: str  # with its article: "An EAGLE-3"
     paper: str  # its number on arXiv
@@ -67,7 +67,7 @@ class About:
 
 @dataclass
 class DraftState:
-    """What a drafter remembers of the rows it is decoding; each family has its own subclass."""
+    """A drafter's state for the rows it is decoding; each family has its own subclass."""
 
     readout: Readout
 
@@ -79,18 +79,18 @@ class TrainingChance(ABC):
     def uniform_like(
         self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Return uniforms in [0, 1): the same for a conversation however it is batched."""
+        """Return uniforms in [0, 1) that depend on the conversation, not on how it is batched."""
 
     def decoding(self) -> Chance:
-        """Return the chance of what a drafter says itself: rows are named by conversation."""
+        """Return the chance for text that a drafter samples; rows are named by conversation."""
         return SeededChance(0)
 
 
 class TextSource(Protocol):
-    """What a drafter trains on in place of the data's text, where that is not the data's alone."""
+    """A source of training text, for drafters that do not train on the data's text alone."""
 
     def rewrite(self, drafter: Any, batch: Batch, chance: TrainingChance) -> Batch:
-        """Return what is trained on in place of this micro batch, before the target reads it.
+        """Return the batch to train on in place of this micro batch, before the target reads it.
 
         Each conversation keeps its place and its own chance, however it is batched or sharded.
         """
@@ -100,53 +100,53 @@ State = TypeVar("State", bound=DraftState)
 
 
 class Drafter(nn.Module, ABC, Generic[State]):
-    """A drafter: a model, and its conversation with the decode loop.
+    """A drafter: a model, and its interface to the decode loop.
 
-    What it must have: `captures`; for training `forward`; for decoding `begin`,
-    `observe`, `expand`, `select`. All else has a default. Weights that it shares with the target
+    A subclass must define `captures`; for training `forward`; for decoding `begin`, `observe`,
+    `expand` and `select`. Everything else has a default. Weights that it shares with the target
     (embedding, head) are read from the readout.
     """
 
-    about: ClassVar[About | None] = None  # None: a card calls it by its configuration's name
+    about: ClassVar[About | None] = None  # None: a card uses its configuration's name
     config: DrafterConfig
     spec: TargetSpec
-    captures: tuple[int, ...]  # target layers it reads; final_hidden always comes along
+    captures: tuple[int, ...]  # target layers it reads; final_hidden is always included
     vocab: DraftVocab | None = None  # None: drafts over the target's whole vocabulary
-    # How many positions before a trained token its loss reads features (None: all before it). A
-    # store may then leave out the others.
+    # How many positions before a trained token its loss reads features of (None: all of them). A
+    # store may leave out the others.
     reach: int | None = None
-    # Names of the terms of `forward` on drafted tokens, the first depth first, of a drafter whose
-    # configuration is a TokenLossConfig: validation without the target then computes them with the
-    # loss `rejection`. That of others drafts along the stored text.
+    # Names of the terms of `forward` on drafted tokens, in order of depth, if the configuration is
+    # a TokenLossConfig: validation without the target then computes them with the loss `rejection`.
+    # For other drafters it drafts along the stored text.
     depth_terms: tuple[str, ...] = ()
     max_depth: int | None = None  # of a proposal; None: no limit
     unroll = 1  # depths whose logits the training forward produces, for train/decode agreement
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
     text_source: TextSource | None = None  # None: it trains on the data's text
-    lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if so
+    lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
 
     @property
     def max_positions(self) -> int | None:
-        """How long a text it can draft for; None: as long as the target's context."""
+        """The longest text that it can draft for; None: as long as the target's context."""
         return None
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
-        """Take weights from elsewhere, once, before `prepare`; both arguments are the target's."""
+        """Load weights from elsewhere, once, before `prepare`; both arguments are the target's."""
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Take initial values from the training data and the target, once, before training.
+        """Set initial values from the training data and the target, once, before training.
 
         token_counts: how often each id occurs among the tokens whose prediction is trained.
         """
 
     def outline(self, target: Callable[[], Any]) -> None:
-        """Take on the sizes that `initialise` and `prepare` give, at most: a plan has no values.
+        """Take the largest sizes that `initialise` and `prepare` can give, for a plan.
 
-        On the meta device. target: gives Transformers' configuration of the target.
+        On the meta device, without values. target: returns the target's Transformers configuration.
         """
 
     def attach(self, tokenizer: Any) -> None:
-        """Meet the target's tokenizer, once, before decoding; ValueError where it does not fit."""
+        """Check the target's tokenizer, once, before decoding; ValueError if it does not fit."""
 
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
@@ -154,7 +154,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     @abstractmethod
     def begin(self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int) -> State:
-        """Start decoding rows whose first token is given; `capacity` bounds their length."""
+        """Return the state of new rows with these first tokens; `capacity` bounds their length."""
 
     @abstractmethod
     def observe(
@@ -164,20 +164,20 @@ class Drafter(nn.Module, ABC, Generic[State]):
         counts: Sequence[int],
         features: TargetFeatures,
     ) -> None:
-        """Take in committed tokens: tokens[:, i] stands right after the position of feature i.
+        """Read committed tokens: tokens[:, i] is at the position right after that of feature i.
 
-        The prompt comes first, less its first token and with the last token; then, after each
-        verification, the accepted tokens and the bonus. Row r has counts[r] of them, the rest of it
-        is padding on the right. What the drafter wrote for its own proposal is rolled back here.
+        The first call has the prompt without its first token, and the last token; each later one
+        has the accepted tokens and the bonus of a verification. Row r has counts[r] tokens, then
+        padding. What the drafter wrote for its own proposal is rolled back here.
         """
 
     @abstractmethod
     def expand(
         self, state: State, newest: Int[Tensor, " batch"] | None
     ) -> Float[Tensor, "batch draft_vocab"]:
-        """Return logits for what follows the newest drafted token.
+        """Return logits for the token after the newest drafted one.
 
-        None: for what follows the last token, right after `observe`.
+        None: for the token after the last token, right after `observe`.
         """
 
     @abstractmethod
@@ -185,9 +185,9 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """Keep only these rows, in this order; the others have finished."""
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config.json and tensors as engines expect them: as `config.layout` says.
+        """Return config.json and tensors as engines expect them, in the layout `config.layout`.
 
-        Without a layout: every weight under its own name, beside the settings.
+        Without a layout: the settings, and every weight under its own name.
         """
         if not self.config.trainable:
             raise ValueError(f"drafter={self.config.name} has no serving format: it has no weights")
@@ -199,23 +199,23 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.load_weights(tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # Moving the module must move the vocabulary's maps, which are no parameters.
+        # Moving the module must move the vocabulary's maps, which are not parameters.
         super()._apply(fn, recurse)
         if self.vocab is not None:
             self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
         return self
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load a state dict of this drafter, taking sizes that training chose from it."""
+        """Load a state dict of this drafter, with the sizes that training chose."""
         ids = tensors.get("target_ids")
         if ids is not None:
             self.reduce(DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size))
         load_exactly(self, tensors)
 
     def reduce(self, vocab: DraftVocab) -> None:
-        """Draft the tokens of a reduced vocabulary alone; its map, `target_ids`, is of the weights.
+        """Draft only the tokens of a reduced vocabulary; its map `target_ids` is among the weights.
 
-        ValueError where the drafter has no heads that could shrink.
+        ValueError if the drafter has no heads to reduce.
         """
         raise ValueError(
             f"drafter={self.config.name} drafts over the target's whole vocabulary, got weights "
@@ -223,7 +223,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         )
 
     def propose(self, state: State, depth: int) -> Proposal | None:
-        """Offer a whole proposal at once (retrieval); None: `decode.draft` grows one."""
+        """Return a whole proposal at once (retrieval); None: `decode.draft` grows one."""
         return None
 
 
@@ -242,7 +242,7 @@ def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 def last_of(
     values: Float[Tensor, "batch new width"], counts: Sequence[int]
 ) -> Float[Tensor, "batch 1 width"]:
-    """Return what stands at each row's last real position."""
+    """Return the values at each row's last real position."""
     if min(counts) == values.shape[1]:
         return values[:, -1:]
     last = torch.tensor(counts, device=values.device) - 1
@@ -252,7 +252,7 @@ def last_of(
 def positions_to_predict(
     batch: Batch, distance: int
 ) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
-    """Return (rows, positions) of trained tokens with `distance` tokens of their text before."""
+    """Return (rows, positions) of trained tokens after at least `distance` tokens of their text."""
     wanted = batch.loss_mask & (batch.positions >= distance)
     rows, positions = wanted.nonzero(as_tuple=True)
     return rows, positions

@@ -33,9 +33,9 @@ from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerSha
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(TokenLossConfig, LayerConfig):
-    """Shape and loss of EAGLE-1; its width is the target's, whose head it uses.
+    """Shape and loss of EAGLE-1; its width is the target's, because it uses the target's head.
 
-    token_weight: of the whole of `losses`, beside feature_weight.
+    token_weight: the weight of all `losses` together, as feature_weight is of the regression.
     """
 
     fc_bias: bool
@@ -56,7 +56,7 @@ class EagleConfig(TokenLossConfig, LayerConfig):
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer without the norm before attention, as EAGLE-1 has it."""
+    """A Llama decoder layer without the norm before attention, as in EAGLE-1."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Eagle(LayerDrafter):
 
     about = About("An EAGLE", "2401.15077")
     captures = ()
-    depth_terms = ("depth_1",)  # training shows it one depth
+    depth_terms = ("depth_1",)  # training unrolls one depth
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
@@ -101,7 +101,7 @@ class Eagle(LayerDrafter):
         return self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Feature regression plus the losses on tokens (equations 2 to 4: soft cross-entropy)."""
+        """Return feature regression and token losses (equations 2 to 4: soft cross-entropy)."""
         config, readout = self.config, features.readout
         inputs = features.final_hidden.to(dtype_of(self))
         if self.training and config.feature_noise:
@@ -140,14 +140,14 @@ class Eagle(LayerDrafter):
         return readout.logits(hidden.to(readout.head.dtype))
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the SafeAILab layout; fc.bias is there for engines whose fc always has one.
+        """Return the SafeAILab layout, with an fc.bias for engines whose fc always has one.
 
         It is zero unless drafter.fc_bias is set (then the export refuses it: vLLM drops it).
-        SafeAILab's `bias` key stays out: both engines would take it for a bias of the attention,
+        SafeAILab's `bias` key is left out: both engines would read it as the attention's bias,
         find none in the file, and draft from uninitialised memory.
         """
         config = {
-            # SGLang takes the first it knows; vLLM refuses the first name and wraps the second.
+            # SGLang takes the first name that it knows; vLLM can only wrap the second.
             "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
             "model_type": "llama",
             **self.serving_keys(),
@@ -159,7 +159,7 @@ class Eagle(LayerDrafter):
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the SafeAILab layout; without drafter.fc_bias only an fc.bias of zero may be there.
+        """Load the SafeAILab layout; without drafter.fc_bias, fc.bias must be zero or absent.
 
         Its embedding is the target's, and ignored, unless drafter.own_embedding is set.
         """

@@ -69,9 +69,9 @@ class Eagle3Config(TokenLossConfig, LayerConfig):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """Return low, middle and high layers: (2, L//2, L-3), or (1, L//2, L-1) where that repeats.
+    """Return low, middle and high layers: (2, L//2, L-3), or (1, L//2, L-1) if that has repeats.
 
-    Engines drop a repeated id, after which fc no longer fits (targets of six layers and fewer).
+    Engines drop a repeated id, and then fc does not fit (targets of six layers or fewer).
     """
     usual = (2, num_layers // 2, num_layers - 3)
     if usual[0] < usual[1] < usual[2]:
@@ -81,7 +81,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3(LayerDrafter):
-    """Pairs fused features of position t with token t + 1; deeper, its own hidden state."""
+    """Pairs fused features of position t with token t + 1; deeper, pairs its own hidden state."""
 
     about = About("An EAGLE-3", "2503.01840")
     config: Eagle3Config
@@ -115,7 +115,7 @@ class Eagle3(LayerDrafter):
         self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Choose the draft vocabulary; start norm and head as the target's, rows kept."""
+        """Choose the draft vocabulary; copy the target's norm and the kept rows of its head."""
         config = self.config
         counts = token_counts.to(device_of(self))
         size, coverage = config.draft_vocab_size, config.draft_vocab_coverage
@@ -123,7 +123,7 @@ class Eagle3(LayerDrafter):
         if vocab is not None:
             self.reduce(vocab)
         if self.shape.hidden_size != self.spec.hidden_size:
-            return  # nothing of the target's has this width
+            return  # the target's weights have another width
         with torch.no_grad():
             if self.embed_tokens is not None:
                 self.embed_tokens.weight.copy_(readout.embedding)
@@ -133,17 +133,17 @@ class Eagle3(LayerDrafter):
                 self.norm.weight.copy_(readout.norm)
 
     def outline(self, target: Callable[[], Any]) -> None:
-        """Take on the largest draft vocabulary; fewer tokens may cover the data."""
+        """Take the largest draft vocabulary; fewer tokens may cover the data."""
         kept, size = self.config.draft_vocab_size, self.spec.vocab_size
         if kept < size:
             self.reduce(DraftVocab.of(torch.arange(kept, device="cpu"), size))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """The losses on tokens at every unrolled depth, weight decay**depth (section 3.2).
+        """Return the token losses of every unrolled depth, weighted by decay**depth (section 3.2).
 
         The target's distribution is renormalised over the draft vocabulary; positions whose most
-        likely token lies outside contribute zero and are counted. A hard label outside contributes
-        zero.
+        likely token is outside it contribute zero and are counted. A hard label outside it
+        contributes zero.
         """
         steps, length = self.config.unroll, batch.tokens.shape[1] - 1
         hidden = self.read(features, length)
@@ -151,7 +151,7 @@ class Eagle3(LayerDrafter):
         embedded = self.embed(features.readout, tokens)
         mask = document_mask(batch.document[:, :-1])
         # The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
-        # embeddings, one place further: their part is computed once.
+        # embeddings, shifted by one: their part is computed once.
         layer = self.midlayer
         projected, weight = layer.self_attn.joined(layer.input_layernorm(embedded))
         past: list[tuple[Tensor, Tensor]] = []
@@ -173,13 +173,13 @@ class Eagle3(LayerDrafter):
         mask: Tensor | None,
         past: list[tuple[Tensor, Tensor]],
     ) -> tuple[Hidden, Hidden, tuple[Tensor, Tensor]]:
-        """Return what the next depth reads, what the head reads, and the keys and values.
+        """Return the input of the next depth, that of the head, and the keys and values.
 
         A query at index t sees all of depth 0 up to t, and of each later depth only its own index
         t: the branch that it drafted itself (training-time test, section 3.2).
         """
-        # Attention is a call of its own between two compiled parts that know of no depth: one
-        # program serves all.
+        # Attention is called separately, between two compiled parts that do not depend on the
+        # depth: one program serves all depths.
         residual, queries, keys, values = compiled(
             self.midlayer.enter, projected, weight, hidden, turn
         )
@@ -198,7 +198,7 @@ class Eagle3(LayerDrafter):
         rows, ahead = positions_to_predict(batch, 2)
         depths = torch.arange(len(states), device=rows.device)[:, None]
         places = rows * (batch.tokens.shape[1] - 1) + ahead - 2 - depths
-        # Deeper than this, the last token would lie before the text.
+        # Deeper than this, the last token would be before the text.
         places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
@@ -218,7 +218,7 @@ class Eagle3(LayerDrafter):
         return dict(zip(self.depth_terms, terms, strict=True))
 
     def read(self, features: TargetFeatures, length: int | None = None) -> Hidden:
-        """Return the fused features of the first `length` positions; None: of all."""
+        """Return the fused features of the first `length` positions; None: of all positions."""
         dtype = dtype_of(self)
         captured = [features.captured[layer][:, :length].to(dtype) for layer in self.captures]
         if self.fc_norm is not None:
@@ -239,7 +239,7 @@ class Eagle3(LayerDrafter):
         turn, embedded = state.turn(tokens.shape[1]), self.embed(state.readout, tokens)
         inputs, residual = self.midlayer.inputs(embedded, hidden)
         mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
-        # What is not drafted from needs keys and values only.
+        # Positions before the last need keys and values only.
         last = self.midlayer.finish(last_of(residual, counts), last_of(mixed, counts))
         return self._leave(last)
 
@@ -260,7 +260,7 @@ class Eagle3(LayerDrafter):
         if self.shape.hidden_size != spec.hidden_size:
             config["target_hidden_size"] = spec.hidden_size
         if self.captures != (2, spec.num_layers // 2, spec.num_layers - 3):
-            # vLLM reads the first as it stands, SGLang the second and adds one to every id.
+            # vLLM reads the first as it is, SGLang the second, adding one to every id.
             config["eagle_aux_hidden_state_layer_ids"] = list(self.captures)
             config["eagle_config"] = {
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.captures],
@@ -274,9 +274,9 @@ class Eagle3(LayerDrafter):
         return config, tensors
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the native layout, `layers.0.` as `midlayer.`; t2d is ignored.
+        """Load the native layout, with `layers.0.` as `midlayer.`; t2d is ignored.
 
-        So is its embedding, which is the target's, unless drafter.own_embedding is set.
+        Its embedding is the target's, and ignored, unless drafter.own_embedding is set.
         """
         ignored = ["t2d"] if self.config.own_embedding else ["t2d", "embed_tokens.weight"]
         tensors = {

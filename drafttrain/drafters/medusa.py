@@ -78,7 +78,7 @@ class ResidualBlocks(nn.Module):
 
 @dataclass
 class MedusaState(DraftState):
-    """The newest final hidden state, and all heads' logits once they were asked for."""
+    """The newest final hidden state, and all heads' logits once they were computed."""
 
     hidden: Float[Tensor, "batch hidden"] | None = None
     logits: list[Float[Tensor, "batch vocab"]] | None = None
@@ -123,17 +123,17 @@ class Medusa(Drafter[MedusaState]):
         self.register_buffer("target_ids", vocab.target_ids)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Start every head as the target's own: with zero blocks, head k predicts token t + 1."""
+        """Copy the target's head to every head: with zero blocks, head k predicts token t + 1."""
         for head in self.lm_heads:
             assert isinstance(head, nn.Linear)
             with torch.no_grad():
                 head.weight.copy_(readout.head)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """The losses of each head on tokens, decayed by head (section 2.2: hard cross-entropy).
+        """Return each head's token losses, decayed by head (section 2.2: hard cross-entropy).
 
-        Distributions are compared at the position before the token: head k at t meets the target's
-        at t+1+k.
+        Distributions are compared at the position before the token: that of head k at t with the
+        target's at t+1+k.
         """
         assert self.vocab is None, "heads are trained over the whole vocabulary"
         config = self.config
@@ -180,7 +180,7 @@ class Medusa(Drafter[MedusaState]):
         state.depth = 0
 
     def expand(self, state: MedusaState, newest: Tensor | None) -> Tensor:
-        """Answer depth by depth from what the heads said at once, whatever was drafted."""
+        """Return the next head's logits; all heads are computed once, whatever was drafted."""
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(dtype_of(self))

@@ -32,7 +32,7 @@ class NgramConfig(DrafterConfig):
 
 @dataclass
 class Text:
-    """The text of a row, and for every n-gram where its latest occurrence but the suffix ends."""
+    """A row's text, and the end of the latest occurrence of each n-gram, its suffix excluded."""
 
     tokens: list[int]
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Ngram(Drafter[NgramState]):
         state.texts = [state.texts[row] for row in rows]
 
     def propose(self, state: NgramState, depth: int) -> Proposal:
-        """Look up the longest suffix of each row; no node where nothing matches."""
+        """Return what followed each row's longest matching suffix; no node if nothing matches."""
         device = state.readout.embedding.device
         found = [self._look_up(text, depth) for text in state.texts]
         tokens, num_nodes = padded_rows(found, device)

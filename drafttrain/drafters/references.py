@@ -1,4 +1,4 @@
-"""What stands beside every drafter in a report: what needs no training must be beaten."""
+"""The references in every report: drafters without training, which a drafter must beat."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ LOOKUP = "ngram"  # the entry of conf/drafter, and the method of a report
 
 
 def beside_every(draft_model: str | None) -> dict[str, dict[str, Any]]:
-    """Return entries of conf/drafter, and what is changed of each.
+    """Return entries of conf/drafter, and the settings changed in each.
 
     draft_model: a smaller language model, None for none.
     """

@@ -45,7 +45,7 @@ VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "ar
 
 @dataclass(frozen=True, kw_only=True)
 class SmallLMConfig(TokenLossConfig, DrafterConfig):
-    """Where the model's first weights come from, its shape if fresh, and what it learns from."""
+    """The origin of the initial weights, the shape of a fresh model, and the training signal."""
 
     path: str | None
     revision: str | None
@@ -100,14 +100,14 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
 
 
 class CalledLayers(nn.ModuleList):
-    """The layers of a decoder, under their own names, called as training asks (`call_layer`)."""
+    """The layers of a decoder, under their own names, called through `call_layer`."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([CalledLayer(layer) for layer in self._modules.values()])
 
 
 class CalledLayer:
-    """What a decoder takes for its layer: all but the call is the layer's own."""
+    """A stand-in for a decoder layer: everything but the call is the layer's own."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -120,17 +120,17 @@ class CalledLayer:
 
 
 class SmallLM(CausalDrafter):
-    """A causal language model of the target's vocabulary, trained to say what the target says."""
+    """A causal language model with the target's vocabulary, trained to predict as the target."""
 
     about = About("A distilled", "2310.08461")
-    reach = 1  # the target's distribution of a trained token stands one position before it
-    depth_terms = ("depth_1",)  # training shows it one depth
+    reach = 1  # the target's distribution of a trained token is one position before it
+    depth_terms = ("depth_1",)  # training has one depth
 
     def __init__(self, config: SmallLMConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, None)
         self.config: SmallLMConfig = config
         self.register_buffer(SETTINGS, torch.zeros(0, dtype=torch.uint8))
-        # Its first weights, or its tokens, are checked against the target's.
+        # Its weights come from the target, or its tokens are checked against the target's.
         self.begins_from_target = config.path is not None or config.layers is not None
         if config.on_policy:
             self.text_source = OwnWords(config.on_policy, config.on_policy_temperature)
@@ -155,7 +155,7 @@ class SmallLM(CausalDrafter):
         }
 
     def _adopt(self, model: Any) -> None:
-        """Take on a model, in float32 and to be trained; its configuration joins the weights."""
+        """Use a model, trainable and in float32; its configuration is saved with the weights."""
         head = model.get_output_embeddings()
         if isinstance(head, nn.Linear):
             lent = LentLinear(head.in_features, head.out_features, head.bias is not None, "meta")
@@ -165,7 +165,7 @@ class SmallLM(CausalDrafter):
         settings = lasting(model.config.to_diff_dict())
         text = json.dumps(settings, sort_keys=True).encode()
         setattr(self, SETTINGS, torch.tensor(list(text), dtype=torch.uint8))
-        # What Transformers calls a layer, whatever the architecture.
+        # Transformers' class of layers, whatever the architecture.
         decoder = self._decoder[0]
         stacks = [(n, m) for n, m in decoder.named_children() if isinstance(m, nn.ModuleList)]
         self._has_layers = bool(stacks)
@@ -173,7 +173,7 @@ class SmallLM(CausalDrafter):
             setattr(decoder, name, CalledLayers(stack._modules.values()))
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
-        """Take the first weights: a model's of its own, or some of the target's layers."""
+        """Load the initial weights: those of another model, or some of the target's layers."""
         config = self.config
         if config.path is not None:
             pickled = config.allow_pickle
@@ -181,7 +181,7 @@ class SmallLM(CausalDrafter):
             own, own_tokenizer = load_draft_model(source, torch.float32)
             check_same(tokenizer, own_tokenizer, f"drafter.path={config.path}")
             if own.get_input_embeddings().weight.shape[0] != self.spec.vocab_size:
-                # Rows beyond the tokens; engines want as many as the target has.
+                # Rows beyond the tokens: engines require as many as the target has.
                 own.resize_token_embeddings(self.spec.vocab_size, mean_resizing=False)
             self._adopt(own)
         elif config.layers is not None:
@@ -189,7 +189,7 @@ class SmallLM(CausalDrafter):
         self._adapt()
 
     def outline(self, target: Callable[[], Any]) -> None:
-        """Take on the model that the first weights would be of, from its configuration alone."""
+        """Use a model of the initial weights' shape, from its configuration alone."""
         config = self.config
         if config.path is not None:
             settings = local_settings(config.name, config.path, config.revision).to_diff_dict()
@@ -206,7 +206,7 @@ class SmallLM(CausalDrafter):
             add_lora(self.model, self.config.lora_rank, self.config.lora_alpha)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Start a fresh model's embedding and head as narrow images of the target's own."""
+        """Initialise a fresh model's embedding and head as narrow images of the target's."""
         config = self.config
         if config.path is not None or config.layers is not None:
             return
@@ -220,7 +220,7 @@ class SmallLM(CausalDrafter):
                     own.weight.copy_(image * (own.weight.std() / image.std()))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """The losses of every trained position's next token against the target's distribution."""
+        """Return the token losses at every trained position against the target's distribution."""
         rows, ahead = positions_to_predict(batch, 1)
         places = rows * batch.tokens.shape[1] + ahead - 1
         target_probs = TargetProbs(
@@ -255,12 +255,12 @@ class SmallLM(CausalDrafter):
         return output.last_hidden_state
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load a checkpoint: the model that its settings describe; adapters are merged."""
+        """Load the model that a checkpoint's settings describe; adapters are merged."""
         settings = tensors.get(SETTINGS)
         if settings is None or settings.dtype != torch.uint8 or settings.dim() != 1:
-            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is missing, or no text")
+            raise ValueError(f"these weights are not small_lm's: {SETTINGS} is missing or no text")
         if len(settings) > MOST_SETTINGS:
-            raise ValueError(f"these weights are no small_lm's: {SETTINGS} is too long")
+            raise ValueError(f"these weights are not small_lm's: {SETTINGS} is too long")
         plain = parse_json(bytes(settings.tolist()), SETTINGS)
         self._adopt(_from_settings(_checked(plain, tensors)))
         setattr(self, SETTINGS, settings)
@@ -291,9 +291,9 @@ class SmallLM(CausalDrafter):
 
 
 def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return settings that a checkpoint holds; ValueError unless its tensors are of such a model.
+    """Return a checkpoint's settings; ValueError unless its tensors fit the model they describe.
 
-    Before the model is made: what is declared costs memory, whatever the weights are.
+    Checked before the model is built, which takes the memory that the settings declare.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"{SETTINGS} must be an object, got {type(settings).__name__}")
@@ -302,7 +302,7 @@ def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     try:
         with torch.device("meta"):
             declared = sum(p.numel() for p in _from_settings(settings).parameters())
-    except Exception as error:  # a validator of Transformers, whose classes vary
+    except Exception as error:  # Transformers' validators raise errors of many classes
         raise ValueError(f"{SETTINGS} must describe a model: {shown(error, 400)}") from error
     held = sum(tensor.numel() for tensor in tensors.values())
     if declared > held:
@@ -313,7 +313,7 @@ def _checked(settings: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def lasting(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without what two writings of one configuration may differ in."""
+    """Return settings without the keys in which two copies of one configuration may differ."""
     return {key: value for key, value in settings.items() if key not in VOLATILE}
 
 
@@ -325,7 +325,7 @@ def _from_settings(settings: dict[str, Any]) -> Any:
 
 
 def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
-    """Return a copy of the target that has only these of its layers, in float32."""
+    """Return a copy of the target with only these layers, in float32."""
     settings = with_layers_of(target.config, layers, spec)
     model = _from_settings(settings)
     weights = target.state_dict()
@@ -342,7 +342,7 @@ def with_layers(target: Any, layers: list[int], spec: TargetSpec) -> Any:
 
 
 def with_layers_of(target: Any, layers: list[int], spec: TargetSpec) -> dict[str, Any]:
-    """Return the settings of a target's configuration, for these of its layers alone."""
+    """Return the settings of a target's configuration with only these layers."""
     if layers[-1] >= spec.num_layers:
         raise ValueError(
             f"drafter.layers must lie in 0..{spec.num_layers - 1} for {spec.name}, got {layers}"
@@ -357,9 +357,9 @@ def with_layers_of(target: Any, layers: list[int], spec: TargetSpec) -> dict[str
 def narrow_image(
     table: Float[Tensor, "vocab hidden"], counts: Int[Tensor, " vocab"], width: int
 ) -> Float[Tensor, "vocab width"]:
-    """Return a table's projection on its principal directions, tokens weighed by frequency.
+    """Return a table's projection on its principal directions, tokens weighted by frequency.
 
-    The best rank-`width` image of it: the angles between frequent tokens' rows change least.
+    It is the best rank-`width` image: the angles between frequent tokens' rows change least.
     """
     weights = (counts.to(table) + 1).sqrt()[:, None]
     _, directions = torch.linalg.eigh((table * weights).T @ (table * weights))

@@ -1,4 +1,4 @@
-"""Any smaller language model as it is, of the same vocabulary or of one that overlaps.
+"""Any smaller language model, used as it is, with the same or an overlapping vocabulary.
 
 Leviathan et al., 2023, arXiv:2211.17192; across vocabularies: token-level intersection (TLI),
 Timor et al., 2025, arXiv:2502.05202, algorithm 4.
@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class TwoModelConfig(DrafterConfig):
-    """Which model drafts, and how its tokens meet the target's."""
+    """Which model drafts, and how its tokens map to the target's."""
 
     path: str | None
     revision: str | None
@@ -54,7 +54,7 @@ class TwoModelConfig(DrafterConfig):
             require(value in known, f"drafter.{key}", f"{need} {names}", repr(value))
 
     def build(self, spec: TargetSpec) -> "TwoModel":
-        """Load the model; ValueError names what is missing or does not fit."""
+        """Return the drafter with its model; ValueError names what is missing or does not fit."""
         if self.path is None:
             raise ValueError(
                 f"drafter.path must say which model drafts for drafter={self.name}: a local "
@@ -74,9 +74,9 @@ class TwoModelConfig(DrafterConfig):
 
 
 class TwoModel(CausalDrafter):
-    """A model as it is. Lossless whatever its vocabulary: drafts are drawn from what is shared.
+    """A model used as it is. Lossless with any vocabulary: only shared tokens are drafted.
 
-    vocabulary `same`: every id must be the same token for both. `intersection`: only shared tokens
+    vocabulary `same`: every id must be the same token in both. `intersection`: only shared tokens
     are drafted, from the model's distribution renormalised over them (TLI); target tokens that it
     lacks are read as its own encoding of their text.
     """
@@ -88,11 +88,11 @@ class TwoModel(CausalDrafter):
         self.config: TwoModelConfig = config
         self.tokenizer = tokenizer
         self.attached = config.vocabulary == "same"
-        # Quantised weights, and those whose dtype was chosen, keep theirs wherever they are moved.
+        # Quantised weights, and those whose dtype was chosen, keep their dtype when moved.
         self.pinned = config.dtype != "auto" or hasattr(model, "hf_quantizer")
 
     def attach(self, tokenizer: Any) -> None:
-        """Compare vocabularies, or find what they share; ValueError where they do not fit."""
+        """Compare the vocabularies, or find the shared tokens; ValueError if they do not fit."""
         config = self.config
         who = f"drafter.path={config.path}"
         if config.vocabulary == "same":
@@ -104,7 +104,7 @@ class TwoModel(CausalDrafter):
         self.attached = True
 
     def to(self, *args: Any, **kwargs: Any) -> "TwoModel":
-        """Move the model; a dtype is taken on only where drafter.dtype=auto and unquantised."""
+        """Move the model; it takes a new dtype only with drafter.dtype=auto and if unquantised."""
         if not self.pinned:
             return super().to(*args, **kwargs)
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
@@ -112,7 +112,7 @@ class TwoModel(CausalDrafter):
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         raise ValueError(
-            f"drafter={self.config.name} is used as it is; to train a model on the target's words "
+            f"drafter={self.config.name} is used as it is; to train this model for the target "
             f"choose drafter=small_lm drafter.path={self.config.path}"
         )
 

@@ -181,7 +181,7 @@ def test_weights_describe_themselves(
     assert torch.equal(logits_of(again.eval().model), logits_of(drafter.model))
     assert again.state_dict().keys() == weights.keys()
     del weights["settings"]
-    with pytest.raises(ValueError, match="no small_lm's: settings is missing"):
+    with pytest.raises(ValueError, match="not small_lm's: settings is missing"):
         again.load_weights(weights)
 
 

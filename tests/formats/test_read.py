@@ -314,7 +314,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "d2t missing": (
         without_t2d,
-        r"d2t is missing, which maps its 40 tokens to the target's 97; engines would draft the fi",
+        r"d2t, which maps its 40 tokens to the target's 97, is missing; engines would draft the fi",
     ),
     "d2t of another size": (
         lambda: edited(eagle3(), draft_vocab_size=39),
@@ -377,7 +377,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="dflash"),
-        r"has speculators_model_type=dflash, of which only eagle3 is not known here; it must be on",
+        r"has speculators_model_type=dflash: not a known drafter; it must be one of",
     ),
     "nothing known": (
         lambda: Published(
@@ -398,7 +398,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "token_map missing": (
         lambda: edited(medusa(), truncated_vocab_size=DRAFTED),
-        r"token_map is missing, which names the 40 tokens of the heads; misshapen: lm_heads\.0",
+        r"token_map, which names the 40 tokens of the heads, is missing; misshapen: lm_heads\.0",
     ),
     "token_map repeats": (
         repeating,

@@ -681,7 +681,7 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
             "eagle3",
             "ernie4_5",
             set(),
-            "rotates the positions of a drafter as those of its ernie4_5",
+            "rotates a drafter's positions as it does those of ernie4_5",
         ),
         ("medusa", "gpt_neox", set(), "does not compute gpt_neox targets as Transformers does"),
         ("medusa", "doge", set(), "has no class of its own for doge targets"),

@@ -17,11 +17,11 @@ from drafttrain.drafters.serving.layout import (
     architectures_of,
 )
 
-NO_SHAPE = ("architectures", "torch_dtype")  # keys of config.json that say nothing of the shape
+NO_SHAPE = ("architectures", "torch_dtype")  # keys of config.json that do not affect the shape
 
 
 class CausalLMLayout(ServedLayout):
-    """Whatever Transformers itself would load; a tied head is left out, as it leaves it out."""
+    """Any model that Transformers itself would load; a tied head is left out, as it does."""
 
     kind = "causal_lm"
     family = "two_model"
@@ -38,7 +38,7 @@ class CausalLMLayout(ServedLayout):
         return None
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Refuse: it is loaded as a model, with a tokenizer of its own to be compared."""
+        """Never called: a whole model is loaded as such, and its tokenizer is compared."""
         raise AssertionError("a whole model is no drafter of this target's before it is loaded")
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:

@@ -35,7 +35,7 @@ from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Settings of the drafter that the native layout can name and engines do not follow alike.
+# Settings of the drafter that the native layout can hold, but engines handle differently.
 VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -50,7 +50,7 @@ class SpeculatorsLayout(Layout):
     def recognises(self, files: Files) -> Sign | None:
         kind = files.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
-            raise UnknownKind(f"speculators_model_type={shown(kind)}, of which only eagle3 is")
+            raise UnknownKind(f"speculators_model_type={shown(kind)}")
         return None if kind is None else Sign(DECLARED, "speculators_model_type=eagle3")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
@@ -88,7 +88,7 @@ class Eagle3Layout(OneLayer):
             **layer_tensors(config, "midlayer", 2 * hidden),
             "norm.weight": Expected((hidden,)),
             "lm_head.weight": Expected((drafted, hidden)),
-            # Without it engines use the target's, which fits where the widths are equal.
+            # Without it engines use the target's, which fits if the widths are equal.
             "embed_tokens.weight": Expected((vocab, hidden), required=target_hidden != hidden),
         }
         if drafted != vocab:
@@ -136,7 +136,7 @@ class Eagle3Layout(OneLayer):
 def read_eagle3(
     files: Files, base: Any, spec: TargetSpec, layers: list[int] | None, speculators: bool
 ) -> Reading:
-    """Read the native layout or speculators' format; `layers` overrides what the files say."""
+    """Return the reading of the native layout or speculators' format; `layers` overrides theirs."""
     top = Values(files.config)
     raw = top.raw.get("transformer_layer_config") if speculators else top.raw
     nested = Values(top.mapping("eagle_config"), top.complaints)
@@ -157,7 +157,7 @@ def read_eagle3(
     before_fc = nested if "norm_before_fc" in nested.raw else top
     settings |= {"layers": ids, "hidden_size": hidden}
     settings |= {
-        # Absent, vLLM takes it for true in speculators' format and for false in the native one.
+        # If it is absent, vLLM assumes true in speculators' format and false in the native one.
         "norm_before_residual": top.flag("norm_before_residual", speculators),
         "norm_before_fc": before_fc.flag("norm_before_fc", False),
         **{key: top.flag(key, False) for key in ("fc_norm", "norm_output")},
@@ -201,7 +201,7 @@ def read_eagle3(
 def _layer_ids(
     top: dict[str, Any], nested: dict[str, Any], spec: TargetSpec, wanted: list[int] | None
 ) -> tuple[list[int], list[str]]:
-    """Return the captured layers, and a note where engines would disagree about them."""
+    """Return the captured layers, and a note if engines would disagree about them."""
     usual = [2, spec.num_layers // 2, spec.num_layers - 3]
     sources: list[tuple[str, Any]] = [
         ("drafter.layers", wanted),
@@ -229,7 +229,7 @@ def _layer_ids(
 
 
 def _reduced_vocabulary(reading: Reading, size: int, vocab_size: int) -> None:
-    """Turn d2t, an offset, into the ids that the drafter can say; complain where it cannot be."""
+    """Turn d2t, an offset, into the ids that can be drafted; complain if it is invalid."""
     tensors, first = reading.tensors, torch.arange(size)  # so that the head's shape is checked too
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if size != vocab_size:
@@ -237,7 +237,7 @@ def _reduced_vocabulary(reading: Reading, size: int, vocab_size: int) -> None:
     if d2t is None:
         if size != vocab_size:
             reading.complaints.append(
-                f"d2t is missing, which maps its {size:,} tokens to the target's {vocab_size:,}; "
+                f"d2t, which maps its {size:,} tokens to the target's {vocab_size:,}, is missing; "
                 "engines would draft the first ids"
             )
     elif d2t.shape != (size,) or d2t.is_floating_point() or d2t.dtype == torch.bool:
@@ -252,7 +252,7 @@ def _reduced_vocabulary(reading: Reading, size: int, vocab_size: int) -> None:
 
 
 def _wrong_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
-    """Return what is wrong with an offset, and with the mask of what it maps to."""
+    """Return what is wrong with d2t, an offset, and with t2d, the mask of the ids it maps to."""
     ids = d2t + torch.arange(len(d2t), device=d2t.device)
     ascending = bool((ids[1:] > ids[:-1]).all())
     if not (ascending and bool(((ids >= 0) & (ids < vocab_size)).all())):
@@ -271,12 +271,12 @@ def _wrong_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
 
 
 def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...]) -> list[str]:
-    """Both engines must end up reading the layers that training read."""
+    """Return why an engine would not read the layers that training read."""
     usual = (2, spec.num_layers // 2, spec.num_layers - 3)
     top = config.get(LAYER_IDS)
     nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    # vLLM: the top-level list, else the nested one, unshifted, repeats dropped. SGLang: only the
-    # nested one, and one more than each id.
+    # vLLM reads the top-level list, else the nested one, unshifted, without repeats. SGLang reads
+    # only the nested one, and adds one to each id.
     for_vllm = tuple(sorted(set(top or nested or usual)))
     for_sglang = tuple(layer + 1 for layer in nested) if nested else usual
     complaints = []

@@ -1,7 +1,7 @@
-"""EAGLE-1's files, and what config.json says of the one decoder layer of an EAGLE drafter.
+"""EAGLE-1's files, and the settings in config.json of an EAGLE drafter's one decoder layer.
 
 Missing keys take Transformers' defaults, not the target's values: engines read a drafter's file as
-a LlamaConfig, so an absent rope_theta is 10,000 even where the target's is 500,000.
+a LlamaConfig, so an absent rope_theta is 10,000 even if the target's is 500,000.
 """
 
 from dataclasses import replace
@@ -42,11 +42,11 @@ from drafttrain.drafters.serving.values import (
 from drafttrain.drafters.shared.layer import ROPE_SCALINGS
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # one layer of theirs computes the same
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # their decoder layers compute the same
 
 
 class OneLayer(ServedLayout):
-    """What engines assume of every drafter that is one decoder layer, named as Llama's."""
+    """The assumptions of engines about a drafter of one decoder layer, named as Llama's."""
 
     false_by_default: ClassVar[tuple[str, ...]] = ("bias",)
 
@@ -57,7 +57,7 @@ class OneLayer(ServedLayout):
             "num_hidden_layers": 1,  # SGLang reads a second EAGLE-3 layer differently from vLLM
             "tie_word_embeddings": False,  # true would draft with the embedding for a head
             "attention_bias": False,
-            "bias": False,  # engines take it for the attention's too, and find none to load
+            "bias": False,  # engines apply it to attention too, and find no bias to load
             "mlp_bias": False,
             "hidden_act": "silu",
             "architectures": list(self.architectures),
@@ -71,13 +71,13 @@ class OneLayer(ServedLayout):
         if spec.architecture not in VLLM_ROTATES:
             return ""
         return (
-            f"{VLLM} rotates the positions of a drafter as those of its {spec.architecture} target"
+            f"{VLLM} rotates a drafter's positions as it does those of {spec.architecture} targets"
         )
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
         if own_embedding and not config.get("target_hidden_size"):
             return (
-                f"{SGLANG} overwrites a drafter's own embedding by the target's; train with"
+                f"{SGLANG} overwrites a drafter's own embedding with the target's; train with"
                 " drafter.own_embedding=false to serve with it"
             )
         if spec.embedding_scale != 1.0:
@@ -88,23 +88,23 @@ class OneLayer(ServedLayout):
 
 
 class EagleLayout(OneLayer):
-    """SafeAILab's layout, of EAGLE-1 and of EAGLE-2, which drafts trees with the same weights."""
+    """SafeAILab's layout for EAGLE-1 and for EAGLE-2, which drafts trees with the same weights."""
 
     kind = family = method = "eagle"
     title = "EAGLE-1 in SafeAILab's layout"
     sglang = "EAGLE"
-    # SGLang takes the first it knows, vLLM the first that it can wrap, which is only the second.
+    # SGLang takes the first name that it knows; vLLM can only wrap the second.
     architectures = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
 
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what it is seen; tensors decide, as SafeAILab calls it LlamaForCausalLM."""
+        """Return the sign of it: often the tensors, as SafeAILab names it LlamaForCausalLM."""
         architectures = architectures_of(files.config)
         if any("Eagle" in name for name in architectures):
             return Sign(DECLARED, f"architectures={architectures}")
         return tensor_sign(files, "fc.weight")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean; a bias of fc, published ones have it, is computed with."""
+        """Return the reading of the files; a bias of fc, which published files have, is applied."""
         raw = Values(files.config)
         settings = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
         bias = raw.flag("bias", False)
@@ -164,10 +164,10 @@ class EagleLayout(OneLayer):
 
 
 def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Return the weights with the half of fc that reads embeddings multiplied.
+    """Return the weights with the half of fc that reads embeddings multiplied by `factor`.
 
-    Engines' drafters look embeddings up in the target's table and leave out what the target
-    multiplies them by (Gemma, Granite): what they serve has that in fc.weight.
+    Engines' drafters read the target's embedding table without the factor that the target applies
+    (Gemma, Granite): served weights have it in fc.weight.
     """
     fused = tensors.get("fc.weight")
     if factor == 1.0 or fused is None or fused.dim() != 2:
@@ -197,7 +197,7 @@ def layer_tensors(config: Config, prefix: str, input_width: int) -> dict[str, Ex
 def decoder_layer(
     values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool
 ) -> dict[str, Any]:
-    """Return the settings of the decoder layer; Unfit names every key that cannot be followed."""
+    """Return the settings of the decoder layer; Unfit names every key that is not supported."""
     hidden = values.integer("hidden_size", MAX_WIDTH)
     intermediate = values.integer("intermediate_size", MAX_WIDTH)
     heads = values.integer("num_attention_heads", MAX_HEADS)
@@ -212,7 +212,7 @@ def decoder_layer(
     for key, wanted in only.items():
         values.exactly(key, wanted)
     theta, scaling = _rope(values)
-    # SafeAILab's name for it, in drafters of Qwen2.
+    # qkv_bias is SafeAILab's name for it, in drafters of Qwen2.
     bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)
     norms = f"{prefix}self_attn.q_norm.weight" in names
     settings = {
@@ -233,7 +233,7 @@ def decoder_layer(
 
 
 def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:
-    """Return base and scaling of the rotary positions: Transformers 5's spelling, else 4's."""
+    """Return base and scaling of the rotary positions, from Transformers 5's keys, else 4's."""
     raw, complaints = values.raw, values.complaints
     given = dict(values.mapping("rope_parameters") or values.mapping("rope_scaling"))
     theta = values.number("rope_theta", 10000.0)

@@ -1,7 +1,7 @@
-"""Which engine serves which drafter for which target: what was read in them, and what was tried.
+"""Which engine serves which drafter for which target, from the engines' code and from trials.
 
-Targets are named by Transformers' model_type. An engine that cannot, or that would draft otherwise
-than was trained, gets no command but a line that says why.
+Targets are named by Transformers' model_type. An engine that cannot serve a drafter, or would draft
+differently from training, gets a line that says why, and no command.
 """
 
 import json
@@ -12,18 +12,18 @@ from drafttrain.drafters.serving.layout import Config, ServedLayout
 
 VLLM = "vLLM 0.32.0"
 SGLANG = "SGLang 0.5.23"
-# Target classes of vLLM that hand over the layers EAGLE-3 reads (SupportsEagle3), its own ones.
+# vLLM's own target classes that expose the layers EAGLE-3 reads (SupportsEagle3).
 VLLM_EAGLE3 = frozenset(
     {"llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "phi3"}
     | {"granite", "granite_swa", "deepseek_v2", "deepseek_v3", "ernie4_5", "minicpm3", "minimax_m2"}
     | {"afmoe", "apertus", "cohere2_moe", "internlm3", "iquestcoder", "laguna", "mimo_v2_flash"}
 )
-# Those that it runs through Transformers' own code, which hands them over too.
+# Targets that vLLM runs through Transformers' code, which exposes those layers too.
 VLLM_TRANSFORMERS = frozenset(
     {"arcee", "cwm", "flex_olmo", "glm", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2"}
     | {"mellum", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3", "starcoder2"}
 )
-# Its own classes besides.
+# All targets that vLLM was tried with: the above, and its other classes.
 VLLM_TARGETS = (
     VLLM_EAGLE3
     | VLLM_TRANSFORMERS
@@ -32,14 +32,14 @@ VLLM_TARGETS = (
     | {"granitemoeshared", "hy_v3", "hyperclovax", "mixtral", "nemotron", "olmoe", "qwen2_moe"}
     | {"stablelm", "vaultgemma"}
 )
-# Those it runs and that it was seen to get wrong.
-VLLM_WRONG = frozenset({"gpt_neox"})  # other text than Transformers', without a drafter too
-# Those that have no head of their own to share with EAGLE drafters, which then end with an error.
+# Targets that vLLM runs, but with wrong results.
+VLLM_WRONG = frozenset({"gpt_neox"})  # its text differs from Transformers', even without a drafter
+# Targets without a head of their own to share with EAGLE drafters, which end with an error.
 VLLM_HEADLESS = frozenset({"cohere", "cohere2", "gemma2"})
-# Those that turn its rotary embedding, of which it keeps one for equal settings, into their own: a
-# drafter's positions would be rotated like theirs, other than it was trained.
+# Targets that modify the rotary embedding, which vLLM shares between equal settings: a drafter's
+# positions would be rotated like theirs, not as in training.
 VLLM_ROTATES = frozenset({"ernie4_5"})
-# Target classes of SGLang that hand over their embedding and head (get_embed_and_head).
+# SGLang's target classes that expose their embedding and head (get_embed_and_head).
 SGLANG_EAGLE = frozenset(
     {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}
     | {"glm4_moe", "glm4_moe_lite", "gpt_oss", "hy_v3", "internlm3", "iquestcoder", "laguna"}
@@ -53,7 +53,7 @@ SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss
 def cannot_serve(
     layout: ServedLayout, config: Config, own_embedding: bool, spec: TargetSpec
 ) -> dict[str, str]:
-    """Return, by engine, why it cannot serve a drafter with its target; those that can are absent.
+    """Return, by engine, why it cannot serve a drafter with its target; others are left out.
 
     config: the drafter's config.json. own_embedding: whether its file holds an embedding.
     """

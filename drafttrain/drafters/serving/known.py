@@ -1,4 +1,4 @@
-"""The layouts that this package knows, in the order in which equal signs decide."""
+"""The layouts that this package knows; of equally strong signs, the first layout's decides."""
 
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
@@ -16,7 +16,7 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 
-# What vLLM calls drafters, by their entry of conf/drafter and by the kinds of their files.
+# vLLM's names for drafters, by their entry of conf/drafter and by the kinds of their files.
 VLLM_METHODS: dict[str, str | None] = {
     **{layout.family: layout.method for layout in LAYOUTS if layout.method},
     "ngram": "ngram",

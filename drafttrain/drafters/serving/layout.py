@@ -1,4 +1,4 @@
-"""What is asked of a layout of files: whether it is there, what it means, what engines assume."""
+"""The interface of a file layout: recognise it, read it, and state what engines assume."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from torch import Tensor
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
 
-Config = dict[str, Any]  # what a config.json holds
+Config = dict[str, Any]  # the content of a config.json
 Tensors = Mapping[str, Tensor]
 FLOATS = (torch.float32, torch.bfloat16)
 
 
 @runtime_checkable
 class Files(Protocol):
-    """What lies in a drafter's directory: config.json, and tensors by name.
+    """The files of a drafter's directory: config.json, and tensors by name.
 
-    The tensors are on the CPU, or without their memory.
+    The tensors are on the CPU, or on the meta device.
     """
 
     @property
@@ -33,29 +33,29 @@ class Files(Protocol):
 
 
 class Sign(NamedTuple):
-    """By what a layout is recognised; the strongest sign decides, of equals the first layout's."""
+    """The evidence for a layout; the strongest sign decides, of equals the first layout's."""
 
     strength: int
     because: str
 
 
-DECLARED = 3  # config.json says it outright
+DECLARED = 3  # config.json states it
 SPECIFIC = 2  # files of other families do not have it
 GENERAL = 1  # files of several families have it
 
 
 def tensor_sign(files: Files, *wanted: str) -> Sign | None:
-    """Return the first wanted tensor that is there, None where none is."""
+    """Return the first wanted tensor that exists as a sign, None if there is none."""
     found = next((name for name in wanted if name in files.names), None)
     return None if found is None else Sign(SPECIFIC, f"the tensor {found}")
 
 
 class UnknownKind(Exception):
-    """Files that name a kind of drafter of their own which nobody here reads."""
+    """Files that state a kind of drafter which this package cannot read."""
 
 
 class Unfit(Exception):
-    """Files that cannot be read as a drafter at all; holds every reason."""
+    """Files that cannot be read as a drafter; holds every reason."""
 
     def __init__(self, complaints: list[str]) -> None:
         super().__init__("; ".join(complaints))
@@ -64,17 +64,17 @@ class Unfit(Exception):
 
 @dataclass
 class Reading:
-    """Files in this package's terms. `declared` is the target that they say they are for."""
+    """Files in this package's terms. `declared` is the target that the files state."""
 
     config: Any  # of the family's drafter
     declared: TargetSpec
     tensors: dict[str, Tensor]  # by the drafter's own names
-    spelled: dict[str, str]  # beginnings of own names -> as the files spell them
+    spelled: dict[str, str]  # prefixes of own names -> those in the files
     complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def name_in_file(self, own: str) -> str:
-        """Return the name of a tensor as the files spell it."""
+        """Return the name of a tensor in the files."""
         for mine, theirs in self.spelled.items():
             if own.startswith(mine):
                 return theirs + own.removeprefix(mine)
@@ -91,69 +91,69 @@ class Expected:
 
 
 class Layout(ABC):
-    """One way in which a family's drafters lie on a disk; whoever wrote them, they can be read."""
+    """A file layout of a family's drafters, which can be read whoever wrote them."""
 
     kind: ClassVar[str]  # its own short name
     family: ClassVar[str]  # the entry of conf/drafter that its drafters become
     title: ClassVar[str]  # for messages
-    method: ClassVar[str | None] = None  # what vLLM calls such a drafter; None: its files say it
-    weight_files: ClassVar[tuple[str, ...]] = ()  # names beside model.safetensors, without suffix
+    method: ClassVar[str | None] = None  # vLLM's name for such a drafter; None: its files state it
+    weight_files: ClassVar[tuple[str, ...]] = ()  # besides model.safetensors, without suffix
     names_layers: ClassVar[bool] = False  # drafter.layers may correct which layers it captures
-    whole_model: ClassVar[bool] = False  # with its tokenizer, loaded as one from drafter.path
+    whole_model: ClassVar[bool] = False  # a model with its tokenizer, loaded from drafter.path
     trained_as: ClassVar[str | None] = None  # the entry of conf/drafter that trains a whole model
 
     @abstractmethod
     def recognises(self, files: Files) -> Sign | None:
-        """Return by what the files are seen to be of this layout, None where they are not."""
+        """Return the sign that the files have this layout, None if they do not."""
 
     @abstractmethod
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        """Return what the files mean; Unfit holds every reason why they cannot be read.
+        """Return the reading of the files; Unfit holds every reason why they cannot be read.
 
-        base: the family's configuration, whose values stand where the files say nothing. layers:
-        the captured layers, in place of what the files say.
+        base: the family's configuration, for values that the files lack. layers: the captured
+        layers, in place of those that the files name.
         """
 
 
 class ServedLayout(Layout):
-    """A layout that is written here, with a table of its own of what engines assume.
+    """A layout that exports write, with its own table of what engines assume.
 
     The table is derived from config.json alone, independent of the drafter: engines load a file
-    with a missing tensor, a dropped bias or a wrong layer id without a word, and draft badly.
+    with a missing tensor, a dropped bias or a wrong layer id silently, and draft badly.
     """
 
     method: ClassVar[str]
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
-    architectures: ClassVar[tuple[str, ...]]  # that config.json names; the first is its own
+    architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
 
     @abstractmethod
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
-        """Return every tensor that a serving configuration promises."""
+        """Return every tensor that a serving configuration implies."""
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        """Return what engines assume of config.json: anything else drafts badly, or not at all."""
+        """Return the config.json values that engines assume: others draft badly, or not at all."""
         return {}
 
     def misread(
         self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
-        """Return what else engines would misread of files that have every tensor and key.
+        """Return what else engines would misread in files that have every tensor and key.
 
         captures: the layers that the drafter was trained on.
         """
         return []
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
-        """Return why vLLM cannot serve it with a target that it knows; "" where it can."""
+        """Return why vLLM cannot serve it with a target that vLLM knows; "" if it can."""
         return ""
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        """Return why SGLang cannot serve it with a target; "" where it can."""
+        """Return why SGLang cannot serve it with a target; "" if it can."""
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        """Return what a card says of these files. served: whether any engine serves them."""
+        """Return the notes of a card on these files. served: whether any engine serves them."""
         return ()
 
 
@@ -164,7 +164,7 @@ def architectures_of(config: Config) -> list[str]:
 
 
 def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
-    """Return in what a drafter's idea of its target differs from the target."""
+    """Return how the target that a drafter was made for differs from the target."""
     complaints = []
     if vocab_size != spec.vocab_size:
         complaints.append(
@@ -178,7 +178,7 @@ def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
 
 
 def check_tensors(table: Mapping[str, Expected], tensors: Tensors) -> list[str]:
-    """Return which tensors are missing, unknown, misshapen or of another kind."""
+    """Return which tensors are missing, unknown, misshapen or of another dtype."""
     complaints = [
         f"missing {name} of shape {list(expected.shape)}"
         for name, expected in table.items()

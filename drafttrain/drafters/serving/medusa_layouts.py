@@ -1,4 +1,4 @@
-"""Files of Medusa heads: vLLM's layout, and FasterDecoding's, which others published in."""
+"""Files of Medusa heads: vLLM's layout, and FasterDecoding's, which published heads use."""
 
 import re
 from dataclasses import replace
@@ -67,7 +67,7 @@ class MedusaLayout(ServedLayout):
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors().items()}
         if shared and "lm_head.weight" in tensors:
             tensors.setdefault("lm_heads.0.weight", tensors.pop("lm_head.weight"))
-        if shared:  # every other head is the first one
+        if shared:  # all heads are the first one
             first = "lm_heads.0.weight"
             tensors = {
                 n: t for n, t in tensors.items() if n == first or not n.startswith("lm_heads.")
@@ -107,10 +107,10 @@ class MedusaLayout(ServedLayout):
 
 
 class FasterDecodingLayout(Layout):
-    """FasterDecoding's: I.J.linear, and the head as the last entry of each list.
+    """FasterDecoding's layout: I.J.linear, and the head as the last entry of each list.
 
-    Its config.json says neither width nor vocabulary, and published ones count too few heads (2
-    where there are 5): the tensors decide.
+    Its config.json states neither width nor vocabulary, and published ones state too few heads (2
+    instead of 5): the tensors decide.
     """
 
     kind = "fasterdecoding"
@@ -191,7 +191,7 @@ def _residual_block(files: Files) -> str | None:
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:
-    """Call heads and layers what vLLM calls them, which takes any key with those words."""
+    """Rename the keys of heads and layers to vLLM's names."""
 
     def name(key: str) -> str:
         if "num" not in key:
@@ -210,14 +210,14 @@ def _reading(
 
 
 def _truncate(reading: Reading, size: int) -> None:
-    """Sort a token_map, absolute ids in any order, and the rows of the heads with it."""
+    """Sort a token_map (absolute ids in any order), and the heads' rows with it."""
     tensors, vocab = reading.tensors, reading.declared.vocab_size
     if size == vocab:
         return
     ids = tensors.pop("token_map", None)
     wrong = None
     if ids is None:
-        wrong = f"token_map is missing, which names the {size:,} tokens of the heads"
+        wrong = f"token_map, which names the {size:,} tokens of the heads, is missing"
     elif ids.shape != (size,) or ids.is_floating_point():
         wrong = f"token_map must be {size:,} integers, got {list(ids.shape)} of {ids.dtype}"
     elif len(ids.unique()) < size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
@@ -231,7 +231,7 @@ def _truncate(reading: Reading, size: int) -> None:
     for name in [name for name in tensors if name.startswith("lm_heads.")]:
         rows = tensors[name]
         if not rows.dim():
-            continue  # complained of by its shape
+            continue  # the check of shapes reports it
         if rows.shape[0] == vocab:  # whole heads: vLLM takes the named rows
             tensors[name] = rows[tensors["target_ids"]]
         elif rows.shape[0] == size:

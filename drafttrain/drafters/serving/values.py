@@ -1,4 +1,4 @@
-"""The values of a drafter's config.json: of the right type and within bounds, or a complaint."""
+"""Read the values of a drafter's config.json: of the right type and range, or with a complaint."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,20 +7,20 @@ from typing import Any
 from drafttrain.runtime.untrusted_input import shown
 
 MAX_WIDTH = 1 << 20  # of hidden states; the largest targets have 16,384
-MAX_HEADS = 1 << 14  # of attention, or of what a head is wide
+MAX_HEADS = 1 << 14  # of attention heads, and of a head's width
 MAX_LAYERS = 128  # of a drafter: decoder layers, Medusa heads, residual blocks
 MAX_POSITIONS = 1 << 32
 
 
 @dataclass
 class Values:
-    """An object of config.json; what is read is right, and what was wrong is complained of."""
+    """An object of config.json; its methods return valid values and record complaints."""
 
     raw: dict[str, Any]
     complaints: list[str] = field(default_factory=list)
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return an object, empty where there is none."""
+        """Return an object, empty if it is absent."""
         value = self.raw.get(key)
         if value is None or isinstance(value, dict):
             return value or {}
@@ -28,7 +28,7 @@ class Values:
         return {}
 
     def integer(self, key: str, most: int, default: int | None = None) -> int:
-        """Return an integer of 1 to `most`; the default, if there is one, where it is absent."""
+        """Return an integer from 1 to `most`; if it is absent, the default, if there is one."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -41,7 +41,7 @@ class Values:
         return 1
 
     def number(self, key: str, default: float) -> float:
-        """Return a finite number above 0; the default where it is absent."""
+        """Return a finite number above 0; the default if it is absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -51,7 +51,7 @@ class Values:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return true or false; the default where it is absent, false where it is null."""
+        """Return true or false; the default if it is absent, false if it is null."""
         value = self.raw.get(key, default)
         if value is None or type(value) is bool:
             return bool(value)
@@ -59,22 +59,22 @@ class Values:
         return default
 
     def exactly(self, key: str, wanted: object) -> None:
-        """Complain unless a value is absent, or what alone can be followed."""
+        """Complain unless a value is absent, or the only one supported."""
         value = self.raw.get(key)
         if value is not None and (isinstance(value, dict | list) or value != wanted):
             self.complaints.append(f"config.json's {key} must be {wanted}, got {shown(value)}")
 
     def _wrong(self, key: str, needed: str, got: object) -> None:
         line = f"config.json's {key} must be {needed}, got {shown(repr(got))}"
-        if line not in self.complaints:  # some keys are asked for twice
+        if line not in self.complaints:  # some keys are read twice
             self.complaints.append(line)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of JSON is a number, finite and of a size that a float has."""
+    """Return whether a JSON value is a finite number that fits a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer of more digits than floats reach
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,1 +1,1 @@
-"""What several families are made of."""
+"""Components that several families share."""

@@ -20,24 +20,24 @@ from drafttrain.target.pretrained.limits import exact_positions
 
 @dataclass
 class CausalState(DraftState):
-    """What the model has read of each row, and what it has yet to read: observing is free."""
+    """The tokens of each row that the model has read and those still unread: observing is free."""
 
     unread: Int[Tensor, "batch new"]  # in the drafter's own ids, padded right
-    counts: list[int]  # how many of them are real
+    counts: list[int]  # how many of `unread` are real
     cache: RaggedCache = field(default_factory=RaggedCache)
     drafted: int = 0  # drafted tokens at the end of the cache, equally many in every row
 
 
 class CausalDrafter(Drafter[CausalState]):
-    """Drafts as the model continues the text; the target's features are not used.
+    """Drafts the model's continuation of the text; the target's features are not used.
 
-    A token is read when the next one is asked for. So of a fully accepted chain the last token is
-    not in the cache, and is read together with the bonus.
+    A token is read when the next one is drafted. So the last token of a fully accepted chain is not
+    in the cache, and is read together with the bonus.
     """
 
     captures = ()
-    # Buffers, None while every id means the same to both: ids that are drafted, the model's columns
-    # for them, and the id by which it reads each of the target's (-1: by several).
+    # Buffers, None if all ids are the same in both models: the ids that are drafted, the model's
+    # columns for them, and the own id that stands for each target id (-1: several ids).
     target_ids: Tensor | None
     columns: Tensor | None
     reading: Tensor | None
@@ -56,9 +56,9 @@ class CausalDrafter(Drafter[CausalState]):
             self.take(model)
 
     def take(self, model: Any) -> None:
-        """Draft with this model; where it has fewer ids than the target, only with those."""
+        """Draft with this model; if it has fewer ids than the target, draft only those."""
         self.model = model
-        self._decoder = (model.get_decoder(),)  # in a tuple: not a second place for its weights
+        self._decoder = (model.get_decoder(),)  # in a tuple, so that weights are not listed twice
         self._head = (model.get_output_embeddings(),)
         text = model.config.get_text_config(decoder=True)
         scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
@@ -74,7 +74,7 @@ class CausalDrafter(Drafter[CausalState]):
     def _check_head(self) -> None:
         if device_of(self).type == "meta":
             return  # an outline has no values to compare
-        # As of a target: an architecture may scale or cap logits in a way of its own.
+        # As for targets: an architecture may scale or cap logits in a way of its own.
         tokens = torch.arange(min(8, self.num_ids), device=device_of(self))[None]
         theirs = self.model(input_ids=tokens, use_cache=False).logits.float()
         ours = self.head(self._decoder[0](input_ids=tokens, use_cache=False).last_hidden_state)
@@ -86,12 +86,12 @@ class CausalDrafter(Drafter[CausalState]):
 
     @property
     def num_ids(self) -> int:
-        """How many ids the model has logits for, those without a token included."""
+        """The number of ids that the model has logits for, including ids without a token."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     @property
     def max_positions(self) -> int:
-        """How long a text the model reads alike in any passes."""
+        """The longest text for which the model is exact, however it is split into passes."""
         text = self.model.config.get_text_config(decoder=True)
         return exact_positions(text, f"drafter={self.config.name} cannot draft").positions
 
@@ -101,9 +101,9 @@ class CausalDrafter(Drafter[CausalState]):
         draft_ids: Int[Tensor, " shared"],
         spelled: Mapping[int, list[int]],
     ) -> None:
-        """Draft these target ids only, ascending, by the ids that the model has for them.
+        """Draft only these target ids, in ascending order, with the model's ids for them.
 
-        spelled: how the model reads target ids that it has no id for; others read as id 0.
+        spelled: the model's ids for target ids that it lacks; all others are read as id 0.
         """
         device, size = device_of(self), self.spec.vocab_size
         self.target_ids, self.columns = target_ids.to(device), draft_ids.to(device)
@@ -116,7 +116,7 @@ class CausalDrafter(Drafter[CausalState]):
         self.reading = reading
 
     def _apply(self, fn: Any, recurse: bool = True) -> "CausalDrafter":
-        # Rotary frequencies stay as wide as they are: rounded to bfloat16, positions blur.
+        # Rotary frequencies keep their dtype: rounded to bfloat16, positions blur.
         wide = [
             (module, name, buffer)
             for module in self.modules()
@@ -129,7 +129,7 @@ class CausalDrafter(Drafter[CausalState]):
         return self
 
     def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> CausalState:
-        """Keep the first token of each row for the first reading."""
+        """Return a state in which the first token of each row is unread."""
         if capacity > self.max_positions:
             raise ValueError(
                 f"drafter={self.config.name} was made for {self.max_positions} positions, but "
@@ -142,7 +142,7 @@ class CausalDrafter(Drafter[CausalState]):
     def observe(
         self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
-        """Forget drafted tokens that were not accepted; remember what the cache does not hold."""
+        """Roll back drafted tokens that were not accepted; keep tokens not yet in the cache."""
         kept = [min(count - 1, state.drafted) for count in counts]
         if state.drafted:
             lengths = zip(state.cache.lengths, kept, strict=True)
@@ -152,7 +152,7 @@ class CausalDrafter(Drafter[CausalState]):
         state.unread, state.counts = joined((state.unread, state.counts), new)
 
     def expand(self, state: CausalState, newest: Tensor | None) -> Tensor:
-        """Read what is unread, or the newest node of each row, and return what may follow it."""
+        """Read the unread tokens, or each row's newest node, and return the next token's logits."""
         if newest is None:
             assert min(state.counts) > 0, "observe comes before expand"
             tokens, counts = state.unread, state.counts
@@ -170,14 +170,14 @@ class CausalDrafter(Drafter[CausalState]):
         return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))[:, 0]
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
-        """Return the model's logits from what its decoder gives, as its own forward does."""
+        """Return the model's logits from its decoder's output, as its own forward does."""
         logits = self._head[0](hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
     def output_head(self) -> OutputHead:
-        """Return the head as it drafts: only what can be drafted, scaled and capped."""
+        """Return the head that drafts: only the ids that can be drafted, scaled and capped."""
         weight, bias = self._head[0].weight, self._head[0].bias
         if self.columns is not None:
             weight, bias = weight[self.columns], None if bias is None else bias[self.columns]
@@ -189,7 +189,7 @@ class CausalDrafter(Drafter[CausalState]):
     def shared_logits(
         self, logits: Float[Tensor, "*shape own"]
     ) -> Float[Tensor, "*shape draft_vocab"]:
-        """Return the logits of what can be drafted: ids without a token of the target are cut."""
+        """Return the logits of the ids that can be drafted: those that the target has too."""
         if self.columns is None:
             return logits[..., : self.spec.vocab_size]
         return logits[..., self.columns]
@@ -197,7 +197,7 @@ class CausalDrafter(Drafter[CausalState]):
     def _in_own_ids(
         self, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
     ) -> tuple[Int[Tensor, "batch own"], list[int]]:
-        """Return target ids as the model reads them; one may become several."""
+        """Return target ids as the model's own ids; one may become several."""
         if self.reading is None:
             return tokens, list(counts)
         own = self.reading[tokens]
@@ -219,7 +219,7 @@ class CausalDrafter(Drafter[CausalState]):
 
 
 def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int]) -> Ragged:
-    """Return each row less its first `dropped` tokens."""
+    """Return each row without its first `dropped` tokens."""
     left = [count - drop for count, drop in zip(counts, dropped, strict=True)]
     width = max(left)
     if min(dropped) == max(dropped):
@@ -230,9 +230,9 @@ def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int])
 
 
 def joined(first: Ragged, second: Ragged) -> Ragged:
-    """Return rows in which the second's tokens follow the first's."""
+    """Return the rows concatenated: the second's tokens after the first's."""
     (tokens, counts), (added, new) = first, second
-    if min(counts) == tokens.shape[1]:  # nothing to close up; most often the first is empty
+    if min(counts) == tokens.shape[1]:  # no padding in between; most often the first is empty
         return torch.cat([tokens, added], dim=1), [a + b for a, b in zip(counts, new, strict=True)]
     rows = [
         [*one[:a], *other[:b]]

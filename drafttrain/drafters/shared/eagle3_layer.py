@@ -28,7 +28,7 @@ class Eagle3Layer(nn.Module):
     def inputs(
         self, embedded: Float[Tensor, "batch seq hidden"], hidden: Float[Tensor, "batch seq hidden"]
     ) -> tuple[Float[Tensor, "batch seq twice"], Float[Tensor, "batch seq hidden"]]:
-        """Return what attention reads, and the residual stream that it is added to."""
+        """Return the input of attention, and the residual stream that its output is added to."""
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return inputs, normed if self.norm_before_residual else hidden
@@ -42,8 +42,8 @@ class Eagle3Layer(nn.Module):
     ) -> tuple[Float[Tensor, "batch seq hidden"], Tensor, Tensor, Tensor]:
         """Return the residual stream, queries, keys and values of one depth of the unroll.
 
-        projected, weight: what attention makes of the embeddings alone (`Attention.joined`), from
-        this depth's own tokens on.
+        projected, weight: the embeddings' part of the projection (`Attention.joined`), from this
+        depth's own tokens on.
         """
         normed = self.hidden_norm(hidden)
         projected = functional.linear(normed, weight) + projected
@@ -53,6 +53,6 @@ class Eagle3Layer(nn.Module):
     def finish(
         self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Add attention and feed-forward to the residual stream."""
+        """Return the residual stream with attention and feed-forward added."""
         hidden = hidden + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,4 +1,4 @@
-"""Cost without weights for drafters: as much wider as an inflated target became."""
+"""Inflate a drafter by the ratio of an inflated target, without changing what it computes."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from drafttrain.target.pretrained.size import parameters
 
 
 def inflate_drafter(drafter: Drafter, ratio: float) -> str:
-    """Widen every gated feed-forward layer `ratio` times, in place; return what reports must say.
+    """Widen every gated feed-forward layer `ratio` times, in place; return a note for reports.
 
-    What the drafter computes stays, up to rounding: the added columns are zero. A drafter without
-    such layers stays as it is, and the answer says so.
+    The drafter's output stays the same, up to rounding: the added columns are zero. A drafter
+    without such layers stays as it is, and the note says so.
     """
     assert ratio >= 1, f"a drafter is only ever widened, got a ratio of {ratio}"
     name = drafter.config.name

@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE drafters: shaped as the target's unless configured otherwise."""
+"""The decoder layer of EAGLE drafters: shaped like the target's unless configured otherwise."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
 from drafttrain.runtime.settings import require
 
-# Others change with the length of the text, which a cache of rotated keys cannot follow.
+# Others change with the length of the text, which a cache of rotated keys does not allow.
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(DrafterConfig):
-    """What the layer may have of its own; null takes the target's."""
+    """The settings of the layer; null takes the target's value."""
 
     intermediate_size: int | None
     num_attention_heads: int | None
@@ -48,14 +48,14 @@ class LayerConfig(DrafterConfig):
         require(known, "drafter.rope_scaling.rope_type", f"be one of {every}", kind)
 
     def require_or_target(self, key: str, holds: bool, need: str) -> None:
-        """Raise ValueError unless a setting holds what it needs, or is null."""
+        """Raise ValueError unless a condition on a setting holds, or it is null."""
         value = getattr(self, key)
         self.require(key, value is None or holds, f"{need}, or null for the target's")
 
     def shape(self, spec: TargetSpec, hidden_size: int | None = None) -> "LayerShape":
-        """Return the layer's shape for a target; `hidden_size` None is the target's too.
+        """Return the layer's shape for a target; `hidden_size` None takes the target's too.
 
-        ValueError where heads do not divide.
+        ValueError if the numbers of heads do not divide.
         """
         keys = [key.name for key in fields(LayerShape) if key.name != "hidden_size"]
         own = {key: getattr(self, key) for key in keys}
@@ -77,7 +77,7 @@ class LayerConfig(DrafterConfig):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One decoder layer, every size known."""
+    """The shape of one decoder layer, with every size resolved."""
 
     hidden_size: int
     intermediate_size: int
@@ -92,7 +92,7 @@ class LayerShape:
     qk_norm: bool
 
     def attention(self, input_width: int) -> Attention:
-        """Make the layer's attention, which reads `input_width` values a position."""
+        """Return the layer's attention, which reads `input_width` values per position."""
         return Attention(
             self.hidden_size,
             input_width,
@@ -115,7 +115,7 @@ class LayerShape:
 
     @cached_property
     def _scaled(self) -> tuple[Float[Tensor, " pair"], float]:
-        """Frequencies as Transformers scales them, and what cosines and sines are multiplied by."""
+        """Return Transformers' scaled frequencies, and the factor of cosines and sines."""
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -133,12 +133,12 @@ class LayerShape:
 
 @dataclass
 class LayerState(DraftState):
-    """The drafter's cache; positions from `committed` on hold its own, unverified, nodes."""
+    """The drafter's cache; positions from `committed` on hold its own unverified nodes."""
 
     cache: RaggedCache
     table: Rotation
     committed: list[int]  # per row
-    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # what the next node reads
+    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # the input of the next node
 
     def turn(self, num_tokens: int) -> Rotation:
         """Return the rotation of the next `num_tokens` positions of each row."""
@@ -150,7 +150,7 @@ class LayerState(DraftState):
 
 
 class LayerDrafter(Drafter[LayerState]):
-    """A drafter of one decoder layer: it reads features, and further on its own hidden states."""
+    """A drafter of one decoder layer: it reads features, and deeper its own hidden states."""
 
     config: LayerConfig
     embed_tokens: nn.Embedding | None
@@ -162,22 +162,22 @@ class LayerDrafter(Drafter[LayerState]):
 
     @abstractmethod
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
-        """Return what is paired with the tokens after the features."""
+        """Return the hidden states that are paired with the tokens after the features."""
 
     @abstractmethod
     def advance(
         self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
     ) -> Float[Tensor, "batch 1 hidden"]:
-        """Append pairs of tokens and hidden states; return what each row's last real one gives."""
+        """Append pairs of tokens and hidden states; return the output of each row's last pair."""
 
     @abstractmethod
     def logits(
         self, readout: Readout, hidden: Float[Tensor, "batch 1 hidden"]
     ) -> Float[Tensor, "batch 1 draft_vocab"]:
-        """Return logits from what `advance` gives."""
+        """Return logits from the output of `advance`."""
 
     def own_embedding(self) -> nn.Embedding | None:
-        """Make the drafter's own token embedding, if it has one."""
+        """Return a token embedding of the drafter's own, if it is configured to have one."""
         if not self.config.own_embedding:
             return None
         return nn.Embedding(self.spec.vocab_size, self.shape.hidden_size)
@@ -185,12 +185,12 @@ class LayerDrafter(Drafter[LayerState]):
     def embed(
         self, readout: Readout, tokens: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Return what the drafter reads of tokens: its own embedding, or the target's."""
+        """Return the embeddings of tokens, from the drafter's own table or the target's."""
         own = self.embed_tokens
         return (readout.embed(tokens) if own is None else own(tokens)).to(dtype_of(self))
 
     def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> LayerState:
-        """Allocate the cache; the first token is never paired, it has no feature before it."""
+        """Return an empty state; the first token is never paired: no feature precedes it."""
         places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
         table = self.shape.rotation(places, dtype_of(self))
         return LayerState(readout, RaggedCache(rows), table, [0] * rows)
@@ -198,14 +198,14 @@ class LayerDrafter(Drafter[LayerState]):
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
-        """Replace own nodes by pairs of true features, the last token's among them."""
+        """Replace the drafter's own nodes by pairs of true features, the last token's included."""
         state.cache.rollback(state.committed)
         state.hidden = self.advance(state, tokens, self.read(features), list(counts))
         state.committed = [old + new for old, new in zip(state.committed, counts, strict=True)]
         state.cache.rollback(state.committed)  # the rest was padding
 
     def expand(self, state: LayerState, newest: Tensor | None) -> Tensor:
-        """Continue from the own hidden state: it stands in for the target's."""
+        """Return the next logits; the drafter's own hidden state replaces the target's."""
         assert state.hidden is not None, "observe comes before expand"
         if newest is not None:
             ones = [1] * len(newest)

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def add_lora(model: Any, rank: int, alpha: int) -> None:
-    """Freeze a model and put a trainable adapter beside every linear layer but the output head.
+    """Freeze a model and add a trainable adapter to every linear layer except the output head.
 
     An adapter adds alpha / rank times the product of its two factors.
     """
@@ -25,7 +25,7 @@ def add_lora(model: Any, rank: int, alpha: int) -> None:
 
 
 def merge_lora(model: Any) -> None:
-    """Add every adapter to the weights that it stands beside, and take it out."""
+    """Merge every adapter into the weights it adapts, and remove it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in list(model.named_modules()):
@@ -34,5 +34,5 @@ def merge_lora(model: Any) -> None:
             layer = module.get_base_layer()
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
-    # Whole weights again; and norms of frozen weights are computed by another kernel.
+    # The weights are trainable again; norms of frozen weights would use another kernel.
     model.requires_grad_(True)

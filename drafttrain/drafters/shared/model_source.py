@@ -1,4 +1,4 @@
-"""Where a draft model comes from: a local directory, else the Hub, loaded as targets are."""
+"""The source of a draft model: a local directory, else the Hub; it is loaded as targets are."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def draft_source(
     trust_remote_code: bool = False,
     quantization: str | None = None,
 ) -> ModelConfig:
-    """Return what names a draft model: a local directory, else a repository of the Hub."""
+    """Return the model configuration of a draft model: a local directory, else a Hub repository."""
     local = LOCAL.match(path) is not None or Path(path).is_dir()
     return ModelConfig(
         name=name,
@@ -58,7 +58,7 @@ def local_settings(name: str, path: str, revision: str | None) -> Any:
 def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """Return model and tokenizer, on the CPU; dtype None is the checkpoint's own.
 
-    ValueError, in terms of drafter.path, where the model is not whole or cannot forget.
+    ValueError, in terms of drafter.path, if the model is incomplete or cannot be rolled back.
     """
     try:
         settings = load_model_config(source)
@@ -66,7 +66,7 @@ def load_draft_model(source: ModelConfig, dtype: torch.dtype | None) -> tuple[An
         tokenizer = load_tokenizer(source)
         own = dtype or getattr(settings, "dtype", None) or torch.float32
         return load_model(source, settings, own, "cpu"), tokenizer
-    except ValueError as error:  # it speaks of the target's section; here the keys are ours
+    except ValueError as error:  # its message names the keys of `model`; here they are `drafter`'s
         text = re.sub(rf"\bmodel\.({KEYS})\b", r"drafter.\1", str(error))
         text = text.replace("drafter.repo", "drafter.path")
         raise ValueError(text.replace(f"model={source.name}", f"drafter={source.name}")) from error

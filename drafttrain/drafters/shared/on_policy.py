@@ -1,7 +1,7 @@
-"""A drafter's own words in place of some answers: on-policy distillation.
+"""On-policy distillation: the drafter's own samples in place of some answers.
 
 GKD (Agarwal et al., 2023, arXiv:2306.13649) and DistillSpec (Zhou et al., 2023, arXiv:2310.08461)
-train on what the drafter itself would say, judged by the target: the states it will really be in.
+train on text sampled from the drafter, with the target's distributions: the states it will meet.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ EMIT = draw_of(0, Purpose.EMIT)
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of one conversation of a batch, and the room there is for another."""
+    """One answer of a conversation in a batch, and the space for a new one."""
 
     row: int
     conversation: int
@@ -32,7 +32,7 @@ class Answer:
 
 
 def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[Answer]:
-    """Choose about `fraction` of the conversations, and one answer of each, by its own chance."""
+    """Return one answer of each of about `fraction` of the conversations, chosen at random."""
     found: list[list[Answer]] = []
     document, mask = batch.document.cpu(), batch.loss_mask.cpu()
     for row in range(len(document)):
@@ -60,13 +60,13 @@ def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[An
 
 @dataclass(frozen=True)
 class OwnWords:
-    """A fraction of the answers said by the drafter itself, at a temperature; the target judges."""
+    """A text source in which the drafter samples a fraction of the answers at a temperature."""
 
     fraction: float
     temperature: float
 
     def rewrite(self, drafter: CausalDrafter, batch: Batch, chance: TrainingChance) -> Batch:
-        """Put own words in place of some answers."""
+        """Return the batch with some answers replaced by the drafter's samples."""
         return in_own_words(drafter, batch, self.fraction, self.temperature, chance.decoding())
 
 
@@ -76,8 +76,8 @@ def in_own_words(
 ) -> Batch:
     """Return the batch with some answers, and what followed them, sampled from the drafter.
 
-    An answer ends with the target's end of text, or where the conversation ended; what is left of
-    its place becomes padding. All of it is trained.
+    An answer ends with the target's end of text, or where the conversation ended; space that is
+    left over becomes padding. All sampled tokens are trained.
     """
     answers = answers_to_rewrite(batch, fraction, chance)
     if not answers:
@@ -103,7 +103,7 @@ def in_own_words(
 def continue_texts(
     drafter: CausalDrafter, batch: Batch, answers: list[Answer], temperature: float, chance: Chance
 ) -> list[list[int]]:
-    """Sample each answer together with the others; a row leaves when it has ended."""
+    """Return sampled answers; rows are sampled together, and each leaves when it has ended."""
     ends, device = frozenset(drafter.spec.eos_token_ids), batch.tokens.device
     written: list[list[int]] = [[] for _ in answers]
     active = list(range(len(answers)))

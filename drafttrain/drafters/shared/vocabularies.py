@@ -1,4 +1,4 @@
-"""Two tokenizers side by side: where they differ, and which tokens they share."""
+"""Compare two tokenizers: where they differ, and which tokens they share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 SHOWN = 5  # differing ids that a message lists
-REPLACEMENT = "\ufffd"  # what part of a character decodes to
+REPLACEMENT = "\ufffd"  # the decoding of a part of a character
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
 
 
 def tokens_by_id(tokenizer: Any) -> dict[int, str]:
-    """Return every token of a tokenizer as it writes it, added ones too."""
+    """Return every token of a tokenizer by id, as the tokenizer writes it, added ones included."""
     return {index: token for token, index in tokenizer.get_vocab().items()}
 
 
@@ -40,7 +40,7 @@ def _quoted(token: str | None) -> str:
 
 @dataclass(frozen=True)
 class Shared:
-    """Tokens of two vocabularies that are the same text, and how to read the others."""
+    """Tokens of two vocabularies with the same text, and how to read the others."""
 
     target_ids: Int[Tensor, " shared"]  # ascending
     draft_ids: Int[Tensor, " shared"]
@@ -48,12 +48,12 @@ class Shared:
 
 
 def intersection(target: Any, own: Any, target_size: int, own_size: int, who: str) -> Shared:
-    """Pair the tokens of two tokenizers: each target token with one drafter token at most.
+    """Return pairs of the tokens of two tokenizers: each target token with at most one own token.
 
-    First those that both write alike, then those that decode to the same text (a space is `▁` to
-    one family and `Ġ` to another), then special tokens of the same role. A target token without a
-    partner is read as the drafter's own encoding of its text, or as its unknown token where the
-    text is part of a character. Sizes are those of the models' tables of logits.
+    First those that both write alike, then those that decode to the same text (a space is `▁` in
+    one family and `Ġ` in another), then special tokens of the same role. A target token without a
+    partner is read as the drafter's own encoding of its text, or as its unknown token if the text
+    is part of a character. Sizes are those of the models' logits.
     """
     theirs = {i: t for i, t in tokens_by_id(target).items() if i < target_size}
     ours = {i: t for i, t in tokens_by_id(own).items() if i < own_size}
@@ -96,8 +96,8 @@ def intersection(target: Any, own: Any, target_size: int, own_size: int, who: st
 
 
 def spellings(tokenizer: Any, ids: list[int]) -> dict[int, str]:
-    """Return the text that each token adds to one that has begun."""
-    # Decoded behind another token: the first of a text may lose its space.
+    """Return the text that each token adds when it is not the first."""
+    # Decoded after another token: the first token of a text may lose its space.
     anchor = next(iter(tokenizer.encode("a", add_special_tokens=False)), None)
     lead = [] if anchor is None else [anchor]
     settings = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -106,7 +106,7 @@ def spellings(tokenizer: Any, ids: list[int]) -> dict[int, str]:
 
 
 def _stand_in(tokenizer: Any, size: int) -> int:
-    """Return the id that stands for what the drafter cannot read."""
+    """Return the id for text that the drafter cannot read."""
     for name in ("unk_token_id", "pad_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if value is not None and value < size:

@@ -20,9 +20,9 @@ class Recognised:
 
 
 def recognise(folder: Folder) -> Recognised:
-    """Say what a directory holds, by the strongest sign that any layout sees in it.
+    """Return the layout of a directory, by the strongest sign that any layout finds in it.
 
-    Raises ValueError for what no part of this package can draft with, by its name.
+    Raises ValueError, naming its content, if this package cannot draft with it.
     """
     try:
         signs = [(layout.recognises(folder), layout) for layout in LAYOUTS]
@@ -37,11 +37,11 @@ def recognise(folder: Folder) -> Recognised:
     if architectures:
         what = f"architectures={architectures}"
     names = shown(", ".join(sorted(folder.names)[:3]))
-    raise _unknown(folder, f"{what} and tensors such as {names}, which are")
+    raise _unknown(folder, f"{what} and tensors such as {names}")
 
 
 def _unknown(folder: Folder, what: str) -> ValueError:
     known = "; ".join(layout.title for layout in LAYOUTS)
     return ValueError(
-        f"drafter.path={folder.path} has {what} not known here; it must be one of: {known}"
+        f"drafter.path={folder.path} has {what}: not a known drafter; it must be one of: {known}"
     )
