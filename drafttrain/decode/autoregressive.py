@@ -17,7 +17,7 @@ from drafttrain.target.model import Target
 
 
 def clock_of(target: Target) -> Callable[[], float]:
-    """Return a clock in seconds that waits for the device's queued work first."""
+    """Return a clock in seconds that first waits for the device's queued work."""
     if target.device.type != "cuda":
         return time.perf_counter
 
@@ -35,7 +35,7 @@ def emit(
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Int[Tensor, " batch"]:
-    """Choose the next token of each row from the target's logits."""
+    """Return the next token of each row, chosen from the target's logits."""
     if sampling.greedy:
         return logits.argmax(-1)
     return chance.choose(probabilities(logits, sampling), rows, starts, draw_of(0, Purpose.EMIT))
@@ -61,9 +61,9 @@ def autoregressive_decode_batch(
     stop_tokens: Collection[int] | None = None,
     stop_strings: Sequence[str] = (),
 ) -> list[Decoded]:
-    """Decode prompts token by token, together; a row leaves when it has ended.
+    """Decode prompts together, token by token; a row leaves the batch when it has ended.
 
-    rows: the name of each prompt, by which its chance is keyed. An output ends with the first stop
+    rows: the name of each prompt, which keys its chance. An output ends with the first stop
     token, with the token that completes a stop string, or at the limit. stop_tokens: None takes the
     target's end-of-sequence tokens.
     """

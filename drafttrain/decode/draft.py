@@ -1,4 +1,4 @@
-"""Grows every proposal: the one place where drafted tokens are chosen."""
+"""Grow every proposal: the only place where drafted tokens are chosen."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def draft_chain(
 ) -> Proposal:
     """Draft `depth` tokens in a row, greedily or from the drafter's distribution under `sampling`.
 
-    The recorded draft_probs are the distribution that the token was drawn from, after temperature,
+    The recorded draft_probs are the distribution that each token was drawn from, after temperature,
     top-k and top-p, over target ids; greedy drafts record none.
     """
     whole = drafter.propose(state, depth)

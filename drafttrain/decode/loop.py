@@ -22,7 +22,7 @@ from drafttrain.target.model import Target
 
 @dataclass(frozen=True)
 class Cycle:
-    """One verification, for those who audit the loop. Row j of `logits` follows node j - 1."""
+    """One verification, recorded to audit the loop. Row j of `logits` follows node j - 1."""
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -40,7 +40,7 @@ def verify(
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Verdict:
-    """Apply the rule to what the target says of every node."""
+    """Return the verdict of the rule on every node, given the target's logits."""
     if sampling.greedy and rule.lossless:
         return verify_greedy(proposal, logits.argmax(-1))
     return verify_chain(rule, proposal, probabilities(logits, sampling), chance, rows, starts)
@@ -52,7 +52,7 @@ def is_lossless(rule: Rule, sampling: Sampling) -> bool:
 
 
 def describe_rule(sampling: Sampling, rule: Rule = LOSSLESS) -> str:
-    """Name the acceptance rule for reports."""
+    """Return the name of the acceptance rule for reports."""
     if sampling.greedy:
         return "greedy match (lossless)"
     if rule.lossless:
@@ -90,9 +90,9 @@ def speculative_decode_batch(
 
     depth: drafted tokens per cycle. draft_sampling: how the drafter's logits become the
     distribution that drafts are drawn from (None: as the target's). Each output ends where the
-    plain loop's would, also inside an accepted run; counters are kept trimmed there and untrimmed.
-    A cycle in which a row is offered nothing is a plain step for it and no draft. record: told of
-    every verification.
+    plain loop's would, also inside an accepted run; counters are kept both trimmed there and
+    untrimmed. A cycle without a proposal for a row is a plain step for it, not a draft. record: is
+    called with every verification.
     """
     check_depth(drafter, depth)
     capacity = check_room(target, prompts, max_new_tokens, depth)
@@ -161,7 +161,7 @@ def speculative_decode_batch(
 
 
 def check_depth(drafter: Drafter, depth: int) -> None:
-    """Refuse a depth that the drafter cannot draft."""
+    """Raise ValueError for a depth that the drafter cannot draft."""
     deepest = drafter.max_depth
     if depth < 1 or (deepest is not None and depth > deepest):
         limit = "at least 1" if deepest is None else f"in 1..{deepest}"
@@ -175,7 +175,7 @@ def _count(row: Row, num_nodes: int, num_accepted: int, num_kept: int) -> None:
         stats.cycles.append((len(row.output) - num_kept, 0, 0))
         return
     stats.untrimmed.add(num_nodes, num_accepted)
-    # Where the bonus reached the output nothing was cut.
+    # If the bonus reached the output, nothing was cut.
     drafted, accepted = (
         (num_nodes, num_accepted) if num_kept > num_accepted else (num_kept, num_kept)
     )

@@ -1,4 +1,4 @@
-"""The rows of a decoding batch: what each has said, when it ends, and what it cost."""
+"""The rows of a decoding batch: their outputs, when they end, and what they cost."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from drafttrain.target.model import Target
 
 
 class Stops:
-    """What ends an output: a stop token, a stop string as soon as it is spelled, or the limit."""
+    """What ends an output: a stop token, a stop string once it is complete, or the limit."""
 
     def __init__(
         self, target: Target, limit: int, tokens: Collection[int] | None, strings: Sequence[str]
@@ -19,8 +19,8 @@ class Stops:
         if not all(self.strings):
             raise ValueError("a stop string must not be empty")
         self.tokenizer = target.tokenizer
-        # A token spells at least one byte of the text, so a string lies within its last so many
-        # tokens; the others are there because a text's first token may lose its space.
+        # Each token adds at least one byte of text, so a string is within as many last tokens as it
+        # has bytes; the 4 more are there because a text's first token may lose its space.
         self.window = max((len(text.encode()) for text in self.strings), default=0) + 4
 
     def cut(self, output: Sequence[int], new: Sequence[int]) -> tuple[int, bool]:
@@ -39,7 +39,7 @@ class Stops:
 
 @dataclass
 class Row:
-    """One row: its own name (the key of its chance), what it has said, what it cost."""
+    """One row: its name (the key of its chance), its output, and what it cost."""
 
     name: int
     num_prompt_tokens: int
@@ -67,7 +67,7 @@ class Rows:
         return [row.num_prompt_tokens + len(row.output) for row in self.active]
 
     def commit(self, new: Sequence[Sequence[int]], stops: Stops) -> tuple[list[int], list[int]]:
-        """Take in each row's new tokens; return how many were kept, and the kept rows' places.
+        """Commit each row's new tokens; return how many were kept, and the places of active rows.
 
         The other rows have ended.
         """
@@ -82,12 +82,12 @@ class Rows:
         return num_kept, kept
 
     def decoded(self) -> list[Decoded]:
-        """Return every row's output, in the order the prompts came."""
+        """Return every row's output, in the order of the prompts."""
         return [Decoded(tuple(row.output), row.stats) for row in self.all]
 
 
 def charge(rows: Sequence[Row], **seconds: float) -> None:
-    """Share out seconds of a pass equally: summed over rows, the wall time comes back."""
+    """Charge seconds of a pass to rows in equal shares, which add up to the wall time."""
     for row in rows:
         for part, value in seconds.items():
             setattr(row.stats, part, getattr(row.stats, part) + value / len(rows))
@@ -96,7 +96,7 @@ def charge(rows: Sequence[Row], **seconds: float) -> None:
 def check_room(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, depth: int
 ) -> int:
-    """Return the positions that decoding may need; ValueError where the context is too short."""
+    """Return the positions that decoding may need; ValueError if the context is too short."""
     if not all(prompts):
         raise ValueError("the prompt is empty: it must hold at least one token")
     if max_new_tokens < 1:

@@ -1,7 +1,7 @@
-"""Acceptance rules: pure functions of probabilities; all chance comes in as an argument.
+"""Acceptance rules: pure functions of probabilities; all randomness is an argument.
 
 Row j of a chain's target distributions is the distribution of the token after j drafted tokens: row
-0 follows the last committed token, row `depth` is the bonus after full acceptance.
+0 follows the last committed token, row `depth` is for the bonus after full acceptance.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Rule(ABC):
 
     @abstractmethod
     def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
-        """Return the probability of accepting each token, were it the one drafted."""
+        """Return the probability of accepting each token if it were drafted."""
 
     @abstractmethod
     def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
@@ -44,15 +44,15 @@ class Rejection(Rule):
     """Rejection sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023). Lossless.
 
     Token x drawn from draft_probs is accepted with probability min(1, target_probs[x] /
-    draft_probs[x]); after a rejection the target's distribution less the drafter's, normalised,
-    gives the corrected token. Exact for any draft_probs that the tokens were really drawn from.
+    draft_probs[x]); after a rejection the corrected token is drawn from max(0, target_probs -
+    draft_probs), normalised. Exact for any draft_probs that the tokens were really drawn from.
     """
 
     name = "rejection sampling"
     lossless = True
 
     def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
-        """Return min(1, target/draft); 0 where the target never says the token."""
+        """Return min(1, target/draft); 0 where the target's probability is 0."""
         return _ratio(target_probs.gather(1, token), draft_probs.gather(1, token))
 
     def correction(self, target_probs: Probs, draft_probs: Probs) -> Probs:
@@ -63,8 +63,8 @@ class Rejection(Rule):
 class Typical(Rule):
     """Typical acceptance (Medusa, Cai et al., 2024, section 2.3.1). NOT lossless above T = 0.
 
-    A token is accepted, always, where the target's probability of it exceeds min(epsilon, delta *
-    exp(-entropy)); after a rejection the target's own distribution gives the next token.
+    A token is always accepted if its target probability exceeds min(epsilon, delta *
+    exp(-entropy)); after a rejection the next token is drawn from the target's distribution.
     """
 
     epsilon: float
@@ -104,10 +104,9 @@ LOSSLESS = Rejection()
 
 
 def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch positions"]) -> Verdict:
-    """Accept the longest prefix of the chain that the target's own choices spell. Lossless.
+    """Accept the longest prefix of the chain that matches the target's own choices. Lossless.
 
-    choices: the target's argmax of each distribution; they are the distribution itself at
-    temperature 0.
+    choices: the argmax of each target distribution, which is that distribution at temperature 0.
     """
     depth = proposal.tokens.shape[1]
     agree = proposal.tokens == choices[:, :depth]
@@ -127,9 +126,9 @@ def verify_chain(
     rows: Sequence[int],
     starts: Sequence[int],
 ) -> Verdict:
-    """Accept a chain token by token under a rule; after full acceptance comes a bonus token.
+    """Accept a chain token by token under a rule; a bonus token follows full acceptance.
 
-    A token that was chosen deterministically was drawn from a point mass.
+    A token that was chosen deterministically counts as drawn from a point mass.
     """
     batch, depth = proposal.tokens.shape
     device = proposal.tokens.device
@@ -158,7 +157,7 @@ def verify_chain(
 def drawn_distribution(
     proposal: Proposal, node: int, target_probs: Float[Tensor, "batch positions vocab"]
 ) -> Probs:
-    """Return the distribution that a node was drawn from, in the dtype of the target's."""
+    """Return the distribution that a node was drawn from, in the dtype of `target_probs`."""
     if proposal.draft_probs is not None:
         return proposal.draft_probs[:, node].to(target_probs.dtype)
     point = torch.zeros_like(target_probs[:, node])
@@ -166,10 +165,10 @@ def drawn_distribution(
 
 
 def one_step_distribution(rule: Rule, target_probs: Probs, draft_probs: Probs) -> Probs:
-    """Return the distribution of the first token that a cycle emits, over the drafter's chance too.
+    """Return the distribution of a cycle's first emitted token, averaged over the drafter's draws.
 
     In closed form: draft * acceptance + (1 - sum of that) * correction. For a lossless rule it is
-    target_probs, up to rounding; otherwise its distance from it is what the rule costs.
+    target_probs, up to rounding; otherwise its distance from target_probs is what the rule costs.
     """
     every = torch.arange(target_probs.shape[1], device=target_probs.device)
     accepted = draft_probs * rule.acceptance(
@@ -182,8 +181,8 @@ def one_step_distribution(rule: Rule, target_probs: Probs, draft_probs: Probs) -
 def residual(target_probs: Probs, draft_probs: Probs) -> Probs:
     """Return the distribution after a rejection: max(0, target - draft), normalised.
 
-    Where nothing is left (both distributions equal up to rounding) a rejection had probability zero
-    up to rounding too, and the target's distribution stands in.
+    If nothing is left (both distributions are equal up to rounding), a rejection had probability
+    zero up to rounding too, and the target's distribution is returned.
     """
     left = (target_probs - draft_probs).clamp(min=0)
     mass = left.sum(-1, keepdim=True)
@@ -191,5 +190,5 @@ def residual(target_probs: Probs, draft_probs: Probs) -> Probs:
 
 
 def _ratio(target: PerToken, draft: PerToken) -> PerToken:
-    # A drafted token has draft > 0; where rounding made it 0, it counts as drawn at will.
+    # A drafted token has draft > 0; if rounding made it 0, it is accepted where target > 0.
     return torch.where(target >= draft, (target > 0).to(target.dtype), target / draft)
