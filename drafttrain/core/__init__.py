@@ -1,1 +1,1 @@
-"""What every station speaks of: types, chance, sampling, losses."""
+"""What all stations share: types, chance, sampling, losses."""

@@ -1,8 +1,8 @@
-"""The only source of randomness in decoding: every answer is keyed, none depends on call order.
+"""The only source of randomness in decoding: every choice has a key, none depends on call order.
 
-A key is (row, start, draw): the row's own name, the number of tokens it had committed when the
-cycle began, and which choice of the cycle this is. A batch therefore equals its rows decoded alone,
-and a test can put its own `Chance` in place and replay the loop over all answers.
+A key is (row, start, draw): the row's name, the number of tokens it had committed when the cycle
+began, and the number of the choice within the cycle. A batch therefore equals its rows decoded
+alone, and a test can use its own `Chance` to replay the loop over all outcomes.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Probs = Float[Tensor, "batch vocab"]
 
 
 class Purpose(IntEnum):
-    """What a choice is for; `draw = depth * len(Purpose) + purpose` keeps choices apart."""
+    """The purpose of a choice; `draw = depth * len(Purpose) + purpose` makes draws distinct."""
 
     DRAFT = 0  # the drafter chooses a token
     ACCEPT = 1  # verification accepts or rejects it
@@ -33,21 +33,21 @@ def draw_of(depth: int, purpose: Purpose) -> int:
 
 @runtime_checkable
 class Chance(Protocol):
-    """Answers choices; every argument is per row."""
+    """Makes random choices; every argument is per row."""
 
     def accept(
         self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Bool[Tensor, " batch"]:
-        """Say yes with the given probability: never at 0, always at 1."""
+        """Return True with the given probability: never at 0, always at 1."""
 
     def choose(
         self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
-        """Choose an id by the given distribution; an id of probability 0 is never chosen."""
+        """Return an id drawn from the given distribution, never one of probability 0."""
 
 
 class SeededChance:
-    """Counter-based randomness (Philox, Salmon et al. 2011): the same key gives the same answer."""
+    """Counter-based randomness (Philox, Salmon et al. 2011): the same key gives the same choice."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -68,14 +68,14 @@ class SeededChance:
     def accept(
         self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Bool[Tensor, " batch"]:
-        """Say yes with the given probability (strictly: u < p, so p = 0 is never accepted)."""
+        """Return True with the given probability (strictly: u < p, so p = 0 is never accepted)."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw))
         return (uniforms < probability.double().cpu()).to(probability.device)
 
     def choose(
         self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
     ) -> Int[Tensor, " batch"]:
-        """Choose by the inverse of the distribution function, in float64."""
+        """Return ids drawn by inverting the cumulative distribution, in float64."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)
         cumulative = probs.double().cumsum(-1)
         total = cumulative[:, -1:]
@@ -83,16 +83,16 @@ class SeededChance:
         ids = ids.clamp_(max=probs.shape[-1] - 1)
         if bool((probs.gather(-1, ids[:, None]) > 0).all()):
             return ids
-        # Rounding pointed past the last id with mass: that one is the answer.
+        # Rounding may point past the last id with mass: then that id is chosen.
         last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
         return torch.minimum(ids, last)
 
 
-MANY_ROWS = 32  # from here on one vectorised Philox is faster than numpy's for each row
+MANY_ROWS = 32  # from here on one vectorised Philox is faster than numpy's row by row
 
 
 def philox(seed: int, rows: Sequence[int], starts: Sequence[int], draw: int) -> np.ndarray:
-    """Return what numpy's Philox4x64-10 gives first for each key (seed, row), as uniforms.
+    """Return the first output of numpy's Philox4x64-10 for each key (seed, row), as a uniform.
 
     The same numbers as `numpy.random.Philox(key=[seed, row], counter=[0, 0, start, draw])`, which
     counts up before its first block.

@@ -1,10 +1,10 @@
-"""The losses on tokens: terms per position; callers sum and divide by the step's denominator, once.
+"""The token losses, per position; callers sum them and divide by the step's denominator, once.
 
-Logits of a position are compared in float32 (float64 where they are), whatever the compute dtype.
-Every term sees one position at a time, so positions may be computed in chunks. `target_probs` is
-the target's distribution, a constant: no gradient reaches it. Zero probabilities count as the limit
-says (0 log 0 = 0), also where a logit is -inf; an infinite divergence has a finite gradient. A NaN
-stays one, so that training sees it.
+Logits are compared in float32 (or float64 if they are), whatever the compute dtype. Every term
+depends on one position only, so positions may be computed in chunks. `target_probs` is the target's
+distribution, a constant: no gradient reaches it. Zero probabilities contribute their limit
+(0 log 0 = 0), also where a logit is -inf; an infinite divergence has a finite gradient. A NaN stays
+a NaN, so that training detects it.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from torch.nn import functional
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.runtime.settings import require
 
-NOT_A_LABEL = -1  # a hard label that the drafter cannot say: its position contributes zero
+NOT_A_LABEL = -1  # a hard label outside the drafter's vocabulary: its position contributes zero
 
 Rows = Float[Tensor, "position vocab"]
 PerPosition = Float[Tensor, " position"]
@@ -43,7 +43,7 @@ def forward_kl(logits: Rows, target_probs: Rows) -> PerPosition:
     """Return KL(target || draft) = sum target_probs * log(target_probs / draft_probs), in nats.
 
     The distillation loss of Hinton et al., 2015 (arXiv:1503.02531); DistillSpec's FKL (Zhou et al.,
-    2023, arXiv:2310.08461). Infinite where the target says what the drafter cannot.
+    2023, arXiv:2310.08461). Infinite where the target predicts a token that the drafter cannot.
     """
     gap = target_probs.log() - _log_probs(logits)
     return _unless_zero(target_probs, target_probs * gap).sum(-1)
@@ -53,8 +53,8 @@ def reverse_kl(logits: Rows, target_probs: Rows) -> PerPosition:
     """Return KL(draft || target) = sum draft_probs * log(draft_probs / target_probs), in nats.
 
     DistillSpec's RKL (Zhou et al., 2023, arXiv:2310.08461). A target probability below the smallest
-    normal number counts as that number: a softmax underflows to zero where the distribution is
-    merely small, and the divergence would be infinite at most positions of a sharp target.
+    normal number counts as that number: a softmax underflows to zero where a probability is merely
+    small, and the divergence would be infinite at most positions of a sharp target.
     """
     log_probs = _log_probs(logits)
     return (log_probs.exp() * (_finite(log_probs) - _log_floored(target_probs))).sum(-1)
@@ -64,8 +64,8 @@ def jsd(logits: Rows, target_probs: Rows, beta: float) -> PerPosition:
     """Return beta KL(target || mix) + (1 - beta) KL(draft || mix), in nats.
 
     mix = beta target + (1 - beta) draft: the generalised Jensen-Shannon divergence of GKD (Agarwal
-    et al., 2023, arXiv:2306.13649, section 2). Symmetric for beta 1/2, there at most log 2;
-    divided by beta it tends to forward KL for beta to 0, by 1 - beta to reverse KL for beta to 1.
+    et al., 2023, arXiv:2306.13649, section 2). With beta 1/2 it is symmetric and at most log 2;
+    divided by beta it tends to forward KL as beta -> 0, by 1 - beta to reverse KL as beta -> 1.
     """
     log_probs = _log_probs(logits)
     probs = log_probs.exp()
@@ -85,10 +85,10 @@ def total_variation(logits: Rows, target_probs: Rows) -> PerPosition:
 
 
 def rejection(logits: Rows, target_probs: Rows) -> PerPosition:
-    """Return 1 - sum min(target_probs, draft_probs): how likely a drafted token is rejected.
+    """Return 1 - sum min(target_probs, draft_probs), the probability that a draft is rejected.
 
-    Total variation, but of a distribution that may sum to less than 1: the rest is of tokens that
-    the drafter cannot draft.
+    It is total variation, but for a `target_probs` that may sum to less than 1: the rest belongs to
+    tokens that the drafter cannot draft.
     """
     return 1 - torch.minimum(target_probs, _wide(logits).softmax(-1)).sum(-1)
 
@@ -97,9 +97,9 @@ def lk_hybrid(logits: Rows, target_probs: Rows, eta: float) -> PerPosition:
     """Return w KL(target || draft) + (1 - w) TV with w = exp(-eta * alpha), alpha = 1 - TV.
 
     The adaptive hybrid of LK losses (arXiv:2602.23881): KL where the distributions hardly overlap
-    and TV's gradient vanishes, TV where they do. As vLLM's speculators has it (`lk_hybrid`), each
-    position has its own w, of its own alpha, and no gradient flows through w. eta = 0 is forward
-    KL.
+    and TV's gradient vanishes, TV where they do overlap. As in vLLM's speculators (`lk_hybrid`),
+    each position has its own w, from its own alpha, and no gradient flows through w. With eta = 0
+    it is forward KL.
     """
     distance = total_variation(logits, target_probs)
     weight = torch.exp(-eta * (1 - distance.detach()))
@@ -123,12 +123,12 @@ def _log_probs(logits: Tensor) -> Tensor:
 
 
 def _unless_zero(weights: Tensor, product: Tensor) -> Tensor:
-    """Return the product with what `weights` weigh, zero where they are zero: 0 * inf is NaN."""
+    """Return `product`, a product with `weights`, but zero where these are zero: 0 * inf is NaN."""
     return torch.where(weights == 0, 0, product)  # not weights > 0: a NaN must pass
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    """Return log-probabilities to weigh by the probabilities, which are zero below this floor."""
+    """Return floored log-probabilities, to be weighted by probabilities, zero below the floor."""
     return log_probs.clamp(min=2 * math.log(torch.finfo(log_probs.dtype).tiny))
 
 
@@ -145,17 +145,16 @@ COMPARISONS: dict[str, Callable[..., PerPosition]] = {
 }
 DISTRIBUTION_LOSSES = tuple(name for name in COMPARISONS if name != "rejection")
 TOKEN_LOSSES = (*DISTRIBUTION_LOSSES, "hard_cross_entropy")
-# What validation measures, alone: it meets the target's distribution over the target's whole
-# vocabulary.
+# The loss that validation measures, over the target's whole vocabulary.
 REJECTION = {"rejection": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLossConfig:
-    """What a trainable drafter is told of its loss on tokens: a part of its configuration.
+    """The settings of a trainable drafter's token losses: a part of its configuration.
 
     losses: weight by name; a position's loss is the weighted sum. jsd_beta: weight of the target's
-    distribution in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` leaves KL for total
+    distribution in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` moves from KL to total
     variation.
     """
 
@@ -181,12 +180,12 @@ class TokenLossConfig:
 
     @property
     def needs_target_probs(self) -> bool:
-        """Whether any of the losses compares distributions, rather than reading the text alone."""
+        """Whether any of the losses compares distributions, rather than using the text alone."""
         return self.of_rejection or any(self.losses.get(name) for name in DISTRIBUTION_LOSSES)
 
     @property
     def of_rejection(self) -> bool:
-        """Whether the loss is the rejection of drafts, for which nothing is renormalised.
+        """Whether the loss is `rejection`, for which the target is not renormalised.
 
         Tokens that a reduced vocabulary lacks keep their probability, and no position is left out.
         """
@@ -208,11 +207,11 @@ class TokenLossConfig:
     def token_loss_and_gradient(
         self, logits: Rows, target_probs: Rows | None, labels: Labels
     ) -> tuple[PerPosition, Float[Tensor, "position 1"] | float]:
-        """Return `token_loss`, and put its gradient where the logits are; both detached.
+        """Return `token_loss` and a factor, and overwrite the logits with a gradient; all detached.
 
-        The gradient is what stands there times the second result, of each position or of all. The
-        commonest losses have it in closed form, in a third of autograd's passes over the logits;
-        the others by autograd. logits: in float32 at least.
+        The gradient of the loss is the overwritten `logits` times the factor (per position, or one
+        for all). The most common losses have it in closed form, in a third of autograd's passes
+        over the logits; the others use autograd. logits: in float32 at least.
         """
         ((name, weight), *others) = [item for item in self.losses.items() if item[1]]
         if not others and name == "soft_cross_entropy":
@@ -220,7 +219,7 @@ class TokenLossConfig:
             log_probs = logits.log_softmax(-1)
             loss = -(target_probs * log_probs).sum(-1)
             odd = ~loss.isfinite()
-            if bool(odd.any()):  # 0 * -inf, which is zero here, or what is infinite indeed
+            if bool(odd.any()):  # 0 * -inf, which counts as zero here, or a truly infinite loss
                 loss[odd] = soft_cross_entropy(logits[odd], target_probs[odd])
             torch._log_softmax_backward_data(target_probs, log_probs, -1, logits.dtype, out=logits)
             return weight * loss, -weight

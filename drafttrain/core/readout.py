@@ -1,6 +1,6 @@
 """The target's token embedding and output head, without the target.
 
-It travels with the features, because stored, sharded and served targets hand over no model.
+It is passed with the features, because stored, sharded and served targets provide no model.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Readout:
 
     embedding: Float[Tensor, "vocab hidden"]
     head: Float[Tensor, "vocab hidden"]
-    norm: Float[Tensor, " hidden"] | None = None  # the final norm's weight, a good initial value
+    norm: Float[Tensor, " hidden"] | None = None  # the final norm's weight, to initialise norms
     head_bias: Float[Tensor, " vocab"] | None = None
     embedding_scale: float = 1.0  # Gemma multiplies embeddings by sqrt(hidden)
     logit_scale: float = 1.0  # Cohere and Granite scale logits

@@ -1,4 +1,4 @@
-"""Logits to probabilities: the only place, for target, drafter and residual alike.
+"""The only place where logits become probabilities, for target, drafter and residual alike.
 
 Temperature 0 is a one-hot distribution, not a branch of the decode loop, so that every exact rule
 stays exact there.
@@ -18,7 +18,7 @@ def probabilities(
 ) -> Float[Tensor, "*shape vocab"]:
     """Return the distribution that tokens are drawn from: temperature, then top-k, then top-p.
 
-    Computed in float32, or in float64 where the logits are. Ties at temperature 0 go to the lowest
+    Computed in float32, or in float64 if the logits are. Ties at temperature 0 go to the lowest
     id, as argmax does on CPU. top-p keeps the smallest set of most likely tokens whose mass reaches
     top_p, always at least one (the convention of Transformers and vLLM).
     """
@@ -38,10 +38,10 @@ def probabilities(
 
 
 def _nucleus(probs: Float[Tensor, "*shape vocab"], top_p: float) -> Bool[Tensor, "*shape vocab"]:
-    """Mark the smallest set of most likely ids whose mass reaches `top_p`; ties: the lowest ids.
+    """Return a mask of the fewest most likely ids whose mass reaches `top_p`; ties: lowest ids.
 
-    Only values are sorted, and which ids those are follows by comparison: ten times faster on CPU
-    than sorting ids along.
+    Only values are sorted, and the ids follow by comparison: on a CPU this is ten times faster than
+    sorting the ids too.
     """
     if probs.device.type == "cpu":  # numpy sorts values with vector instructions, torch does not
         rising = torch.from_numpy(np.sort(probs.detach().numpy(), axis=-1))

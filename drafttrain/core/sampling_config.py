@@ -1,10 +1,10 @@
-"""How logits become probabilities."""
+"""The sampling settings."""
 
 from dataclasses import dataclass
 
 from drafttrain.runtime.settings import require
 
-SMALLEST_TEMPERATURE = 1e-4  # logits divided by less overflow float32, and distributions become NaN
+SMALLEST_TEMPERATURE = 1e-4  # a smaller divisor overflows float32, and distributions become NaN
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The arrows between the stations: plain dataclasses, no behaviour beyond what their fields imply.
+"""The data passed between stations: plain dataclasses, no behaviour beyond what fields imply.
 
-Shapes are words: batch rows, seq positions, hidden the target's width, vocab the target's
-vocabulary, draft_vocab the drafter's, node one drafted token of a proposal, depth drafted tokens
-along one path.
+Shapes are words: batch (rows), seq (positions), hidden (the target's width), vocab (the target's
+vocabulary), draft_vocab (the drafter's), node (one drafted token of a proposal), depth (drafted
+tokens along one path).
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What a drafter may know of its target before any weight is loaded."""
+    """The properties of a target that are known before any weight is loaded."""
 
     name: str
     fingerprint: str  # of the configuration and the weights: features and drafters are bound to it
@@ -67,19 +67,19 @@ class TargetSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    embedding_scale: float = 1.0  # what it multiplies embeddings by
+    embedding_scale: float = 1.0  # the factor that it multiplies embeddings by
     limited_by: str = ""  # why max_positions is less than the model was made for; "" if it is not
 
     @property
     def context(self) -> str:
-        """The positions there are, and why no more, for messages."""
+        """The number of positions, and why there are no more, for messages."""
         why = f" ({self.limited_by})" if self.limited_by else ""
         return f"{self.max_positions} positions of model={self.name}{why}"
 
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What was read from the target: the same from an online, a stored or a served target.
+    """Hidden states of the target: the same from an online, a stored or a served target.
 
     `captured[i]` is Transformers' `hidden_states[i]`: the *input* of layer i, before any norm
     (i = num_layers: the last layer's output before the final norm). `final_hidden` is after the
@@ -100,7 +100,7 @@ class TargetFeatures:
         return self._each(lambda hidden: hidden[index])
 
     def to(self, device: torch.device) -> "TargetFeatures":
-        """Return the features on `device`; what is in pinned memory is not waited for."""
+        """Return the features on `device`; copies from pinned memory are asynchronous."""
         if self.final_hidden.device == device:
             return self
         return self._each(lambda hidden: hidden.to(device, non_blocking=True))
@@ -112,13 +112,13 @@ class TargetFeatures:
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """Whatever answers for the target while training: the target itself, or a store."""
+    """A source of features in training: the target itself, or a store."""
 
     spec: TargetSpec
     readout: Readout
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:
-        """Return what the target says of a batch."""
+        """Return the target's features of a batch."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What the drafter offers for verification: a chain of tokens after the last committed one.
+    """A drafter's proposal for verification: a chain of tokens after the last committed one.
 
     Rows are padded to the longest; num_nodes counts the real ones. `draft_probs[:, j]` is the
     distribution that token j was *really* drawn from (after temperature, top-k and top-p, over
@@ -161,9 +161,9 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification kept: the first num_accepted tokens of a chain, and the bonus after them.
+    """The result of verification: the first num_accepted tokens of a chain, and the bonus.
 
-    `bonus` is the token that the target adds: the corrected token after a rejection, a fresh one
+    `bonus` is the token that the target adds: the corrected token after a rejection, a new one
     after full acceptance.
     """
 
@@ -181,7 +181,7 @@ class Counters:
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
 
     def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one draft of a chain."""
+        """Add one draft of a chain to the counts."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
@@ -204,10 +204,10 @@ class Counters:
 class DecodeStats:
     """Counters and seconds of one decoded prompt.
 
-    `trimmed` counts what reached the output; `untrimmed` also what lay past EOS or the limit, as
-    vLLM counts. For plain decoding the counters stay zero and `verify_s` is the target's time.
-    `other_s` is the loop's own time; prefill is outside the other three. The seconds of a batch are
-    shared out to its rows.
+    `trimmed` counts tokens that reached the output; `untrimmed` also those past EOS or the limit,
+    as vLLM counts. For plain decoding the counters stay zero and `verify_s` is the target's time.
+    `other_s` is the loop's own time; prefill is not part of the other three. The seconds of a batch
+    are divided among its rows.
     """
 
     trimmed: Counters = field(default_factory=Counters)
@@ -217,7 +217,7 @@ class DecodeStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
-    # Of each cycle: the output position of its first token, and its trimmed drafted and accepted.
+    # Each cycle's first output position, and its drafted and accepted tokens, trimmed.
     cycles: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property

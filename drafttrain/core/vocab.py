@@ -15,11 +15,11 @@ class DraftVocab:
     """
 
     target_ids: Int[Tensor, " draft_vocab"]
-    draft_ids: Int[Tensor, " vocab"]  # -1 where the drafter cannot say the token
+    draft_ids: Int[Tensor, " vocab"]  # -1 where the drafter cannot draft the token
 
     @classmethod
     def of(cls, target_ids: Int[Tensor, " draft_vocab"], vocab_size: int) -> "DraftVocab":
-        """Build the maps from kept ids; they must be ascending and distinct."""
+        """Return the maps for the kept ids; ValueError unless they are ascending and distinct."""
         if target_ids.dim() != 1 or target_ids.dtype != torch.long or not len(target_ids):
             raise ValueError(
                 f"d2t must name target ids, one integer each, got {list(target_ids.shape)} of "
@@ -37,10 +37,10 @@ class DraftVocab:
     def most_frequent(
         cls, token_counts: Int[Tensor, " vocab"], size: int, coverage: float
     ) -> "DraftVocab | None":
-        """Keep the most frequent ids until `coverage` of the counted tokens, at most `size` ids.
+        """Return a vocabulary of the most frequent ids: `coverage` of the tokens, at most `size`.
 
-        Rounded up to a multiple of 64 for the hardware; ties go to the lower id. None where that
-        leaves nothing out.
+        Their number is rounded up to a multiple of 64 for the hardware; ties go to the lower id.
+        None if no id is left out.
         """
         vocab_size = len(token_counts)
         order = token_counts.argsort(descending=True, stable=True)
@@ -53,7 +53,7 @@ class DraftVocab:
 
     @property
     def size(self) -> int:
-        """How many tokens the drafter can say."""
+        """The number of tokens that the drafter can draft."""
         return len(self.target_ids)
 
     @property
@@ -63,11 +63,11 @@ class DraftVocab:
 
     @property
     def t2d(self) -> Bool[Tensor, " vocab"]:
-        """Mask over target ids: true where the drafter can say the token."""
+        """Mask over target ids: true where the drafter can draft the token."""
         return self.draft_ids >= 0
 
     def scatter(self, probs: Float[Tensor, "*shape draft_vocab"]) -> Float[Tensor, "*shape vocab"]:
-        """Spread probabilities over draft ids to target ids, zero elsewhere."""
+        """Return probabilities over target ids from those over draft ids, zero elsewhere."""
         spread = probs.new_zeros(*probs.shape[:-1], len(self.draft_ids))
         spread[..., self.target_ids] = probs
         return spread

@@ -1,1 +1,1 @@
-"""Tensor code with a plain twin that tests compare it to."""
+"""Tensor operations, each with a plain twin that tests compare it to."""

@@ -1,10 +1,9 @@
-"""Losses on tokens, a chunk of positions at a time: no whole batch ever has logits.
+"""Token losses, a chunk of positions at a time: the logits of a whole batch never exist.
 
-Logits over a vocabulary are the largest tensors of a training step by far. A chunk's are made, give
-their loss and at once its gradient, and are gone: what stays is the gradient of the states and of
-the head's weight (Liger's fused linear cross-entropy, Hsu et al., 2024, arXiv:2410.10989). The
-target's distribution of a chunk is made once and met by every depth or head that predicts its
-tokens.
+Logits over a vocabulary are by far the largest tensors of a training step. A chunk's logits give
+their loss and at once its gradient, and are released: only the gradients of the states and of the
+head's weight stay (Liger's fused linear cross-entropy, Hsu et al., 2024, arXiv:2410.10989). The
+target's distribution of a chunk is computed once, for all depths or heads that predict its tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +25,13 @@ from drafttrain.core.vocab import DraftVocab
 
 # Logits of a chunk: few enough for a CPU's cache, enough to occupy a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-FEWEST_POSITIONS = 128  # fewer, and reading the head's weight takes longer than multiplying by it
+FEWEST_POSITIONS = 128  # with fewer, reading the head's weight takes longer than the product
 _limits: ContextVar[tuple[int, int] | None] = ContextVar("chunk_limits", default=None)
 
 
 @contextmanager
 def chunk_limits(elements: int, fewest: int) -> Iterator[None]:
-    """Within, chunks are cut by these limits, whatever the device: a plan is for another one."""
+    """Use these limits of chunks in the block, whatever the device: a plan is for another one."""
     token = _limits.set((elements, fewest))
     try:
         yield
@@ -57,12 +56,12 @@ class OutputHead:
 
 @dataclass(frozen=True)
 class TargetProbs:
-    """What the target says of each position to predict: its distribution, and its first choice."""
+    """The inputs of the target's distribution and most likely token at each position to predict."""
 
     readout: Readout
     final_hidden: Float[Tensor, "row hidden"]
     places: Int[Tensor, " position"]  # the row of the state that the target predicts from
-    vocab: DraftVocab | None  # renormalised over it; positions outside are left out
+    vocab: DraftVocab | None  # renormalise over it, and leave out positions outside it
 
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -71,7 +70,7 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 class _ChunkProbs(NamedTuple):
     probs: Tensor | None
     choices: Tensor  # in the drafter's vocabulary; -1: outside it
-    kept: Tensor | None  # the positions of the chunk that these are of; None: all
+    kept: Tensor | None  # the positions of the chunk that are kept; None: all
 
 
 def chunked_losses(
@@ -91,10 +90,10 @@ def chunked_losses(
     heads: one for each depth, or one for all. states: by depth. places: the row of states[depth]
     from which a position is predicted at that depth, -1 where it is not. labels: the text's tokens
     in the drafter's vocabulary. target_probs: may be None for losses on the text alone.
-    against_text: count as correct what agrees with the text, not with the target.
+    against_text: correct means equal to the text, not to the target's choice.
 
-    The sums must be differentiated together, weighed by `weights` times any number (`weighted_sum`
-    does), once; otherwise the chunks are computed a second time. Not twice differentiable.
+    The sums must be differentiated together and once, weighted by `weights` times any number (as in
+    `weighted_sum`); otherwise the chunks are computed a second time. Not twice differentiable.
     """
     device = places.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -102,40 +101,40 @@ def chunked_losses(
     tensors = (*states, *(head.weight for head in heads), *(head.bias for head in heads))
     if torch.is_grad_enabled():
         sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
-    else:  # inside a Function gradients are off always: it could not tell
+    else:  # inside a Function gradients are always off: it could not know
         done = _Pass(task, weights, tensors, [False] * len(tensors))
         sums, correct, uncovered = done.loss, done.correct, done.uncovered
     return sums, (places >= 0).sum(1), correct, uncovered
 
 
 def loss_terms(weights: Sequence[float], sums: Sums) -> list[LossTerm]:
-    """Return what `chunked_losses` gave as terms, depth by depth."""
+    """Return the sums of `chunked_losses` as loss terms, one per depth."""
     columns = [column.unbind() for column in sums]
     return [LossTerm(weight, *row) for weight, *row in zip(weights, *columns, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What is compared with what: all that is no tensor to differentiate."""
+    """The inputs of the losses that are not differentiated."""
 
     config: TokenLossConfig
     heads: tuple[OutputHead, ...]
-    dtype: torch.dtype | None  # of products, where autocast chose it
+    dtype: torch.dtype | None  # of matrix products, if autocast sets it
     places: Tensor
     labels: Tensor
     target_probs: TargetProbs | None
     against_text: bool
 
     def cast(self, tensor: Tensor | None) -> Any:
-        """Return a tensor in the dtype of products."""
+        """Return a tensor in the dtype of matrix products."""
         return tensor if tensor is None or self.dtype is None else tensor.to(self.dtype)
 
 
 class _Pass:
-    """One pass over all chunks: sums by depth, and the gradient of their sum weighed by factors.
+    """One pass over all chunks: sums by depth, and the gradient of their weighted sum.
 
-    tensors: states by depth, the heads' weights, their biases; `wanted` says of which of them the
-    gradient is asked for, and `gradients` holds it.
+    tensors: states by depth, the heads' weights, their biases; `wanted` marks those whose gradient
+    is needed, and `gradients` holds it.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class _Pass:
         self.weights = [task.cast(weight) for weight in parameters[: len(task.heads)]]
         self.biases = [task.cast(bias) for bias in parameters[len(task.heads) :]]
         self.wide = torch.promote_types(self.weights[0].dtype, torch.float32)
-        # A state gets its gradient once, whole; a parameter from every chunk: in float32 at least.
+        # A state's gradient is written once, a parameter's summed over chunks in float32 or wider.
         self.gradients = [
             torch.zeros_like(tensor, dtype=tensor.dtype if i < depths else wide_dtype(tensor))
             if want and tensor is not None
@@ -195,7 +194,7 @@ class _Pass:
                     self._compare(index, group, places, labels, choices, probs)
 
     def _chunk(self, piece: slice) -> _ChunkProbs | None:
-        """Return what the target says of a chunk of positions, constants."""
+        """Return the target's distribution and choices at a chunk of positions, as constants."""
         target = self.task.target_probs
         if target is None or self.target is None:
             return None
@@ -209,7 +208,7 @@ class _Pass:
         choices = target.vocab.draft_ids[best.indices]
         if self.task.config.of_rejection:
             return _ChunkProbs(logits.softmax(-1)[:, target.vocab.target_ids], choices, None)
-        # A NaN must reach the loss, where it is caught, and not pass for a token left out.
+        # A NaN must reach the loss, where it is caught, and not count as a token left out.
         kept = ((choices >= 0) | best.values.isnan()).nonzero()[:, 0]
         probs = None
         if self.task.config.needs_target_probs:
@@ -245,7 +244,7 @@ class _Pass:
             self.loss[depth] += torch.where(here, losses, 0).sum()
         if not self.backward:
             return
-        # What follows from the gradients of the logits, each row times its factor.
+        # From the gradients of the logits, each row times its factor.
         factor = torch.cat(factors) * head.scale
         slopes = logits if curve is None else logits.mul_(curve)
         bias = self.of_biases[index]
@@ -295,7 +294,7 @@ class _Chunked(torch.autograd.Function):
 def _logits(
     head: OutputHead, weight: Tensor, bias: Tensor | None, hidden: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits, and the slope of their soft cap in float32 at least, if they have one."""
+    """Return logits, and the derivative of their soft cap in float32 at least, if any."""
     logits = functional.linear(hidden.to(weight.dtype), weight, bias)
     if head.scale != 1.0:
         logits = logits.mul_(head.scale)
@@ -306,7 +305,7 @@ def _logits(
 
 
 def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:
-    """Return the number that makes `grads` of `factors`; None if there is none."""
+    """Return the number c with grads = c * factors; None if there is none."""
     ratios = [grad / factor for grad, factor in zip(grads, factors, strict=True)]
     same = all(abs(ratio - ratios[0]) <= 1e-6 * abs(ratios[0]) for ratio in ratios)
     return ratios[0] if same else None

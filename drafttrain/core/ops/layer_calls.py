@@ -1,4 +1,4 @@
-"""How a drafter's layers are called in training: as written, compiled, computed again."""
+"""How a drafter's layers are called in training: as written, compiled, recomputed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ Function = Callable[..., Any]
 
 
 class LayerCalls:
-    """What training asks of the layers that are called while it is `active`; decoding asks nothing.
+    """How to call layers while this is `active`, in training; decoding calls them as written.
 
-    recompute: keep no activations of theirs, the backward pass computes them again. backend: of
-    torch.compile, by which each goes once, for any number of rows and lengths; None compiles none.
+    recompute: keep no activations; the backward pass computes them again. backend: of
+    torch.compile, which compiles each layer once, for all batch shapes; None compiles none.
     """
 
     def __init__(self, recompute: bool = False, backend: str | None = None) -> None:
         self.recompute, self.backend = recompute, backend
         self.programs: dict[Function, Function] = {}
         if backend:
-            # A block per head, a layer with a mask and without: as many variants, and more.
+            # Variants, such as a block per head, or a layer with and without a mask, add up.
             limit = torch._dynamo.config.recompile_limit
             torch._dynamo.config.recompile_limit = max(64, limit)
 
@@ -31,7 +31,7 @@ class LayerCalls:
         return self.recompute or self.backend is not None
 
     def program(self, function: Function) -> Function:
-        """Return the function, compiled; the work is done when it is first called."""
+        """Return the compiled function; the compilation happens at its first call."""
         assert self.backend is not None
         if function not in self.programs:
             self.programs[function] = torch.compile(function, dynamic=True, backend=self.backend)
@@ -39,7 +39,7 @@ class LayerCalls:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Call layers in this way while this is open."""
+        """Call layers in this way within the block."""
         token = _ACTIVE.set(self)
         try:
             yield
@@ -52,23 +52,23 @@ _ACTIVE: ContextVar[LayerCalls] = ContextVar("layer_calls", default=AS_WRITTEN)
 
 
 def asked() -> LayerCalls:
-    """Return what is asked of layers now."""
+    """Return how layers are called now."""
     return _ACTIVE.get()
 
 
 def call_layer(function: Function, *inputs: Any, **more: Any) -> Any:
-    """Call a layer, which is a function of its inputs and of weights, as it is asked for."""
+    """Call a layer, a function of its inputs and weights, as the active `LayerCalls` says."""
     return recomputed(compiled, function, *inputs, **more)
 
 
 def recomputed(function: Function, *inputs: Any, **more: Any) -> Any:
-    """Call a function as `call_layer` does, but as it is written: parts of it may be `compiled`."""
+    """Call a function as `call_layer` does, but not compiled: parts of it may be `compiled`."""
     calls = asked()
     if not (calls.recompute and torch.is_grad_enabled()):
         return function(*inputs, **more)
 
     def again(*inputs: Any, **more: Any) -> Any:
-        with calls.active():  # the backward pass is outside
+        with calls.active():  # the backward pass runs outside the block
             return function(*inputs, **more)
 
     return checkpoint(again, *inputs, use_reentrant=False, **more)
@@ -88,10 +88,10 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return what a module's activations are computed in: its weights' dtype, or autocast's.
+    """Return the dtype of a module's activations: its weights' dtype, or autocast's.
 
-    Inputs are brought to it at the door: left in float32 under autocast, every norm and every
-    residual sum would move twice the bytes.
+    Inputs are cast to it first: left in float32 under autocast, every norm and every residual sum
+    would move twice the bytes.
     """
     device = device_of(module).type
     if torch.is_autocast_enabled(device):
@@ -100,5 +100,5 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float32, or what is wider of a tensor's own."""
+    """Return float32, or the tensor's own dtype if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The few layers that drafters are made of, named as Llama checkpoints name them."""
+"""The layers that drafters are made of, named as in Llama checkpoints."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,17 +30,17 @@ class RMSNorm(nn.Module):
 def rms_norm(
     values: Float[Tensor, "*shape width"], weight: Float[Tensor, " width"], eps: float
 ) -> Float[Tensor, "*shape width"]:
-    """Return the norm in the dtype of `values`, by torch's kernel, which is wide inside.
+    """Return the norm in the dtype of `values`, by torch's kernel, which computes in float32.
 
-    Autocast would run it in float32 on CUDA and not on a CPU: what follows would get another dtype,
-    and the float32 copy of the input be kept for the backward pass.
+    Autocast would return float32 on CUDA but not on a CPU: later operations would get another
+    dtype, and the backward pass would keep a float32 copy of the input.
     """
     with torch.autocast(values.device.type, enabled=False):
         return functional.rms_norm(values, weight.shape, weight.to(values.dtype), eps)
 
 
 class _Normed(torch.autograd.Function):
-    """The norm in five passes forward and backward: torch has one kernel on a GPU, none on CPUs."""
+    """The norm in five passes, forward and backward: torch has a fused kernel for GPUs only."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,7 +84,7 @@ def rotation(
 def rotate(
     heads: Float[Tensor, "batch head seq head_dim"], turn: Rotation
 ) -> Float[Tensor, "batch head seq head_dim"]:
-    """Apply a rotation to queries or keys."""
+    """Return queries or keys, rotated."""
     cos, sin = turn.cos.unsqueeze(-3), turn.sin.unsqueeze(-3)
     if heads.requires_grad and torch.is_grad_enabled():
         return _Rotated.apply(heads, cos, sin)
@@ -92,11 +92,11 @@ def rotate(
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half): its angle stands twice in the tables."""
+    """Return the heads with each pair (i, i + half) rotated; the tables hold each angle twice."""
     half = heads.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., :half]
     first, second = heads.split(half, dim=-1)
-    if torch.compiler.is_compiling():  # which fuses them, and gets `out=` of a view wrong (2.13)
+    if torch.compiler.is_compiling():  # it fuses them, and handles `out=` of a view wrongly (2.13)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     turned = torch.empty_like(heads)
     one, other = turned.split(half, dim=-1)
@@ -106,7 +106,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotated(torch.autograd.Function):
-    """A rotation, and back by the opposite one: a third of the passes of its plain form."""
+    """A rotation whose backward is the opposite one: a third of the passes of the plain form."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -121,9 +121,9 @@ class _Rotated(torch.autograd.Function):
 
 
 def document_mask(document: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"] | None:
-    """Return which keys each query may see, or None where plain causality already says it.
+    """Return which keys each query may see, or None where a causal mask is enough.
 
-    Padding stands right of the document, so a causal mask alone keeps it out of a row's only
+    Padding is on the right of the document, so a causal mask alone hides it from a row's only
     document; a row that holds several needs the block-diagonal mask.
     """
     real = document >= 0
@@ -131,7 +131,7 @@ def document_mask(document: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 s
         return None
     same = document[:, None, :, None] == document[:, None, None, :]
     causal = torch.ones(document.shape[1], document.shape[1], device=document.device).tril().bool()
-    # A query of padding must see something, or its softmax is NaN: it sees padding.
+    # A query at padding must see something, or its softmax is NaN: it sees padding.
     return same & causal
 
 
@@ -146,16 +146,16 @@ class LentLinear(nn.Linear):
     """A linear layer whose weights others may use within its own call (`within_calls`)."""
 
     def forward(self, values: Any, use: Callable[[Any], Any] | None = None) -> Any:
-        """Return the product; or what `use` makes of the values, tensors or collections of them."""
+        """Return the product, or `use(values)` with tensors or collections of them."""
         return super().forward(values) if use is None else use(values)
 
 
 def within_calls(modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], Any]) -> Any:
-    """Return what `use` makes of `inputs`, while every one of `modules` is being called.
+    """Return `use(inputs)`, computed while every one of `modules` is being called.
 
-    For weights that are used otherwise than in a product: where parameters are sharded over ranks,
-    a module's are whole only within its call, whose hooks see to it. Inputs and results are tensors
-    or collections of them, which the hooks follow to the backward pass.
+    For weights that are not used in a plain product: if parameters are sharded over ranks, the
+    hooks of a module make its weights whole during its call only. Inputs and results are tensors or
+    collections of them, which the hooks follow to the backward pass.
     """
     if not modules:
         return use(inputs)
@@ -175,7 +175,7 @@ class Attention(nn.Module):
         head_dim: int,
         bias: bool = False,  # of q, k and v
         output_bias: bool = False,
-        norm_eps: float | None = None,  # Qwen3 norms each query and key before it turns them
+        norm_eps: float | None = None,  # Qwen3 normalises queries and keys before rotation
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -201,9 +201,9 @@ class Attention(nn.Module):
     def joined(
         self, values: Float[Tensor, "batch seq width"]
     ) -> tuple[Float[Tensor, "batch seq heads"], Float[Tensor, "heads rest"]]:
-        """Return the projections of what stands first in the input, and the matrix for the rest.
+        """Return the projection of the first part of the input, and the matrix for the rest.
 
-        Queries, keys and values in one, side by side; the bias is in what is returned first.
+        Queries, keys and values are concatenated; the projection includes the bias.
         """
         parts = (self.q_proj, self.k_proj, self.v_proj)
 
@@ -217,7 +217,7 @@ class Attention(nn.Module):
     def merge(
         self, mixed: Float[Tensor, "batch head seq head_dim"]
     ) -> Float[Tensor, "batch seq width"]:
-        """Join the heads and project back to the layer's width."""
+        """Return the heads joined and projected back to the layer's width."""
         batch, _, seq, _ = mixed.shape
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
@@ -227,7 +227,7 @@ class Attention(nn.Module):
         turn: Rotation,
         mask: Bool[Tensor, "batch 1 seq seq"] | None,
     ) -> Float[Tensor, "batch seq width"]:
-        """Attend causally within the sequence, as training does."""
+        """Return causal attention within the sequence, as in training."""
         queries, keys, own = self.project(values, turn)
         mixed = functional.scaled_dot_product_attention(
             queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
@@ -237,7 +237,7 @@ class Attention(nn.Module):
     def cached(
         self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
     ) -> Float[Tensor, "batch new width"]:
-        """Append to the cache, whose only layer this is, and attend to all in it, causally."""
+        """Append to the cache, whose only layer this is, and return causal attention over it."""
         rows, new, _ = values.shape
         mask = cache.begin_pass(rows, new, values.device)
         queries, keys, own = self.project(values, turn)
@@ -250,11 +250,11 @@ class Attention(nn.Module):
         return self.merge(mixed)
 
     def by_head(self, projected: Float[Tensor, "batch seq heads"], turn: Rotation) -> ByHead:
-        """Return rotated queries and keys, and values, from a projection as `joined` gives it."""
+        """Return rotated queries and keys, and values, from a projection made by `joined`."""
         widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
         queries, keys, own = self._by_head(flat, turn)
-        return queries, keys, own.clone()  # a view would keep what the others were turned from
+        return queries, keys, own.clone()  # a view would keep the unrotated projection in memory
 
 
 class MLP(nn.Module):
@@ -275,7 +275,7 @@ class MLP(nn.Module):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up that keeps no silu(gate): it is as large as both, and cheap."""
+    """silu(gate) * up without keeping silu(gate), which is large and cheap to recompute."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The key-value cache of decoding: room to grow, and rows of different lengths.
+"""The key-value cache of decoding, preallocated, with rows of different lengths.
 
-One for decoders of Transformers, which ask it layer by layer, and for a drafter's own layer, which
+It serves decoders of Transformers, which call it layer by layer, and a drafter's own layer, which
 is its layer 0. A pass is `begin_pass`, `update` by every layer, `end_pass`.
 """
 
@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-BAND = 32  # tokens of a pass, at least, that the band of masks is made for
-ROOM = 64  # positions added when the room is used up, at least
+BAND = 32  # the band of masks is made for passes of at least this many tokens
+ROOM = 64  # positions added, at least, when the room is used up
 
 
 class RaggedLayer(DynamicLayer):
-    """`DynamicLayer` that writes each row behind its own last position, in preallocated room.
+    """`DynamicLayer` that writes after each row's own last position, in preallocated room.
 
-    Transformers appends by concatenation: at batch 128 and 100 positions that copying was two
-    fifths of a step of the embedded target. What stands past a row's length is garbage that the
-    row's mask hides until it is overwritten.
+    Transformers appends by concatenation: at batch 128 and 100 positions that copying took two
+    fifths of a step of the embedded target. Values past a row's length are garbage, which the row's
+    mask hides until they are overwritten.
     """
 
     def __init__(self, owner: "RaggedCache") -> None:
@@ -49,7 +49,7 @@ class RaggedLayer(DynamicLayer):
             self.room[0][:, :, past:total] = key_states
             self.room[1][:, :, past:total] = value_states
         else:
-            # Layers of a target that is spread over devices lie elsewhere than its tokens.
+            # Layers of a target that is spread over devices may be on another device.
             rows, places = (spot.to(self.room[0].device) for spot in spots)
             self.room[0][rows, :, places] = key_states.transpose(1, 2)
             self.room[1][rows, :, places] = value_states.transpose(1, 2)
@@ -68,9 +68,9 @@ class RaggedLayer(DynamicLayer):
 
 
 def grown(filled: Tensor | None, like: Tensor, capacity: int) -> Tensor:
-    """Return room for `capacity` positions that begins with what is `filled`."""
+    """Return room for `capacity` positions, which starts with the content of `filled`."""
     rows, heads, _, width = like.shape
-    # Zeros: what is garbage in one row is multiplied by a weight of zero, which NaN survives.
+    # Zeros: garbage in a row is multiplied by a weight of zero, and NaN would stay NaN.
     room = like.new_zeros(rows, heads, capacity, width)
     if filled is not None:
         room[:, :, : filled.shape[2]] = filled
@@ -80,18 +80,18 @@ def grown(filled: Tensor | None, like: Tensor, capacity: int) -> Tensor:
 class RaggedCache(DynamicCache):
     """`DynamicCache` whose rows have lengths of their own; every layer keeps every position.
 
-    rows: how many; where none are given, as many as the first pass has.
+    rows: their number; 0 takes that of the first pass.
     """
 
     def __init__(self, rows: int = 0) -> None:
         # Without a configuration every layer keeps all positions, so all can be rolled back.
         super().__init__()
         self.lengths = [0] * rows
-        self.band: Tensor | None = None  # what a token sees from `reach` positions before it on
+        self.band: Tensor | None = None  # the mask from `reach` positions before each token on
         self.reach = 0
-        self.past = 0  # of the pass that is running: the longest row before it
-        self.spots: tuple[Tensor, Tensor] | None = None  # and where uneven rows write, once for all
-        # Transformers calls it without arguments for each layer that it meets.
+        self.past = 0  # length of the longest row before the current pass
+        self.spots: tuple[Tensor, Tensor] | None = None  # where uneven rows write in this pass
+        # Transformers calls it without arguments for each new layer.
         self.layer_class_to_replicate = partial(RaggedLayer, self)  # type: ignore[assignment]
 
     @property
@@ -100,9 +100,9 @@ class RaggedCache(DynamicCache):
         return len(set(self.lengths)) < 2
 
     def begin_pass(self, rows: int, new: int, device: torch.device) -> Tensor | None:
-        """Make ready for `new` tokens in each row; return what they see, None for causality alone.
+        """Prepare for `new` tokens in each row; return their mask, None for plain causality.
 
-        The mask of even rows is one for all, "1 1 new total", else "batch 1 new total".
+        Even rows share one mask, "1 1 new total"; otherwise it is "batch 1 new total".
         """
         if not self.lengths:
             self.lengths = [0] * rows
@@ -114,11 +114,11 @@ class RaggedCache(DynamicCache):
         return self.visible(places)
 
     def end_pass(self, counts: Sequence[int]) -> None:
-        """Count so many tokens of the pass to each row; what follows them there is garbage."""
+        """Add `counts` tokens of the pass to the rows' lengths; what follows them is garbage."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def positions(self, new: int, device: torch.device) -> Int[Tensor, "rows new"]:
-        """Return the positions of the next `new` tokens; of even rows they are one for all."""
+        """Return the positions of the next `new` tokens; even rows share them."""
         if self.even:
             past = max(self.lengths, default=0)
             return torch.arange(past, past + new, device=device)[None]
@@ -126,9 +126,9 @@ class RaggedCache(DynamicCache):
         return starts[:, None] + torch.arange(new, device=device)
 
     def causal(self, new: int, device: torch.device) -> Bool[Tensor, "1 1 new total"]:
-        """Return what `new` tokens after `past` positions see, where rows are even.
+        """Return the mask of `new` tokens after `past` positions, if rows are even.
 
-        A window of one band, made once: three operations less in every pass.
+        It is a window of a band that is made once, which saves three operations in every pass.
         """
         if self.band is None or self.band.shape[2] < new or self.reach < self.past:
             self.reach = 2 * self.past
@@ -138,12 +138,12 @@ class RaggedCache(DynamicCache):
         return self.band[:, :, :new, self.reach - self.past : self.reach + new]
 
     def visible(self, places: Int[Tensor, "batch new"]) -> Bool[Tensor, "batch 1 new total"]:
-        """Return what new tokens at `places` see: their row's own past, and themselves."""
+        """Return the mask of new tokens at `places`: they see their row's past and themselves."""
         total = self.past + places.shape[1]
         return torch.arange(total, device=places.device) <= places[:, None, :, None]
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what stands past these lengths, one per row."""
+        """Drop the positions past these lengths, one per row."""
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), (
             f"cannot roll back from {self.lengths} to {list(lengths)}"
         )
@@ -187,7 +187,7 @@ def run_decoder(
 
 
 def additive(mask: Bool[Tensor, "rows 1 new total"], dtype: torch.dtype) -> Tensor:
-    """Return the mask as what is added to scores."""
+    """Return the mask in additive form, to be added to scores."""
     shape, device = mask.shape, mask.device
     lowest = torch.finfo(dtype).min
     return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~mask, lowest)

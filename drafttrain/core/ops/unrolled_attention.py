@@ -1,8 +1,8 @@
 """Attention over a text and over branches drafted from it, without a matrix of scores.
 
-torch's flash kernels return each query's log-sum-exp beside the mixture, so mixtures over several
-sets of keys can be merged exactly; given the merged result and log-sum-exp, their backward is that
-of the merged attention (as ring attention has it: Liu et al., 2023, arXiv:2310.01889).
+torch's flash kernels return each query's log-sum-exp with its output, so outputs over several sets
+of keys can be merged exactly; given the merged output and log-sum-exp, their backward is that of
+the merged attention (as in ring attention: Liu et al., 2023, arXiv:2310.01889).
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 class _Mixture(NamedTuple):
-    """A kernel's answer, and what its backward wants to see again."""
+    """A kernel's output, and what its backward pass needs."""
 
     mixed: Tensor  # batch head seq head_dim
     logsumexp: Tensor  # batch head seq, in float32 at least
@@ -30,11 +30,11 @@ def unrolled_attention(
     past: list[tuple[Float[Tensor, "..."], Float[Tensor, "..."]]],
     mask: Bool[Tensor, "batch 1 seq seq"] | None,
 ) -> Float[Tensor, "batch head seq head_dim"]:
-    """Attend causally to the first keys of `past`, and of each later ones to the own index only.
+    """Return attention, causal over the keys of depth 0 and at the own index over later depths.
 
     past: keys and values by depth, "batch kv_head seq head_dim"; heads share them in groups. mask:
-    which first keys a query sees (None: causal). Exact: one causal attention and a diagonal per
-    depth, merged by their log-sum-exps.
+    which keys of depth 0 a query sees (None: causal). Exact: one causal attention and a diagonal
+    per depth, merged by their log-sum-exps.
     """
     flat = [tensor for pair in past for tensor in pair]
     return _Unrolled.apply(mask, queries, *flat)
@@ -50,7 +50,7 @@ class _Unrolled(torch.autograd.Function):
         mixed, total = first.mixed, first.logsumexp
         if later:
             mixed, total = _merged(first, queries, keys, later)
-        # The mask stands for its additive form, which is made again: as large as a layer's scores.
+        # The mask is saved, not its additive form, which is as large as a layer's scores.
         ctx.save_for_backward(mask, queries, keys, values, mixed, total, *later)
         ctx.kernel, ctx.extra = first.kernel, first.extra
         return mixed
@@ -83,7 +83,7 @@ class _Unrolled(torch.autograd.Function):
 def _merged(
     first: _Mixture, queries: Tensor, keys: Tensor, later: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Return the mixture over the first keys and the later diagonals, and its log-sum-exp."""
+    """Return the output over the keys of depth 0 and the later diagonals, and its log-sum-exp."""
     scale = queries.shape[-1] ** -0.5
     grouped = _grouped(queries, keys)
     scores = [(grouped * k[:, :, None]).sum(-1, dtype=wide_dtype(queries)) for k in later[0::2]]
@@ -94,7 +94,7 @@ def _merged(
     mixed = first.mixed.reshape(grouped.shape) * weights[0][..., None]
     for weight, v in zip(weights[1:], later[1::2], strict=True):
         mixed.addcmul_(weight[..., None], v[:, :, None])
-    # As the flash kernels lay it out: heads beside each other, ready for the projection.
+    # In the layout of the flash kernels: heads next to each other, ready for the projection.
     return mixed.reshape(queries.shape), total.reshape(first.logsumexp.shape)
 
 
@@ -167,7 +167,7 @@ def _gathered(d_heads: Tensor, heads: Tensor) -> Tensor:
 
 
 def _aligned(bias: Tensor | None, queries: Tensor) -> Tensor | None:
-    """Return the bias for every head, its rows at multiples of 16 bytes, as the kernel asks."""
+    """Return the bias for every head, with rows aligned to 16 bytes, as the kernel requires."""
     if bias is None:
         return None
     width = bias.shape[-1]
