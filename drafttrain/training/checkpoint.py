@@ -1,4 +1,4 @@
-"""What a checkpoint is: a folder that appears whole or not at all, and is verified when read."""
+"""Checkpoints: folders that appear whole or not at all, and are verified when read."""
 
 import hashlib
 import json
@@ -32,14 +32,14 @@ from drafttrain.training.engine.engine import Engine
 WEIGHTS_FILE = "drafter.safetensors"
 STATE_FILE = "state.json"
 INDEX_FILE = "index.json"
-# step-000123, or step-000123-2 where a resumed run came by the same step again.
+# step-000123, or step-000123-2 if a resumed run reached the same step again.
 NAME = re.compile(r"step-([0-9]{1,18})(?:-([0-9]{1,9}))?")
 SKIP = "run.resume=true run.skip_damaged=true"
-LEFTOVER = ".leftover-"  # begins the name of a folder not yet, or no longer, a checkpoint
+LEFTOVER = ".leftover-"  # prefix of a folder that is not yet, or no longer, a checkpoint
 
 
 class CheckpointError(ValueError):
-    """A checkpoint could not be written, or is damaged, or belongs to something else."""
+    """A checkpoint could not be written, is damaged, or belongs to another run."""
 
 
 class UnsavedError(CheckpointError, MachineError):
@@ -48,14 +48,14 @@ class UnsavedError(CheckpointError, MachineError):
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run is, besides weights and optimizer; everything in it is plain JSON."""
+    """The state of a run besides weights and optimizer; everything in it is plain JSON."""
 
     step: Count  # finished optimizer steps
     tokens: Count  # trained on so far, over all ranks
     data: dict[str, Any]  # position in the data, from Batches.state_dict()
     best_metric: float | None  # the highest yet; None before the first validation
     fingerprint: str  # of the target that the drafter belongs to
-    extra: dict[str, Any]  # what else the training loop must not forget
+    extra: dict[str, Any]  # other state of the training loop
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class _File:
 
 @dataclass(frozen=True)
 class _Record:
-    """What state.json holds: names of files, not paths, whoever wrote it."""
+    """The content of state.json: names of files, never paths."""
 
     state: TrainState
     files: dict[FileName, _File]
 
 
 class Checkpoints:
-    """The checkpoints of a run: folders step-000123, of which the newest and the best are kept.
+    """The checkpoints of a run: folders step-000123; the newest and the best are kept.
 
     `index.json` names the latest and the best one. All ranks call `save` and `resume` together, on
     one file system; rank 0 writes.
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, skip_damaged: bool = False) -> None:
         self.folder, self.keep, self.skip_damaged = folder, keep, skip_damaged
-        self.skipped: list[str] = []  # what was damaged and passed over, on rank 0
+        self.skipped: list[str] = []  # damaged checkpoints that were skipped, on rank 0
         self._whole: Path | None = None  # verified by this process, which need not do it again
 
     def latest(self) -> Path | None:
@@ -91,20 +91,20 @@ class Checkpoints:
         return self.folder / (named if named in names else names[-1]) if names else None
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best metric, None if none was called best."""
+        """Return the checkpoint with the best metric, None if none is marked best."""
         named = self._index().get("best")
         return self.folder / named if named in self._names() else None
 
     def load_chosen(self) -> tuple[Path, TrainState, dict[str, Tensor]] | None:
-        """Return the best checkpoint, or the latest where none was called best; None if none.
+        """Return the best checkpoint, or the latest if none is marked best; None if there is none.
 
-        With its state and weights, verified: the run may go on meanwhile, and drop it for another.
+        With its state and weights, verified: a run that continues meanwhile may delete it.
         """
         while True:
             index = self._index()
             folder = self.best() or self.latest()
             if self._index() != index:
-                continue  # the best of before is gone, and the new one was not yet named
+                continue  # the former best is deleted, and the new one was not in the index yet
             if folder is None:
                 return None
             try:
@@ -114,7 +114,7 @@ class Checkpoints:
                     raise
 
     def save(self, engine: Engine, state: TrainState, best: bool) -> None:
-        """Write a checkpoint, and call it the best if `best`; then drop what need not be kept.
+        """Write a checkpoint, mark it the best if `best`, then delete those that need not be kept.
 
         Raises UnsavedError on all ranks if it cannot be written; earlier ones are then intact.
         """
@@ -140,7 +140,7 @@ class Checkpoints:
                 unfinished.rename(self.folder / name)
                 flush(self.folder)
                 old = self._index().get("best")
-                # Coming by the best step again, its new checkpoint takes the place of the old one.
+                # If the best step is reached again, its new checkpoint replaces the old one.
                 again = old is not None and _step_and_visit(old)[0] == state.step
                 self._write_index(name, name if best or again else old)
                 self._prune(name)
@@ -149,7 +149,7 @@ class Checkpoints:
         """Return the checkpoint to resume from, verified, the same on every rank; None if none.
 
         Raises CheckpointError on all ranks if it is damaged. With skip_damaged the newest whole one
-        is taken instead, and `skipped` says what was not.
+        is used instead, and `skipped` lists the others.
         """
         with self._fate_shared(engine, None):
             if engine.is_main and self._whole is None:
@@ -180,7 +180,7 @@ class Checkpoints:
 
     @contextmanager
     def _passing_over(self) -> Iterator[None]:
-        """Note what the block finds damaged, where that is to be skipped."""
+        """Record damage that the block finds, if damaged checkpoints are to be skipped."""
         try:
             yield
         except CheckpointError as error:
@@ -207,7 +207,7 @@ class Checkpoints:
         engine.load(folder)
         state = load_state(folder)
         if not engine.ranks.broadcast_object(engine.is_main and self.best() is not None):
-            # Killed before the index named it, or lost since: the next one to be validated is best.
+            # Killed before the index named it, or lost since: the next validated one is best.
             state = replace(state, best_metric=None)
         return state
 
@@ -220,7 +220,7 @@ class Checkpoints:
         path = self.folder / INDEX_FILE
         way_out = f"{SKIP} resumes from the newest checkpoint, with none called the best yet"
         if not path.exists():
-            if len(self._names()) > 1:  # the first one is there before its index, for a moment
+            if len(self._names()) > 1:  # the first one exists before its index, for a moment
                 raise CheckpointError(f"{path} must exist, but is missing; {way_out}")
             return {}
         with suppress(UntrustedError):
@@ -241,16 +241,16 @@ class Checkpoints:
     def _prune(self, newest: str) -> None:
         here = _step_and_visit(newest)
         past = [name for name in self._names() if _step_and_visit(name) <= here]
-        visits = {_step_and_visit(name)[0]: name for name in past}  # of each step, the last
+        visits = {_step_and_visit(name)[0]: name for name in past}  # the last one of each step
         kept = {*list(visits.values())[-self.keep :], self._index().get("best")}
         for name in set(past) - kept:
             leftover = self.folder / f"{LEFTOVER}{name}"
-            (self.folder / name).rename(leftover)  # at once; what follows takes its time
+            (self.folder / name).rename(leftover)  # atomic; deleting takes longer
             shutil.rmtree(leftover, ignore_errors=True)  # the next save tries again
 
     @contextmanager
     def _fate_shared(self, engine: Engine, unfinished: Path | None) -> Iterator[None]:
-        """Let what goes wrong on rank 0 be raised on every rank, which would else wait for it."""
+        """Raise an error of rank 0 on every rank, as the others would wait for it."""
         problem = None
         try:
             yield
@@ -304,7 +304,7 @@ def _way_round(folder: Path) -> str:
 
 
 def load_state(folder: Path) -> TrainState:
-    """Return the state that a checkpoint was saved with."""
+    """Return the state in a checkpoint."""
     return _read_state(folder).state
 
 
@@ -315,7 +315,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    header_of(path)  # which sizes the file must have: a torn one is said so, and nothing is held
+    header_of(path)  # it states the file's size: a torn file is reported before it is loaded
     return load_file(path)
 
 
@@ -346,7 +346,7 @@ def _read_state(folder: Path) -> _Record:
         text = read_bytes(path, MAX_JSON_BYTES)
         content = parse_json(text, "it")
         record = typed(_Record, text, "it")
-        if "state_sha256" in content:  # of a run before the file records were covered too
+        if "state_sha256" in content:  # older runs: the digest did not cover the file records
             recorded, found = content["state_sha256"], _digest(content["state"])
         else:
             recorded, found = content.pop("sha256", None), _digest(content)

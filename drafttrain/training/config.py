@@ -1,4 +1,4 @@
-"""How long and how fast to train."""
+"""The settings of the training loop."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How long and how fast to train, and when to look and save."""
+    """How long and how fast to train, and when to log, validate and save."""
 
     name: str
     max_steps: int

@@ -27,11 +27,11 @@ from drafttrain.training.checkpoint import Checkpoints, TrainState
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
 
-METRIC = "val/acceptance_length"  # what "best" means: measured in the real decode loop
+METRIC = "val/acceptance_length"  # it defines "best", and is measured in the real decode loop
 
 
 class StepChance(TrainingChance):
-    """Randomness of one optimizer step: a conversation gets its own, wherever it is batched."""
+    """Randomness of one optimizer step, keyed by conversation, wherever that is batched."""
 
     def __init__(self, seed: int, step: int) -> None:
         self.seed, self.step = seed, step
@@ -39,7 +39,7 @@ class StepChance(TrainingChance):
     def uniform_like(
         self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Return uniforms in [0, 1) by conversation; zeros at padding."""
+        """Return uniforms in [0, 1), keyed by conversation; zeros at padding."""
         uniforms = torch.zeros_like(values)
         generator = torch.Generator()
         for row, documents in enumerate(document.cpu()):
@@ -54,7 +54,7 @@ class StepChance(TrainingChance):
         return uniforms
 
     def decoding(self) -> Chance:
-        """Return chance of this step's own."""
+        """Return the chance of this step alone."""
         return SeededChance(hash((self.seed, self.step)))
 
 
@@ -70,13 +70,13 @@ def train(
     stop: StopRequest,
     metric: str = METRIC,
 ) -> TrainState:
-    """Train the engine's drafter on what `target` says, from where `checkpoints` left off.
+    """Train the engine's drafter on the features of `target`, from the latest of `checkpoints`.
 
     Losses are sums over the trained positions of the whole optimizer step, divided once by their
     number: the loss curve depends on neither ranks nor micro batches. `validate` runs on every rank
-    and returns metrics, `metric` among them (the best checkpoint has the highest), None where
-    `stop` was asked meanwhile. Raises NonFiniteError, with the step not taken; Stopped, with the
-    step reached saved, where any rank was asked to stop.
+    and returns metrics, among them `metric` (the best checkpoint has the highest), or None if
+    `stop` was requested meanwhile. Raises NonFiniteError, with the step not taken, and Stopped,
+    with the last step saved, if any rank was asked to stop.
     """
     fingerprint, position = target.spec.fingerprint, batches.state_dict()
     fresh = TrainState(0, 0, position, None, fingerprint, {"metric": metric})
@@ -105,13 +105,13 @@ def train(
         engine.ranks.naming_a_loss(),
     ):
         while True:
-            # So that the end validates and saves as well; a resumed run may be past it already.
+            # The end validates and saves as well; a resumed run may be past it already.
             last = state.step >= config.max_steps
             stopping = agreement.to_stop()
             improved = False
             if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
                 metrics = validate()
-                stopping = metrics is None  # given up; a resumed run begins with it
+                stopping = metrics is None  # validation was interrupted; a resumed run repeats it
                 if metrics is not None:
                     tracker.log(state.step, metrics)
                     improved = state.best_metric is None or metrics[metric] > state.best_metric
@@ -172,7 +172,7 @@ def optimizer_step(
     meter: "Meter",
     agreement: "StopVote",
 ) -> float:
-    """Accumulate the micro batches of one step and take it; return the gradient's norm."""
+    """Accumulate the micro batches of one step and take the step; return the gradient's norm."""
     drafter = engine.module
     assert isinstance(drafter, Drafter)
     batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
@@ -198,9 +198,9 @@ def optimizer_step(
 
 
 def seed_generators(seed: int, step: int, rank: int) -> None:
-    """Seed every global generator for one step, so that a resumed run draws what it would have.
+    """Seed every global generator for one step, so that a resumed run draws the same numbers.
 
-    Nothing of ours draws from them; dropout in a drafter, or a library, may.
+    Our own code does not draw from them; dropout in a drafter, or a library, may.
     """
     words = np.random.SeedSequence([seed, step, rank]).generate_state(2)
     torch.manual_seed(int(words[0]) << 32 | int(words[1]))
@@ -209,9 +209,9 @@ def seed_generators(seed: int, step: int, rank: int) -> None:
 
 
 class StopVote:
-    """Whether any rank was asked to stop, known to all after the same step.
+    """A vote on whether any rank was asked to stop, known to all ranks after the same step.
 
-    The question travels beside the step: no rank waits for it, and a GPU has no part in it.
+    It runs while the step does, on the CPU: no rank waits for it.
     """
 
     def __init__(self, ranks: Ranks, stop: StopRequest) -> None:
@@ -223,13 +223,13 @@ class StopVote:
         self._answer = self.ranks.sum_soon(int(self.stop.asked))
 
     def to_stop(self) -> bool:
-        """Return what the ranks said when they were asked last."""
+        """Return the result of the last vote."""
         return self.stop.asked if self.ranks.world_size == 1 else self._answer() > 0
 
 
 @dataclass(frozen=True)
 class MeterState:
-    """The sums of a meter as a checkpoint holds them: by rank, by term, four each."""
+    """The sums of a meter in a checkpoint: by rank, by term, four each."""
 
     names: list[str]
     sums: list[list[tuple[float, float, float, float]]]
@@ -241,7 +241,7 @@ class MeterState:
 
 
 class Meter:
-    """Sums of loss terms since the last line of metrics, reduced over ranks when read."""
+    """Sums of loss terms since the last metrics were read, reduced over ranks when read."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -257,7 +257,7 @@ class Meter:
         self.forget_time()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of every rank, apart: adding them up now would round them otherwise."""
+        """Return the sums of every rank separately: adding them up now would round differently."""
         names, ranks = sorted(self.sums), self.engine.ranks
         table = torch.zeros(
             ranks.world_size, len(names), 4, dtype=torch.float64, device=ranks.device
@@ -277,7 +277,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the sums of `state`, nothing for a new run; on other ranks, rank 0 has all."""
+        """Continue from the sums of `state`, if any; if the number of ranks changed, on rank 0."""
         if not state:
             return
         saved = typed(MeterState, json.dumps(state), "a checkpoint's sums of losses")
@@ -294,7 +294,7 @@ class Meter:
         self.loss_tokens, self.tokens, self.busy_s = saved.loss_tokens, saved.tokens, saved.busy_s
 
     def forget_time(self) -> None:
-        """Leave out of tokens/s what happened since the last step (validation, saving)."""
+        """Exclude the time since the last step (validation, saving) from tokens/s."""
         self.since = time.monotonic()
 
     def add(self, name: str, term: LossTerm) -> None:
@@ -316,7 +316,7 @@ class Meter:
         self.since = now
 
     def read(self) -> dict[str, float]:
-        """Return metrics since the last reading and start afresh."""
+        """Return the metrics since the last reading, and reset the sums."""
         names = sorted(self.sums)
         rows = torch.stack([self.sums[name] for name in names])
         positions = max(self.loss_tokens, 1)

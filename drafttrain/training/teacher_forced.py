@@ -1,4 +1,4 @@
-"""Validation without the target's model: the overlap with its stored distribution."""
+"""Validation without the target's model: the overlap with its distribution, from a store."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 
-FROM = 32  # tokens of a conversation that drafts begin at, at most, where they are drafted along it
+FROM = 32  # at most this many drafts begin in one conversation, if they are drafted along it
 
 
 class TeacherForced:
     """Reads held-out stored conversations as training does; every rank takes its share.
 
-    alpha of a depth is E sum min(target_probs, draft_probs), given that all before was accepted:
-    the rate at which sampling at temperature 1 accepts there. Tokens that a reduced vocabulary
-    lacks count as rejected. The expected acceptance length adds up the products of alphas; it is of
-    the conversations' own text, and not to be compared with that of the real decode loop.
+    alpha of a depth is E sum min(target_probs, draft_probs), given that all earlier tokens were
+    accepted: the acceptance rate there when sampling at temperature 1. Tokens that a reduced
+    vocabulary lacks count as rejected. The expected acceptance length is the sum of the products of
+    alphas; it is for the stored text, and not comparable with that of the real decode loop.
     """
 
     metric = "val/expected_acceptance_length"
@@ -40,7 +40,7 @@ class TeacherForced:
         assert isinstance(engine.module, Drafter)
         if not held_out:
             raise ValueError(
-                "data.holdout must be at least 1 conversation where features.validate=false, got "
+                "data.holdout must be at least 1 conversation if features.validate=false, got "
                 "0: the best checkpoint is chosen by them"
             )
         self.source, self.engine, self.drafter = source, engine, engine.module
@@ -53,7 +53,7 @@ class TeacherForced:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return alpha of each depth and the acceptance length that they promise."""
+        """Return alpha of each depth and the expected acceptance length."""
         drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
         if self.terms:
@@ -66,7 +66,7 @@ class TeacherForced:
             features = self.source.features(batch, drafter.captures)
             batch = batch.to(ranks.device)
             with self.engine.precision:
-                if self.terms:  # by the training forward
+                if self.terms:  # from the training forward
                     losses = drafter(batch, features, NoChance())
                     terms = [losses[name] for name in self.terms]
                     overlaps = torch.stack([(term.count - term.sum).double() for term in terms])
@@ -88,7 +88,7 @@ class TeacherForced:
         return {self.metric: expected, **metrics}
 
     def table(self) -> tuple[list[str], list[list[float]]]:
-        """Return columns and rows of the last validation: one row a depth."""
+        """Return columns and rows of the last validation: one row per depth."""
         return ["depth", "alpha", "positions"], self.rows
 
 
@@ -97,8 +97,8 @@ def drafted_along(
 ) -> Float[Tensor, "depth 2"]:
     """Return overlap and positions of each depth, drafting along the text of one conversation.
 
-    As decoding does, from at most FROM of its tokens, evenly spread: each is the last token of a
-    row of its own. For drafters of which training knows no common loss.
+    As in decoding, from at most FROM of its tokens, evenly spread: each is the last token of a row
+    of its own. For drafters that do not train with the common token losses.
     """
     tokens, trained = batch.tokens[row], batch.loss_mask[row]
     length = int((batch.document[row] >= 0).sum())
@@ -122,7 +122,7 @@ def drafted_along(
         draft = drafter.expand(state, drafted).float().softmax(-1)
         if drafter.vocab is not None:
             draft = drafter.vocab.scatter(draft)
-        at = places + level + 1  # the token that is drafted; the target predicts it one before
+        at = places + level + 1  # the drafted token; the target predicts it one position before
         inside = at.clamp(max=length - 1)
         hidden = features.final_hidden[row, inside - 1].to(features.readout.head.dtype)
         target = features.readout.logits(hidden).float().softmax(-1)
@@ -134,7 +134,7 @@ def drafted_along(
 
 
 class NoChance(TrainingChance):
-    """Validation draws nothing."""
+    """The chance of validation, which draws nothing."""
 
     def uniform_like(
         self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]

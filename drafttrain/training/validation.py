@@ -90,7 +90,7 @@ class Validation:
         return metrics
 
     def table(self) -> tuple[list[str], list[list[float]]]:
-        """Return columns and rows of all prompts at the last validation, the same on every rank."""
+        """Return columns and rows of all prompts in the last validation, the same on every rank."""
         columns = ["conversation", "num_drafts", "num_accepted_tokens", "acceptance_length"]
         rows: list[list[float]] = []
         for index, counters in self.rows:

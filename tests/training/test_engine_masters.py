@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_changes_no_master(name: str) -> None:
 
 
 def test_masters_where_there_are_none_are_refused_by_key() -> None:
-    with pytest.raises(ValueError, match=r"train_dtype must be bfloat16 where .*weights_dtype"):
+    with pytest.raises(ValueError, match=r"train_dtype must be bfloat16 if .*weights_dtype"):
         make_engine("none", dtype=torch.float32)
     for name in ("zero0", "zero1", "zero2_offload"):
         with pytest.raises(ValueError, match=rf"weights_dtype must be float32 with .*={name}"):

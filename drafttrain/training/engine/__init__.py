@@ -1,1 +1,1 @@
-"""Backward, step, clip and save behind one face: plain torch, or DeepSpeed's ZeRO."""
+"""Backward, step, clip and save behind one interface: plain torch, or DeepSpeed's ZeRO."""

@@ -1,4 +1,4 @@
-"""From a module to the engine that steps it."""
+"""Build the engine that trains a module."""
 
 from typing import Any
 
@@ -26,11 +26,11 @@ def build_engine(
     weights_dtype: torch.dtype = torch.float32,
     layer_calls: LayerCalls = AS_WRITTEN,
 ) -> Engine:
-    """Move `module` to its device, give every rank rank 0's weights, and build its optimizer.
+    """Return the engine of `module`, with the module on its device and rank 0's weights everywhere.
 
     AdamW's moments (Loshchilov & Hutter 2019) and the weights that it updates are float32; with
     dtype bfloat16 the forward runs under autocast, and with weights_dtype bfloat16 the module holds
-    the weights rounded. max_grad_norm: of the summed gradient, over all parameters; 0 is off.
+    rounded weights. max_grad_norm: of the summed gradient, over all parameters; 0 is off.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = str(dtype).removeprefix("torch.")
@@ -41,7 +41,7 @@ def build_engine(
     low = weights_dtype == torch.bfloat16
     if low and dtype != torch.bfloat16:
         raise ValueError(
-            "hardware.train_dtype must be bfloat16 where hardware.weights_dtype is, got float32; "
+            "hardware.train_dtype must be bfloat16 if hardware.weights_dtype is, got float32; "
             "set hardware.weights_dtype=float32, or both to bfloat16"
         )
     if low:

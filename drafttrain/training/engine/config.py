@@ -1,11 +1,11 @@
-"""The section `deepspeed`: whether DeepSpeed carries the optimizer, and its own keys."""
+"""The section `deepspeed`: whether DeepSpeed runs the optimizer, and DeepSpeed's own keys."""
 
 from dataclasses import dataclass
 from typing import Any
 
 DTYPE = "hardware.train_dtype"
 SUMMED = "nothing: gradients are summed, never averaged"
-# DeepSpeed's keys that follow from settings of ours: set twice, they could disagree.
+# DeepSpeed's keys that follow from our settings: set twice, they could disagree.
 DERIVED_KEYS = {
     "train_batch_size": "trainer.tokens_per_step",
     "train_micro_batch_size_per_gpu": "hardware.micro_batch",
@@ -25,7 +25,7 @@ DERIVED_KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """Whether DeepSpeed carries the optimizer, and its own keys, less those derived from ours."""
+    """Whether DeepSpeed runs the optimizer, and its own keys, except those derived from ours."""
 
     name: str
     enabled: bool
@@ -84,7 +84,7 @@ class DeepSpeedConfig:
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage: what is sharded over ranks (1 moments, 2 gradients too, 3 weights too)."""
+        """ZeRO's stage, which shards over ranks: 1 moments, 2 gradients too, 3 weights too."""
         return self._zero.get("stage", 0)
 
     @property
@@ -93,7 +93,7 @@ class DeepSpeedConfig:
         return self._offload("offload_optimizer") == "cpu"
 
     def check_low_weights(self) -> None:
-        """Raise ValueError where the module's weights cannot be in bfloat16, masters in float32."""
+        """Raise ValueError if weights cannot be in bfloat16 with masters in float32."""
         if self.enabled and self.stage < 2:
             why = "below ZeRO 2 DeepSpeed shards no masters"
         elif self.stage == 2 and self.offloads_optimizer:
@@ -106,7 +106,7 @@ class DeepSpeedConfig:
         )
 
     def check_compiled(self) -> None:
-        """Raise ValueError where compiled layers would not see their weights."""
+        """Raise ValueError if compiled layers would not see their weights."""
         if self.stage == 3:
             raise ValueError(
                 f"hardware.compile must be false with deepspeed={self.name}, got true: ZeRO 3 "

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the same face."""
+"""The engines that run DeepSpeed's ZeRO."""
 
 import copy
 import math
@@ -19,8 +19,8 @@ from drafttrain.training.engine.engine import Engine, Forward
 class DeepSpeedEngine(Engine):
     """DeepSpeed with torch's AdamW, whole on every rank (ZeRO 0); subclasses shard.
 
-    DeepSpeed runs in float32 and autocast is ours, inside the forward: its own would reduce
-    gradients in bfloat16. It averages over ranks, so losses are multiplied by their number.
+    DeepSpeed runs in float32, with our autocast inside the forward: its own would reduce gradients
+    in bfloat16. It averages over ranks, so losses are multiplied by the number of ranks.
     """
 
     def __init__(self, forward: Forward, *arguments: Any, config: DeepSpeedConfig) -> None:
@@ -28,21 +28,21 @@ class DeepSpeedEngine(Engine):
         self._offloads = config.offloads_optimizer
         ours: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
-            # Steps have varying numbers of micro batches: `last` marks the boundary instead.
+            # Steps have varying numbers of micro batches: `last` marks the boundary.
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
             "zero_force_ds_cpu_optimizer": False,
         }
         usual: dict[str, Any] = {}
         if config.stage == 3:
-            # It would replace torch's linear for everybody, the target too, and round otherwise.
+            # It would replace torch's linear everywhere, in the target too, and round differently.
             zero = {"memory_efficient_linear": False, **config.config["zero_optimization"]}
             ours["zero_optimization"] = zero
         exact: list[tuple[nn.Parameter, Tensor]] = []
         if self.low:
             ours["bf16"] = {"enabled": True, "check_grad_overflow": True}
             ours["data_types"] = {"grad_accum_dtype": "fp32"}
-            # Sums over ranks in float32, as everywhere, unless the user wants half the traffic.
+            # Sums over ranks are in float32, unless the user wants half the traffic.
             usual["communication_data_type"] = "fp32"
             exact = [(p, p.detach().clone()) for p in self._trainable.values()]
         self._library = import_deepspeed(self.ranks)
@@ -54,10 +54,10 @@ class DeepSpeedEngine(Engine):
                 dist_init_required=False,
             )
         self._start_moments()
-        for parameter, value in exact:  # DeepSpeed made its masters of what was rounded
+        for parameter, value in exact:  # DeepSpeed made its masters from rounded weights
             self._set_master(parameter, value)
         if config.stage in (1, 2):
-            # Links each parameter to its shard of the moments. DeepSpeed would do it within the
+            # Link each parameter to its shard of the moments. DeepSpeed would do it within the
             # first step, after the first parameter group only.
             self._zero._lazy_init_hp_params_optimizer_state()
 
@@ -67,7 +67,7 @@ class DeepSpeedEngine(Engine):
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
-        if not loss.requires_grad:  # nothing to learn here, but the other ranks wait for our zeros
+        if not loss.requires_grad:  # nothing to train here, but the other ranks wait for our zeros
             loss = self._reaching_all(loss)
         self._deepspeed.set_gradient_accumulation_boundary(last)
         self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
@@ -91,14 +91,14 @@ class ZeroEngine(DeepSpeedEngine):
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
-        # In the host's memory DeepSpeed would step with what it last had for a parameter that the
-        # last micro batch does not reach.
+        # In host memory DeepSpeed would step with stale gradients of parameters that the last micro
+        # batch does not reach.
         super()._backward(self._reaching_all(loss) if self._offloads else loss, last)
 
     @quiet()
     def _grad_norm(self) -> float:
         norm = float(self._zero.scaled_global_norm())
-        return norm if norm >= 0 else math.nan  # DeepSpeed's mark of a norm that is not finite
+        return norm if norm >= 0 else math.nan  # DeepSpeed's sign for a norm that is not finite
 
     @quiet()
     def _forget(self) -> None:
@@ -131,11 +131,11 @@ class Zero3Engine(ZeroEngine):
     """ZeRO 3 shards the weights as well: each layer's are gathered while it computes.
 
     Gradients are added up in one buffer, which is emptied after each step: DeepSpeed only lets the
-    first micro batch overwrite it, and so keeps what that one does not reach.
+    first micro batch overwrite it, and would keep stale gradients that this batch does not reach.
     """
 
     def __init__(self, forward: Forward, *arguments: Any, **named: Any) -> None:
-        # What the module is apart from its weights, for copies: no hook of DeepSpeed's is on it.
+        # The module without its weights, for copies: it has no hooks of DeepSpeed yet.
         bare = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in forward.module.parameters()
@@ -146,7 +146,7 @@ class Zero3Engine(ZeroEngine):
     def _gathered(
         self, parameters: list[nn.Parameter], writer: int | None = None
     ) -> AbstractContextManager[None]:
-        # Within it every rank has them whole; what the writer makes of them is taken over by all.
+        # Within it every rank has whole weights; all ranks take the writer's changes.
         return self._library.zero.GatheredParameters(parameters, modifier_rank=writer)
 
     def _updated(self) -> list[Tensor]:
@@ -154,7 +154,7 @@ class Zero3Engine(ZeroEngine):
 
     @quiet()
     def _backward(self, loss: Float[Tensor, ""], last: bool) -> None:
-        # Every time as if it were the last: what is in the host's memory is then complete, too.
+        # Always as if it were the last: gradients in host memory are then complete, too.
         if loss.requires_grad:
             return DeepSpeedEngine._backward(self, loss, True)
         with self._gathered(list(self._trainable.values())):
@@ -163,7 +163,7 @@ class Zero3Engine(ZeroEngine):
     @quiet()
     def _grad_norm(self) -> float:
         groups = [float(norm) for norm in self._zero._get_norm_groups()]
-        # -1 is DeepSpeed's mark of a norm that is not finite.
+        # -1 is DeepSpeed's sign for a norm that is not finite.
         return math.nan if any(norm < 0 for norm in groups) else math.hypot(*groups)
 
     def _update(self, norm: float) -> None:
@@ -178,7 +178,7 @@ class Zero3Engine(ZeroEngine):
     def _empty_gradients(self) -> None:
         self._zero.grad_partitions_flat_buffer.zero_()
         for tensor in self._updated():
-            if tensor.grad is not None:  # in the host's memory
+            if tensor.grad is not None:  # in host memory
                 tensor.grad.zero_()
 
     @quiet()
@@ -201,12 +201,12 @@ class Zero3Engine(ZeroEngine):
             self._set_master(value, whole)
 
     def _shard(self, parameter: Any, whole: Tensor) -> Tensor:
-        """Return this rank's part of a parameter's whole values, padded: all parts are as long."""
+        """Return this rank's part of a parameter's values, padded to the length of all parts."""
         size = parameter.partition_numel()
         padded = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
         return padded.narrow(0, size * self.rank, size)
 
-    # By shards: with whole values DeepSpeed 0.19 fails where the ranks do not divide their number.
+    # By shards: with whole values DeepSpeed 0.19 fails if the ranks do not divide their number.
     def _set_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         self._library.utils.safe_set_local_optimizer_state(
             parameter, self._shard(parameter, value), moment
@@ -216,7 +216,7 @@ class Zero3Engine(ZeroEngine):
         self._library.utils.safe_set_local_fp32_param(parameter, self._shard(parameter, value))
 
     def whole_module(self) -> nn.Module:
-        """Return a copy: gathered in place, the first layer that computes would shard it again."""
+        """Return a copy: the first layer that runs would shard weights gathered in place again."""
         return self.copy_of_module()
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ class Zero3Engine(ZeroEngine):
         for bare, own in zip(list(twin.parameters()), self.module.parameters(), strict=True):
             value = self._whole(own).detach().to(self.device, copy=True)
             whole = nn.Parameter(value, requires_grad=bare.requires_grad)
-            for module in twin.modules():  # wherever it is: weights may be tied
+            for module in twin.modules():  # every place that it has: weights may be tied
                 places = module._parameters
                 places.update({key: whole for key, place in places.items() if place is bare})
         for theirs, buffer in zip(self.module.buffers(), twin.buffers(), strict=True):

@@ -1,4 +1,4 @@
-"""Backward, step and clip behind one face.
+"""The interface of the engines: backward, step and clip.
 
 Losses are divided by the positions of the *whole* optimizer step, on all ranks and in all micro
 batches: gradients are added up over both, and nothing is averaged.
@@ -23,7 +23,7 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.untrusted_input import header_of, shown
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter, besides the step
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter, besides the step
 
 
 class NonFiniteError(ValueError):
@@ -45,7 +45,7 @@ class Engine(ABC):
         self.low = low  # whether the module holds its trained weights in bfloat16
         self._forward, self._optimizer, self._max_grad_norm = forward, optimizer, max_grad_norm
         self._trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        # Weights that are not trained have no master: as they were, for checkpoints and copies.
+        # Weights that are not trained have no master: their originals, for checkpoints and copies.
         self._frozen: dict[Tensor, Tensor] = {}
         if low:
             frozen = [p for p in self.module.parameters() if not p.requires_grad]
@@ -59,7 +59,7 @@ class Engine(ABC):
     precision = property(lambda self: self._forward.precision())  # a context: the forward's
 
     def losses(self, *inputs: Any) -> Losses:
-        """Run the module's forward on one micro batch."""
+        """Return the losses of the module's forward on one micro batch."""
         return self._forward(*inputs)[1]
 
     def backward(self, loss: Float[Tensor, ""], last: bool) -> None:
@@ -68,14 +68,14 @@ class Engine(ABC):
         last: whether this is the last micro batch of the step; every rank has equally many.
         """
         self._loss += loss.detach()
-        # A loss that is not finite makes its gradient so, on every rank: one check finds both.
+        # A loss that is not finite makes its gradient so too, on every rank: one check is enough.
         self._backward(loss * (1 + 0 * loss.detach()), last)
 
     def step(self, lr: float) -> float:
-        """Clip, update the weights and forget the gradient; return its global norm before clipping.
+        """Clip, update the weights and clear the gradient; return its global norm before clipping.
 
         Raises NonFiniteError on all ranks if a loss or the norm is not finite: then weights and
-        optimizer state are as they were, and the gradient is forgotten.
+        optimizer state are unchanged, and the gradient is cleared.
         """
         norm = self._grad_norm()
         finite = math.isfinite(norm)
@@ -96,7 +96,7 @@ class Engine(ABC):
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the module's state dict, whole, float32 masters included: rank 0's copies on CPU.
+        """Return the module's whole state dict, with float32 masters, as copies on rank 0's CPU.
 
         The other ranks take part in gathering it, and get an empty one.
         """
@@ -106,7 +106,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Take what `weights` returned on rank 0, given to every rank, for the module and masters.
+        """Load a state dict of `weights`, given on every rank, into the module and the masters.
 
         Raises ValueError naming what is missing, unknown or misshapen; then nothing has changed.
         """
@@ -117,7 +117,7 @@ class Engine(ABC):
             self._set_whole(value, tensors[name].to(self.device))
 
     def whole_module(self) -> nn.Module:
-        """Return the module with all its weights on every rank: to be read, and not for long."""
+        """Return the module with whole weights on every rank, for reading only, and briefly."""
         return self.module
 
     @torch.no_grad()
@@ -131,9 +131,9 @@ class Engine(ABC):
         return twin
 
     def save(self, folder: Path) -> None:
-        """Write the optimizer's state to `folder`, the same whatever engine and however many ranks.
+        """Write the optimizer's state to `folder`, the same for every engine and number of ranks.
 
-        One file of rank 0's: the finished steps ("step"), and whole the moments.
+        Rank 0 writes one file: the finished steps ("step"), and the whole moments.
         """
         tensors = {"step": torch.tensor(self.steps_taken)}
         for name, parameter in self._trainable.items():
@@ -145,7 +145,7 @@ class Engine(ABC):
             save_file(tensors, folder / OPTIMIZER_FILE)
 
     def load(self, folder: Path) -> None:
-        """Take the optimizer's state from what `save` wrote; weights come by `load_weights`.
+        """Load the optimizer's state that `save` wrote; `load_weights` loads the weights.
 
         Raises ValueError if the file is of another set of parameters.
         """
@@ -180,7 +180,7 @@ class Engine(ABC):
         return loss + sum(0.0 * p.sum() for p in self._trainable.values())
 
     def _start_moments(self) -> None:
-        # As AdamW's first step would, but at once: they can then be saved and loaded at any time.
+        # As in AdamW's first step, but earlier: they can then be saved and loaded at any time.
         for tensor in self._updated():
             self._optimizer.state[tensor] = {
                 "step": torch.tensor(0.0),
@@ -188,11 +188,11 @@ class Engine(ABC):
             }
 
     def _updated(self) -> list[Tensor]:
-        """Return what the optimizer updates, on this rank."""
+        """Return the tensors that the optimizer updates on this rank."""
         return [tensor for group in self._optimizer.param_groups for tensor in group["params"]]
 
     def _whole(self, value: Tensor) -> Tensor:
-        """Return a value of the state dict, whole and as it is trained."""
+        """Return a value of the state dict, whole and in its trained precision."""
         return self._frozen.get(value, value)
 
     def _set_whole(self, value: Tensor, whole: Tensor) -> None:
@@ -234,7 +234,7 @@ def differences(found: dict[str, Tensor], expected: Mapping[str, Tensor]) -> str
 
 
 class Forward(nn.Module):
-    """The module under autocast, its layers called as asked for."""
+    """The module under autocast, with its layers called as `calls` says."""
 
     def __init__(self, module: nn.Module, autocast: torch.dtype | None, calls: LayerCalls) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Forward(nn.Module):
         return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
     def forward(self, *inputs: Any) -> tuple[list[Tensor], Losses]:
-        """Return the terms' sums, in the open, where DeepSpeed looks; and the terms."""
+        """Return the terms' sums, as plain tensors for DeepSpeed's hooks, and the terms."""
         with self.precision(), self.calls.active():
             losses = self.module(*inputs)
         return [term.sum for term in losses.values()], losses

@@ -1,4 +1,4 @@
-"""Plain torch behind the face of an engine."""
+"""The engine that runs plain torch."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ class PlainEngine(Engine):
         self._start_moments()
 
     def _lower(self) -> dict[Tensor, nn.Parameter]:
-        """Round the module's weights; the optimizer gets masters, by parameter, instead.
+        """Round the module's weights; return masters by parameter, which the optimizer updates.
 
-        A gradient in bfloat16 lives until it has been added to its master's, in float32.
+        A gradient in bfloat16 exists until it has been added to its master's, in float32.
         """
         masters: dict[Tensor, nn.Parameter] = {}
         for parameter in self._trainable.values():
@@ -46,12 +46,12 @@ class PlainEngine(Engine):
         if not last:
             return
         for tensor in self._updated():
-            if tensor.grad is None:  # unused here, perhaps used by another rank
+            if tensor.grad is None:  # unused here, but perhaps used on another rank
                 tensor.grad = torch.zeros_like(tensor)
         self.ranks.sum_in_place(self._grads())
 
     def _grads(self) -> list[Tensor]:
-        # In the module's order, so that the norm is summed as it always was.
+        # In the module's order, so that the norm's sum always has the same order.
         updated = [self._masters.get(p, p) for p in self._trainable.values()]
         return [p.grad for p in updated if p.grad is not None]
 
