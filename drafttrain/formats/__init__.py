@@ -1,1 +1,1 @@
-"""Drafters of others in, exports to serving engines and the Hub out."""
+"""Reading drafters that others trained; writing exports for serving engines and the Hub."""

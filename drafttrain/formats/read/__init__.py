@@ -1,1 +1,1 @@
-"""Drafters that others trained: recognised, checked against the target, and made to draft."""
+"""Drafters that others trained: recognised, checked against the target, and loaded."""

@@ -1,4 +1,4 @@
-"""From a directory to a drafter that drafts as its authors meant, or to every reason why not."""
+"""Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ SHOWN = 5  # tensors named per kind of complaint
 
 @dataclass(frozen=True, kw_only=True)
 class AdmittedConfig(DrafterConfig):
-    """Where a drafter lies that others trained."""
+    """Where the directory of a drafter that others trained is."""
 
     path: str
     layers: list[int] | None
@@ -35,7 +35,7 @@ class AdmittedConfig(DrafterConfig):
         return Path(self.path).expanduser()
 
     def build(self, spec: TargetSpec) -> Drafter:
-        """Refuse: what it is stands in its files; see `admit`."""
+        """Raise ValueError: the files determine the drafter; see `admit`."""
         raise ValueError(
             f"drafter={self.name} was trained elsewhere: measure it, python -m drafttrain evaluate "
             f"drafter.path={self.path}, or train it further, run.init_from={self.path}"
@@ -44,21 +44,21 @@ class AdmittedConfig(DrafterConfig):
 
 @dataclass(frozen=True)
 class Admitted:
-    """A drafter that others trained, in float32 on the CPU, and what was found out about it."""
+    """A drafter that others trained, in float32 on the CPU, with what is known about it."""
 
     drafter: Drafter
     recognised: Recognised
     notes: tuple[str, ...]
-    origin: str  # where it lies, and the fingerprint of its files
+    origin: str  # where it is, and the fingerprint of its files
     target_fingerprint: str | None = None  # of the target it was trained on, if it is recorded
 
     @property
     def family(self) -> str:
-        """The entry of conf/drafter that it is one of."""
+        """The entry of conf/drafter that it belongs to."""
         return self.recognised.layout.family
 
     def lines(self) -> list[str]:
-        """Return what to tell the user."""
+        """Return lines for the user."""
         return [f"drafter: {self.recognised}", *(f"  {note}" for note in self.notes)]
 
 
@@ -67,10 +67,9 @@ def admit(
 ) -> Admitted:
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 
-    choice: gives the entry of conf/drafter of a family, whose values stand where a directory has
-    nothing to say.
+    choice: returns the entry of conf/drafter of a family, for values that the directory lacks.
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
-    tensors, vocabulary, tokenizer, hidden size, captured layers, settings that cannot be followed.
+    tensors, vocabulary, tokenizer, hidden size, captured layers, unsupported settings.
     """
     folder = open_folder(Path(config.path), config.allow_pickle)
     recognised = recognise(folder)
@@ -78,7 +77,7 @@ def admit(
     layout = recognised.layout
     base = replace(choice(layout.family), name=config.name)
     if layout.whole_model:
-        # It has a tokenizer of its own to be compared, or intersected: its own business.
+        # The drafter itself compares or intersects its tokenizer with the target's.
         changes: dict[str, Any] = {"path": str(folder.path)}
         return Admitted(replace(base, **changes).build(spec), recognised, (), origin)
     complaints, notes = compare_tokenizers(folder.path, tokenizer)
@@ -86,7 +85,7 @@ def admit(
         complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
     if folder.config.get("quantization_config"):
         complaints.append("quantization_config must be absent: quantised heads cannot be read")
-    # Once by the headers, so that nothing is loaded that does not fit, and then with the weights.
+    # First by the headers, so that nothing is loaded that does not fit, then with the weights.
     for held in (folder.outline(), folder):
         try:
             reading = layout.read(held, base, spec, config.layers)
@@ -114,7 +113,7 @@ def admit(
 
 
 def _describe(reading: Reading) -> tuple[Drafter, list[str]]:
-    """Return the drafter without memory for its weights, and which tensors would not fit it."""
+    """Return the drafter on the meta device, and which tensors would not fit it."""
     try:
         with torch.device("meta"):
             drafter = reading.config.build(reading.declared)
@@ -157,7 +156,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def _origin(config: dict[str, Any]) -> list[str]:
-    """Return a note on the target that the directory names, which nobody can verify from here."""
+    """Return a note on the target that the directory names, which cannot be verified here."""
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
     named = verifier.get("name_or_path") if isinstance(verifier, dict) else None

@@ -1,4 +1,4 @@
-"""What lies in the directory of a drafter: its configuration, and the names of its tensors."""
+"""The directory of a drafter: its configuration, and its tensors by name."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ from drafttrain.runtime.untrusted_input import (
 )
 
 CONFIG = "config.json"
-# In this order: what cannot run code wins over pickle.
+# In this order: safetensors, which cannot run code, come before pickle.
 OTHERS = [name for layout in LAYOUTS for name in layout.weight_files]
 SAFE = ("model.safetensors", *(f"{name}.safetensors" for name in OTHERS))
 PICKLED = ("pytorch_model.bin", *(f"{name}.pt" for name in OTHERS))
-DERIVED = ("rotary_emb.inv_freq",)  # old Transformers saved what it computes from the configuration
+DERIVED = ("rotary_emb.inv_freq",)  # computed from the configuration; old Transformers saved it
 
 
 DTYPES = {
@@ -40,8 +40,8 @@ DTYPES = {
 class Folder:
     """A directory with a configuration and weights; no weight is read before `tensors`.
 
-    outlined: weights stand for themselves by shape and dtype, on the meta device, and are not read
-    at all; but what maps a vocabulary to another is, and is small.
+    outlined: weights are on the meta device, with shape and dtype, and are never read, except for
+    the small tensors that map one vocabulary to another.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class Folder:
         return frozenset(name for entries in self.entries.values() for name in entries)
 
     def outline(self) -> "Folder":
-        """Return the directory without its weights: what fits is known before they cost memory."""
+        """Return the directory without its weights, to check the fit before they take memory."""
         return replace(self, outlined=True)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -88,10 +88,10 @@ def _is_map(entry: TensorEntry) -> bool:
 
 
 def open_folder(path: Path, allow_pickle: bool) -> Folder:
-    """Return what a directory holds.
+    """Return a drafter's directory.
 
-    Raises ValueError, naming drafter.path, where it is no directory, lacks config.json or weights,
-    holds a torn file, or only pickled weights and those are not allowed.
+    Raises ValueError, naming drafter.path, if it is not a directory, lacks config.json or weights,
+    holds a torn file, or holds only pickled weights and these are not allowed.
     """
     origin = f"drafter.path={path}"
     path = path.expanduser()

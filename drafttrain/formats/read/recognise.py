@@ -1,4 +1,4 @@
-"""Which kind of drafter a directory holds, and what that is seen by."""
+"""Recognise the kind of drafter in a directory."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from drafttrain.runtime.untrusted_input import shown
 
 @dataclass(frozen=True)
 class Recognised:
-    """A layout of drafters, and by what it was recognised."""
+    """The layout of a drafter's directory, and the sign by which it was recognised."""
 
     layout: Layout
     because: str

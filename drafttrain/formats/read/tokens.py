@@ -1,4 +1,4 @@
-"""Whether a drafter's tokens are the target's, one by one."""
+"""Check whether a drafter's tokens are the target's, one by one."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ SHOWN = 3
 def compare_tokenizers(folder: Path, tokenizer: Any) -> tuple[list[str], list[str]]:
     """Return (complaints, notes): where the tokenizer that a directory ships differs.
 
-    Ids that only one of the two names do not count: a fine-tune adds tokens in free places.
+    Ids that only one of them has do not count: a fine-tune adds tokens at free ids.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():

@@ -1,1 +1,1 @@
-"""Drafters out to serving engines and the Hub; every export loads its own output back."""
+"""Export drafters to serving engines and the Hub; every export loads its own output back."""

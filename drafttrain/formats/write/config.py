@@ -1,4 +1,4 @@
-"""What an export is told."""
+"""The settings of an export."""
 
 import re
 from dataclasses import dataclass

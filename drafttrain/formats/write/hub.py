@@ -1,4 +1,4 @@
-"""Pushing an export to the Hugging Face Hub with its own client."""
+"""Push an export to the Hugging Face Hub with the Hub's own client."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2")
 
 
 def plan_push(folder: Path, files: Sequence[str], repo: str, private: bool) -> list[str]:
-    """Return what a push would upload, as lines to print: the dry run. Touches no network."""
+    """Return lines with what a push would upload: the dry run, which does not use the network."""
     sizes = {name: (folder / name).stat().st_size for name in files}
     kind = "private" if private else "public"
     lines = [f"dry run: would upload {len(sizes)} files from {folder} to {repo} ({kind}):"]
@@ -23,10 +23,10 @@ def plan_push(folder: Path, files: Sequence[str], repo: str, private: bool) -> l
 
 
 def check_push(repo: str, private: bool) -> None:
-    """Raise what `push` would, as far as it can be known before there is anything to upload.
+    """Raise the errors of `push` that can be known before there is anything to upload.
 
-    ValueError where there is no network or token, where the token's user may not write to that
-    namespace, and where the repository is public though private was asked. Creates nothing.
+    ValueError if there is no network or token, if the token's user may not write to that namespace,
+    or if the repository is public but private was asked for. Creates nothing.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -48,13 +48,13 @@ def check_push(repo: str, private: bool) -> None:
 def push(folder: Path, files: Sequence[str], repo: str, private: bool) -> str:
     """Upload the named files of `folder` to the Hub repository user/repo; return its address.
 
-    The repository is created if need be, private if asked; one that exists and is public is refused
-    where private was asked. The endpoint is the client's own (HF_ENDPOINT). ValueError, with what
-    to do, where there is no token, no permission, no network, or no such name.
+    The repository is created if necessary, private if asked; an existing public one is refused if
+    private was asked for. The endpoint is the client's own (HF_ENDPOINT). ValueError, with what to
+    do, if there is no token, no permission, no network, or no such name.
     """
     kept = (
         f"; the export is complete in {folder}: push it again with export.overwrite=true, which "
-        "writes it anew"
+        "writes it again"
     )
     with _client(repo, kept) as api:
         url = api.create_repo(repo, private=private, exist_ok=True)
@@ -78,9 +78,9 @@ def _check_private(repo: str, wanted: bool, found: bool) -> None:
 
 @contextmanager
 def _client(repo: str, kept: str) -> Iterator[Any]:
-    """Yield the Hub's client; what it raises becomes a ValueError that says what to do.
+    """Yield the Hub's client; its errors become a ValueError that says what to do.
 
-    kept: what there is on this machine after a failure.
+    kept: a clause on what is left on this machine after a failure.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -99,11 +99,11 @@ def _client(repo: str, kept: str) -> Iterator[Any]:
         raise ValueError(f"{asked} must be a valid user/repo: {error}") from error
     except HfHubHTTPError as error:
         raise ValueError(f"{asked}: {_refusal(repo, api.endpoint, error, kept)}") from error
-    except RuntimeError as error:  # what the client makes of a failure between two files
+    except RuntimeError as error:  # the client raises it for a failure between two files
         cause = error.__cause__ or error
         raise ValueError(f"{asked}: {error} ({cause}); {repo} may be incomplete{kept}") from error
     except Exception as error:
-        # The client's transport errors share no base class that does not change with its version.
+        # The base class of the client's transport errors changes with its version.
         module = type(error).__module__.partition(".")[0]
         if not isinstance(error, OSError) and module not in TRANSPORTS:
             raise
@@ -124,5 +124,5 @@ def _refusal(repo: str, endpoint: str, error: Exception, kept: str) -> str:
             f"organisation of your own, or use a token with write permission ({says})"
         )
     if status == 404:
-        return f"{endpoint} knows no such repository for this token ({says})"
+        return f"{endpoint} has no such repository for this token ({says})"
     return f"{endpoint} answered {status or 'nothing'} ({says}){kept}"

@@ -1,4 +1,4 @@
-"""Whether what was written is what engines expect, by its config.json alone."""
+"""Check that an export is what engines expect, by its config.json alone."""
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ def check(
     if not complaints:
         try:
             complaints = check_tensors(layout.expected_tensors(config), tensors)
-        except KeyError as error:  # a key that the table is derived from
+        except KeyError as error:  # a key that the table needs
             complaints = [f"config.json must hold {error.args[0]}"]
     if not complaints:
         complaints = [*not_finite(tensors), *layout.misread(config, tensors, spec, captures)]
@@ -41,7 +41,7 @@ def _check_config(config: Config, layout: ServedLayout, spec: TargetSpec) -> lis
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Return which tensors hold values that are no numbers, and how many."""
+    """Return which tensors hold values that are not finite, and how many."""
     return [
         f"{name} holds {int((~tensor.isfinite()).sum())} values that are not finite"
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""Export of drafters: files that engines load, each with the command that serves them."""
+"""Export drafters: files that engines load, and the command that serves them with each engine."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
 
 FILES = ("config.json", "model.safetensors", "README.md")
-# What a draft model has besides: a tokenizer, as Transformers writes it.
+# The other files of a draft model: a tokenizer, as Transformers writes it.
 MODEL_FILES = frozenset(
     {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
     | {"special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
@@ -37,16 +37,16 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far the written weights draft from the trained ones, on a fixed random batch."""
+    """How much rounding the written weights changes the logits, on a fixed random batch."""
 
     largest_difference: float  # of a logit
     same_choice: float  # share of positions whose most likely token is the same
-    exact: bool  # whether what was written gives the very same logits when loaded back
+    exact: bool  # whether the written files give exactly the same logits when loaded back
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote, and how to serve it."""
+    """The files that an export wrote, and how to serve them."""
 
     folder: Path
     method: str
@@ -88,9 +88,9 @@ def export_vllm(
 ) -> Exported:
     """Write config.json, model.safetensors and README.md into `folder`, all or nothing.
 
-    `target` is what a serve command calls the target: a directory or a Hub repository. A drafter
-    that is a language model gets the target's tokenizer too: a directory that Transformers loads.
-    Raises ValueError, with nothing written, if the folder is taken, if an engine would misread the
+    `target` is the target's name in serve commands: a directory or a Hub repository. A drafter that
+    is a language model gets the target's tokenizer too, so that Transformers can load the folder.
+    Raises ValueError, with nothing written, if the folder is in use, if an engine would misread the
     weights, or if the written files do not give back the drafter.
     """
     settings, trained = drafter.to_serving()
@@ -100,12 +100,12 @@ def export_vllm(
         raise ValueError(
             f"export.num_speculative_tokens must be at most {deepest} for this "
             f"{drafter.config.name} drafter, got {depth}: "
-            "it was made for no more, and engines refuse them"
+            "it was made for no more, and engines refuse more"
         )
     dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
     settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
-    # Engines pass over it; whoever loads it here again is told when the target has changed.
+    # Engines ignore it; when the export is loaded here again, it reveals a changed target.
     settings["target_fingerprint"] = spec.fingerprint
     commands: dict[str, str] = {}
     published: dict[str, str] = {}
@@ -124,7 +124,7 @@ def export_vllm(
             return {engine: line for engine, line in every.items() if engine not in refused}
 
         commands = told(target, config.push or str(folder))
-        # A card is read elsewhere: it names no folder of this machine.
+        # A card is read on other machines: it names no folder of this one.
         published = told(card.base_model or TARGET, config.push or DRAFTER)
         reasons = (f"No {engine} command: {reason}." for engine, reason in refused.items())
         notes = (*layout.notes(settings, spec, bool(commands)), *reasons)
@@ -153,12 +153,12 @@ def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a new folder that takes the place of `folder` if the block succeeds."""
+    """Yield a new folder that replaces `folder` if the block succeeds."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"export.dir must be a folder, got the file {folder}")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     card = folder / "README.md"
-    # A model in this folder may be replaced where it is an export: another's model never is.
+    # A model in this folder may be replaced if it is an export; other models never are.
     export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
     ours = {*FILES, *(MODEL_FILES if export else ())}
     foreign = [name for name in found if name not in ours]
@@ -212,7 +212,7 @@ def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
             f"the drafter was trained on {list(drafter.captures)}"
         )
     loaded = probe(fresh)
-    # What is written otherwise than it is held is rounded otherwise.
+    # Rescaled weights (fc.weight) are rounded differently.
     exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
     rescaled = drafter.spec.embedding_scale != 1.0 and loaded.shape == rounded.shape
     slack = 4 * torch.finfo(dtype).eps * float(rounded.abs().max())
