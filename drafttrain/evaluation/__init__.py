@@ -1,1 +1,1 @@
-"""Prompts x methods: the decode loops measured, certified, swept; the report is made from this."""
+"""Prompts x methods: the decode loops are measured, certified and swept, for the report."""

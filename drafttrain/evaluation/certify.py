@@ -1,4 +1,4 @@
-"""The certificate: what can be proved of losslessness on the user's own target, and is."""
+"""The certificate: checks of losslessness on the user's own target."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,26 +28,26 @@ COMPARED_IDS = 256
 SAME_LOGITS = 1e-3  # of the largest logit; float32 leaves 1e-6, a wrong position 1e-1
 EXACT = 1e-4  # total variation; float32 sums over large vocabularies leave 1e-6
 SMALLEST_P = 1e-3  # a correct loop fails the test of uniformity once in a thousand certificates
-SAMPLED_AT = 1.0  # the temperature of the sampled checks where the evaluation itself is greedy
+SAMPLED_AT = 1.0  # the temperature of the sampled checks if the evaluation itself is greedy
 PASS_WIDTHS = (1, 2, 3, 5, 8)
-ROUNDING_MARGIN = 2.0  # a choice flips when both of the two best move by the rounding noise
+ROUNDING_MARGIN = 2.0  # a choice flips when the two best logits both move by the rounding noise
 
 Prompts = Sequence[tuple[str, list[int]]]  # id, tokens
 
 
 class Audit:
-    """What the recorded cycles of one sampled decoding say of its distribution."""
+    """The output distribution of one sampled decoding, from its recorded cycles."""
 
     def __init__(self, rule: Rule, sampling: Sampling, vocab_size: int) -> None:
         self.rule, self.sampling = rule, sampling
         self.distances: list[float] = []  # total variation, one per distribution visited
-        # Logits of some ids at every position of every row: all of them would fill the memory.
+        # Logits of some ids only, at every position of every row: all would fill the memory.
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randperm(vocab_size, generator=generator)[:COMPARED_IDS]
         self.logits: dict[int, dict[int, Tensor]] = {}
 
     def __call__(self, cycle: Cycle) -> None:
-        """Compare the one-step distribution with the target's where the cycle has been."""
+        """Record how far the one-step distribution is from the target's, at each position."""
         probs = probabilities(cycle.logits, self.sampling)
         nodes = cycle.proposal.num_nodes.tolist()
         ids = self.ids.to(cycle.logits.device)
@@ -74,8 +74,8 @@ def certify(
 ) -> list[Check]:
     """Return the checks of the certificate, made on these prompts.
 
-    `target` and `drafter` are best in float32. timed: the same two as the timing uses them, where
-    that is another dtype; its divergences are audited.
+    `target` and `drafter` should be in float32. timed: the same two in the dtype of the timing, if
+    that is another; its divergences are audited.
     """
     sampling = config.sampling
     if sampling.greedy:
@@ -105,9 +105,9 @@ def certify(
 def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: EvalConfig) -> Check:
     """Compare greedy speculative output with the plain loop's; audit where they first differ.
 
-    In float32 they must be equal. Elsewhere a difference passes where the target's two best logits
-    lie closer than its own rounding noise: what a pass over several tokens and a pass over one
-    token say of the same position differs by that much.
+    In float32 they must be equal. In other dtypes a difference passes if the target's two best
+    logits are closer than its own rounding noise: the logits of a position differ by that much
+    between a pass over several tokens and a pass over one.
     """
     divergences: list[dict[str, Any]] = []
     settings: dict[str, Any] = {
@@ -145,7 +145,7 @@ def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
     """Return the gap of the target's two best logits after a text, and its rounding noise there.
 
     The noise is the largest difference, over the vocabulary, between the logits of one pass over
-    the whole text and those of passes whose last few tokens are read at once, as loops read them.
+    the whole text and those of passes that read the last few tokens at once, as the loops do.
     """
     tokens = torch.tensor([list(text)], device=target.device)
     said = last_logits(target, tokens)
@@ -166,7 +166,7 @@ def last_logits(target: Target, tokens: Int[Tensor, "1 seq"]) -> Float[Tensor, "
 
 
 def gap_of(logits: Float[Tensor, " vocab"]) -> float:
-    """Return how far apart the two best are."""
+    """Return the difference between the two best logits."""
     best = logits.topk(2).values
     return float(best[0] - best[1])
 
@@ -182,7 +182,7 @@ def distribution_check(audit: Audit) -> Check:
         f"variation from the target's distribution {mean:.2g} on average, {worst:.2g} at most"
     )
     bound = f"at most {EXACT:g}" if lossless else "none: the rule is not lossless"
-    # Where nothing was drafted, nothing is shown.
+    # Without drafts, nothing is proved.
     passed = worst <= EXACT if lossless and audit.distances else None
     return Check("one-step distribution", passed, worst if lossless else mean, bound, text, [])
 
@@ -191,7 +191,7 @@ def distribution_check(audit: Audit) -> Check:
 def cache_check(
     target: Target, prompts: Prompts, drafted: Sequence[Decoded], audit: Audit
 ) -> Check:
-    """Compare the logits that the loop verified with, over its cache, with a pass without one."""
+    """Compare the logits of the loop's verification, with its cache, to a pass without a cache."""
     distances: list[float] = []
     scale = 0.0
     for row, ((_, prompt), decoded) in enumerate(zip(prompts, drafted, strict=True)):
@@ -225,8 +225,8 @@ def text_checks(
 ) -> list[Check]:
     """Compare sampled text with the target's own distribution, and with text sampled plainly.
 
-    Where the target's distribution is F, u = F(x-) + v p(x) with v uniform is uniform over tokens x
-    drawn from it (Rosenblatt, 1952, randomised): a test of the whole loop on the user's own target.
+    If the target's distribution function is F, u = F(x-) + v p(x) with v uniform is uniform for
+    tokens x drawn from it (Rosenblatt, 1952, randomised): this tests the whole loop.
     """
     lossless = is_lossless(rule, sampling)
     generator = np.random.default_rng(0)
@@ -264,16 +264,16 @@ def text_checks(
         f"decoding {theirs.mean():.3f}; difference {difference.mean():+.3f} "
         f"(95 % interval {low:.3f} to {high:.3f})"
     )
-    # One certificate in twenty would miss zero by chance alone: this one is reported, not judged.
+    # By chance alone, one interval in twenty excludes zero: this check is reported, not judged.
     quality = Check("quality", None, float(difference.mean()), "reported", told, [])
     return [uniform, quality]
 
 
 def batch_check(together: Sequence[Decoded], alone: Sequence[Decoded]) -> Check:
-    """Compare the rows of a batch with the same decoded alone, sampled: chance is keyed by row."""
+    """Compare sampled rows of a batch with the same rows decoded alone: chance is keyed by row."""
     same = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
     text = f"{same} of {len(alone)} sampled rows of a batch are those of batch 1"
-    passed = same == len(alone) if len(alone) > 1 else None  # one row is no batch
+    passed = same == len(alone) if len(alone) > 1 else None  # one row is not a batch
     return Check("batch", passed, same / len(alone), "all identical", text, [])
 
 
@@ -294,6 +294,6 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the first position where two outputs differ; where one is longer, its end there."""
+    """Return the first position where two outputs differ; the shorter's end if it is a prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

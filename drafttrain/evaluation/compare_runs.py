@@ -1,4 +1,4 @@
-"""Runs side by side: reads what their evaluations measured, and refuses what cannot be compared."""
+"""Compare runs: read the measurements of their evaluations, and refuse incomparable ones."""
 
 import json
 import math
@@ -24,8 +24,8 @@ from drafttrain.runtime.untrusted_input import (
 )
 from drafttrain.training.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, load_state
 
-# What two runs may differ in and still be seeds of one method: names, places, and what by contract
-# changes no result. The machine that timed them is compared by their reports.
+# Sections in which two seeds of one method may differ: names, places, and what by contract changes
+# no result. The machine that timed them is compared by their reports.
 UNSCIENTIFIC = ("run", "tracker", "hardware")
 TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -45,7 +45,7 @@ class _Prompts:
 
 @dataclass(frozen=True)
 class _Origins:
-    """What a comparison reads of the parts of a report that hold whatever is known."""
+    """The free-form parts of a report that a comparison reads."""
 
     schema_version: Any
     prompts: _Prompts
@@ -56,7 +56,7 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
     """Return the comparison of the runs' evaluations.
 
     Raises ValueError in one line for a run without that evaluation or with a broken one, for runs
-    that were not evaluated alike, and for an unknown baseline.
+    that were evaluated differently, and for an unknown baseline.
     """
     short = [Path(run).resolve().name for run in config.runs]
     runs = [
@@ -76,7 +76,7 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
 
 
 def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
-    """Return a run's evaluation, and of its training what config.yaml and checkpoint say."""
+    """Return a run's evaluation, and its training as config.yaml and checkpoint record it."""
     named = [] if evaluation == "default" else [f"eval.name={evaluation}"]
     again = call("evaluate", f"run.dir={folder}", *named)
     file = _find_report(folder, evaluation, again)
@@ -96,7 +96,7 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
             f"{shown(error, 400)}; make it again: {again}"
         ) from error
     config = load_config(folder, "runs") if (folder / CONFIG).is_file() else None
-    # By its name, for the run may have moved; a later run may have dropped it.
+    # By its name, as the run may have moved; training may have deleted it since.
     recorded = Path(origins.provenance.checkpoint or "").name
     parameters, tokens = None, None
     if NAME.fullmatch(recorded):
@@ -115,7 +115,7 @@ def read_run(folder: Path, name: str, evaluation: str) -> RunReport:
 
 
 def _sizes(checkpoint: Path) -> tuple[int | None, int | None]:
-    """Return a checkpoint's parameters and trained tokens; None where a run has dropped it."""
+    """Return a checkpoint's parameters and trained tokens; None if the run has deleted it."""
     try:
         return num_parameters(checkpoint), load_state(checkpoint).tokens
     except (OSError, CheckpointError, UntrustedError):
@@ -137,13 +137,13 @@ def _find_report(folder: Path, evaluation: str, again: str) -> Path:
 
 
 def num_parameters(checkpoint: Path) -> int:
-    """Return how many numbers a checkpoint's weights have; integers are vocabulary maps."""
+    """Return the number of parameters in a checkpoint; integers are not weights but maps."""
     entries = header_of(checkpoint / WEIGHTS_FILE).values()
     return sum(math.prod(entry.shape) for entry in entries if entry.dtype in FLOATS)
 
 
 def _identity(config: Mapping[str, Any], report: Report) -> str:
-    """Return what training and evaluation were told, apart from the seed and the run's name."""
+    """Return the settings of training and evaluation, without the seed and the run's name."""
     trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
     measured = {key: getattr(report.timing, key) for key in TIMED_WITH}
     evaluated = [report.drafter, report.depth, report.lossless.rule, measured]

@@ -1,4 +1,4 @@
-"""What `evaluate` measures, and how carefully."""
+"""The settings of `evaluate`, `tune` and `compare`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from drafttrain.report.config import VerdictSettings
 
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "typical", "lenience")
-# Keys of `eval` on which no measurement depends.
+# Keys of `eval` that no measurement depends on.
 REPORTED = (
     *("name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"),
     *("batch_sizes", "engine", "vllm_python", "vllm_batch_sizes"),
@@ -26,7 +26,7 @@ REPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Which prompts, how they are decoded, and how carefully that is measured."""
+    """Which prompts are decoded, how, and how carefully that is measured."""
 
     name: str
     overwrite: bool
@@ -104,7 +104,7 @@ class EvalConfig:
                 f"eval.lossless_prompts must be at least 1 with {why}, got 0: they are the prompts "
                 "that the certificate is made from"
             )
-        # They check what they are made of.
+        # Building them checks their settings.
         _ = self.sampling, self.draft_sampling, self.source, self.verdict
 
     @property
@@ -141,7 +141,7 @@ class EvalConfig:
         return self.draft_sampling_beside(self.sampling)
 
     def draft_sampling_beside(self, sampling: Sampling) -> Sampling:
-        """How drafts are drawn where the target is sampled as `sampling` says."""
+        """How drafts are drawn if the target is sampled with `sampling`."""
         return _sampling(
             "draft_",
             sampling.temperature if self.draft_temperature is None else self.draft_temperature,
@@ -152,7 +152,7 @@ class EvalConfig:
     @property
     def acceptance_rule(self) -> "Rule":
         """The rule by which drafts are accepted."""
-        from drafttrain.decode.verify import LOSSLESS, Lenience, Typical  # with them comes torch
+        from drafttrain.decode.verify import LOSSLESS, Lenience, Typical  # this imports torch
 
         if self.rule == "typical":
             return Typical(self.typical_epsilon, self.typical_delta)
@@ -160,7 +160,7 @@ class EvalConfig:
 
     @property
     def lossy(self) -> bool:
-        """Whether the rule changes the target's distribution anywhere in what is measured."""
+        """Whether the rule changes the target's distribution at any measured point."""
         return self.rule != "lossless" and any(temperature for temperature, _ in self.points)
 
     @property
@@ -177,12 +177,12 @@ class EvalConfig:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What a measurement depends on: what else is set here only says how it is reported."""
+        """The settings that a measurement depends on; the others affect its report only."""
         return {key: value for key, value in vars(self).items() if key not in REPORTED}
 
     @property
     def sweeps(self) -> bool:
-        """Whether anything beside the report's own point is measured."""
+        """Whether anything besides the report's own point is measured."""
         return len(self.every_depth) > 1 or len(self.points) > 1
 
 
@@ -201,7 +201,7 @@ def _require(section: str, key: str, holds: bool, allowed: str, got: object) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """Which depths and batches are weighed, and how carefully."""
+    """Which depths and batch sizes are considered, and how carefully."""
 
     name: str
     overwrite: bool
@@ -231,7 +231,7 @@ class TuneSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareSettings:
-    """Which runs are compared, with what, and where the comparison goes."""
+    """Which runs are compared, with which baseline, and where the comparison is written."""
 
     runs: list[str]
     evaluation: str

@@ -1,4 +1,4 @@
-"""What a pass costs on this machine: target and drafter, by tokens, rows and context."""
+"""The cost of a pass on this machine: target and drafter, by tokens, rows and context."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 
-# Passes of one kind in a row, as a loop takes them; the first ones, which find the machine's caches
-# filled by another kind, do not count. One at a time, a plain step seemed a quarter slower.
+# Passes of one kind in a row, as in a loop; the first ones, which find the machine's caches filled
+# by another kind, do not count. Timed one at a time, a plain step seemed a quarter slower.
 BURST = 8
 SETTLING = 2
 WARM_UP = 2  # rounds before the first one that counts
@@ -29,8 +29,7 @@ WARM_UP = 2  # rounds before the first one that counts
 class Costs:
     """Median seconds by batch and context: a plain step, and per depth a draft and a pass over it.
 
-    `draft` has what a cycle asks of the drafter: a chain of `depth`, and taking in what was
-    accepted.
+    `draft` is the drafter's part of a cycle: a chain of `depth`, and reading the accepted tokens.
     """
 
     batches: Sequence[int]
@@ -40,11 +39,11 @@ class Costs:
     draft: dict[tuple[int, int, int], float]
 
     def plain_s(self, rows: int, context: float) -> float:
-        """Return seconds of a plain step, interpolated between what was measured."""
+        """Return the seconds of a plain step, interpolated between measurements."""
         return self._between(lambda batch, length: self.plain[batch, length], rows, context)
 
     def cycle_s(self, depth: int, rows: int, context: float) -> float:
-        """Return seconds of a cycle at a measured depth, interpolated."""
+        """Return the seconds of a cycle at a measured depth, interpolated."""
         return self._between(lambda b, c: self.draft[depth, b, c], rows, context) + self._between(
             lambda b, c: self.verify[depth, b, c], rows, context
         )
@@ -67,10 +66,10 @@ def measure_costs(
     rounds: int,
     show: bool = True,
 ) -> Costs:
-    """Time passes of the target and cycles of the drafter, all candidates in turn, `rounds` times.
+    """Return the costs of target passes and drafter cycles, each timed in turn, `rounds` times.
 
-    Over a context of random tokens: what a pass costs does not depend on what it says, except for
-    a drafter that looks things up.
+    The context is random tokens: the cost of a pass does not depend on the text, except for a
+    drafter that looks up suffixes.
     """
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
     verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
@@ -99,7 +98,7 @@ def measure_costs(
 
 
 class Cell:
-    """Rows of one context, ready for a pass that leaves no trace."""
+    """Rows of one context, for passes that are rolled back."""
 
     @torch.inference_mode()
     def __init__(
@@ -118,7 +117,7 @@ class Cell:
 
     @torch.inference_mode()
     def steps(self, now: Callable[[], float]) -> list[float]:
-        """Return the seconds of plain steps, one after the other as the plain loop takes them."""
+        """Return the seconds of plain steps, taken one after another as in the plain loop."""
         seconds = []
         for place in range(BURST):
             new = self.tokens[:, self.context + place, None]
@@ -131,11 +130,11 @@ class Cell:
 
     @torch.inference_mode()
     def cycles(self, depth: int, now: Callable[[], float]) -> list[tuple[float, float]]:
-        """Return the seconds with the drafter and with the target of cycles, one after the other.
+        """Return the drafter's and the target's seconds of cycles, taken one after another.
 
-        Rows accept unequally, from nothing to the whole chain, as rows do.
+        Rows accept unequally, from nothing to the whole chain, as in decoding.
         """
-        # One state for all rounds would grow; a fresh one costs the prompt, which is not timed.
+        # One state for all rounds would grow; a new one costs a prefill, which is not timed.
         capacity = self.context + (BURST + 1) * (self.deepest + 1)
         state = self.drafter.begin(self.target.readout, self.tokens[:, 0], capacity)
         following = self.tokens[:, 1 : self.context + 1]

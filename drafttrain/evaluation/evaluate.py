@@ -40,14 +40,14 @@ from drafttrain.target.model import Target
 
 @dataclass(frozen=True)
 class Parts:
-    """What an evaluation is made of: the timed target, the exact one, and who drafts for them."""
+    """The parts of an evaluation: the timed target, the exact one, and the drafters."""
 
     target: Target
-    exact: Target  # the same weights in float32; the timed one itself where that is float32
+    exact: Target  # the same weights in float32; the timed one itself if that is float32
     drafter: Drafter  # float32
     drafter_name: str
     draft_dtype: torch.dtype
-    references: Mapping[str, Drafter]  # drafters that stand beside it, such as prompt lookup
+    references: Mapping[str, Drafter]  # drafters to compare it with, such as prompt lookup
 
     @cached_property
     def timed_drafter(self) -> Drafter:
@@ -67,14 +67,13 @@ def evaluate_drafter(
     report_settings: Mapping[str, Any],
     seed: int,
 ) -> tuple[Report, list[PromptResult], list[Measurements]]:
-    """Certify and measure what `check_settings` let pass; return report, results and journals.
+    """Certify and measure a drafter after `check_settings`; return report, results and journals.
 
-    The results are those behind the headline; the journals are to be finished when the report is on
-    the disk.
+    The results are those behind the headline; the caller finishes the journals when the report is
+    on the disk.
 
-    conditions: what a measurement depends on besides `config`; measurements that were made under
-    others are not taken up again after a stop. report_settings: what goes to `build_report` as it
-    is.
+    conditions: what a measurement depends on besides `config`; after a stop, measurements made
+    under other conditions are not reused. report_settings: passed to `build_report` as they are.
     """
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed, name = parts.timed_drafter, parts.drafter_name
@@ -93,8 +92,8 @@ def evaluate_drafter(
             console.print(f"resuming: {len(journal.known)} batches of prompts were measured before")
         elif journal.others:
             console.print(
-                f"not taken up, measured under other conditions: {journal.others[0]}; to resume "
-                "there, set hardware.dtype, hardware.threads and the rest as its first line says"
+                f"not reused, measured under other conditions: {journal.others[0]}; to resume "
+                "there, set hardware.dtype, hardware.threads and the rest as in its first line"
             )
         journals.append(journal)
         results = measure(
@@ -156,10 +155,10 @@ def evaluate_drafter(
 def losslessness(
     parts: Parts, prompts: Sequence[Prompt], template: Template, config: EvalConfig, seed: int
 ) -> tuple[LosslessCheck, Certificate | None]:
-    """Return the greedy check of every report, and the certificate where it is wanted.
+    """Return the greedy check of every report, and the certificate if it is requested.
 
     A rule that is not lossless at every temperature measured is always certified: its distance from
-    the target's distribution belongs beside its numbers.
+    the target's distribution must accompany its numbers.
     """
     rule, exact = config.acceptance_rule, parts.exact
     name, lossless = describe_rule(config.sampling, rule), is_lossless(rule, config.sampling)

@@ -1,4 +1,4 @@
-"""What a drafter holds in memory beside its target: its own weights, its cache per position."""
+"""The memory of a drafter besides its target's: its own weights, and its cache per position."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -11,15 +11,15 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.report.results import ExtraMemory
 from drafttrain.target.model import Target
 
-PROBE = 8  # tokens of a text that is read only to see what the drafter keeps of it
+PROBE = 8  # tokens of a text that is read only to measure the drafter's cache
 
 
 @torch.inference_mode()
 def extra_memory(target: Target, drafter: Drafter) -> ExtraMemory:
     """Return the bytes of the drafter's weights, and of its cache per position of one row.
 
-    Weights that it shares with the target are not counted, nor is what it holds only while it
-    drafts. The cache is that of a few tokens really read.
+    Weights that it shares with the target are not counted, nor is memory that it needs only while
+    drafting. The cache is measured after reading a few tokens.
     """
     tokens = torch.zeros(1, PROBE + 1, dtype=torch.long, device=target.device)
     cache = target.begin()
@@ -27,7 +27,7 @@ def extra_memory(target: Target, drafter: Drafter) -> ExtraMemory:
     state = drafter.begin(target.readout, tokens[:, 0], PROBE + 1)
     drafter.observe(state, tokens[:, 1:], [PROBE], features)
     if drafter.propose(state, 1) is None:
-        drafter.expand(state, None)  # some read what they observe only when they are asked
+        drafter.expand(state, None)  # some drafters read observed tokens only here
     shared = {tensor.data_ptr() for tensor in target.model.parameters()}
     tensors = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
     own = sum(tensor.nbytes for place, tensor in tensors.items() if place not in shared)

@@ -25,14 +25,14 @@ from drafttrain.report.totals import disturbed_turns
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
 
-TRIES_AGAIN = 2  # how often what was disturbed is measured again
+TRIES_AGAIN = 2  # how often disturbed batches are measured again
 
 Decode = Callable[..., list[Decoded]]  # of prompts, and rows: their names
 
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """A drafter at a depth; its name is what reports call it."""
+    """A drafter at a depth, under its name in reports."""
 
     name: str
     drafter: Drafter
@@ -55,7 +55,7 @@ def check_settings(
     template: Template,
     config: EvalConfig,
 ) -> None:
-    """Refuse, before anything is decoded, a depth or a prompt that cannot be."""
+    """Raise ValueError, before anything is decoded, for an impossible depth or prompt."""
     check_depths(drafter, config)
     for prompt in prompts:
         if complaint := too_long(prompt, target, template, config, [drafter]):
@@ -66,9 +66,9 @@ def check_settings(
 
 
 def check_depths(drafter: Drafter, config: EvalConfig) -> None:
-    """Refuse a depth beyond what the drafter can draft, or what the contexts can hold.
+    """Raise ValueError for a depth that the drafter cannot draft or the contexts cannot hold.
 
-    Nothing of the target is needed: its shape is the one that the drafter was built for.
+    The target is not needed: its shape is the one that the drafter was built for.
     """
     deepest = max(config.every_depth)
     key = "depth" if deepest == config.depth else "depths"
@@ -81,18 +81,18 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
     if most < 1:
         raise ValueError(
             f"eval.max_new_tokens must be at most {positions - 2}, got {config.max_new_tokens}: "
-            f"{who} has {positions} positions, and a prompt and a draft take their part"
+            f"{who} has {positions} positions, and a prompt and a draft need some of them"
         )
     if deepest > most:
         raise ValueError(
             f"eval.{key} must be at most {most}, got {deepest}: {who} has {positions} "
-            f"positions, of which eval.max_new_tokens={config.max_new_tokens} and a prompt take "
-            "their part"
+            f"positions, and eval.max_new_tokens={config.max_new_tokens} and a prompt need some "
+            "of them"
         )
 
 
 def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
-    """Return the shortest context of a target and its drafters in positions, and whose it is."""
+    """Return the shortest context of a target and its drafters, in positions, and its owner."""
     theirs = [(each.max_positions, f"drafter={each.config.name}") for each in drafters]
     stated = [(positions, who) for positions, who in theirs if positions is not None]
     return min([(spec.max_positions, spec.name), *stated])
@@ -105,7 +105,7 @@ def too_long(
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> str:
-    """Return why a prompt may not fit target's and drafters' contexts, or nothing where it fits."""
+    """Return why a prompt may not fit the target's and drafters' contexts, "" if it fits."""
     deepest = max(config.every_depth)
     positions, who = context_of(target.spec, drafters)
     room = positions - config.max_new_tokens - deepest
@@ -131,9 +131,9 @@ def skip_long(
     config: EvalConfig,
     drafters: Sequence[Drafter] = (),
 ) -> list[Prompt]:
-    """Return the prompts that fit target's and drafters' contexts; count the others in `report`.
+    """Return the prompts that fit all contexts; count the others in `report`.
 
-    All of them where `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
+    Returns all if `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
     """
     if not config.skip_long_prompts:
         return list(prompts)
@@ -178,9 +178,9 @@ def decoders(
 
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
-    """Deal prompts, with their places, into batches of one task each; a task's last is smaller."""
+    """Return prompts, with their places, in batches of one task; a task's last may be smaller."""
     placed = list(enumerate(prompts))
-    if size == 1:  # in the order given, tasks mixed as they come
+    if size == 1:  # in the given order, tasks mixed
         return [[one] for one in placed]
     by_task: dict[str, list[tuple[int, Prompt]]] = {}
     for place, prompt in placed:
@@ -209,10 +209,10 @@ def measure(
 
     Prompts of a task are decoded `batch_size` together. The batches are dealt into `config.blocks`
     blocks, each into `config.repeats` of them. Within a block each batch goes through all methods
-    one after the other, in an order that rotates, so that a change in the machine's speed meets
-    all of them. Later turns follow the plain loop's answers, the same for every method. What the
-    journal holds already is not measured again. Batches in which one method was disturbed are,
-    whole: what they took the second time stands, whatever it is.
+    one after another, in an order that rotates, so that a change in the machine's speed affects
+    all of them. Later turns follow the plain loop's answers, the same for every method. Batches
+    that the journal holds are not measured again. Batches in which one method was disturbed are
+    measured again as a whole, and the new times replace the old ones.
     """
     decode = decoders(target, methods, config, sampling, seed)
     names = list(decode)
@@ -236,7 +236,7 @@ def measure(
         measured[key] = _group(target, decode, order, groups[place], template, block)
         if journal:
             journal.add(key, measured[key])
-        gc.collect(0)  # what is new; all that libraries hold takes half a second
+        gc.collect(0)  # new objects only; a full collection takes half a second
 
     gc.collect()
     gc.disable()  # a collection inside a timed cycle would be charged to one method
@@ -264,7 +264,7 @@ def measure(
 
 
 def disturbed_keys(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
-    """Return the batches in which a method took far longer than the others on the same prompt."""
+    """Return the keys of batches in which a method took far longer than others on a prompt."""
     found = disturbed_turns(chain.from_iterable(measured.values()))
     return [
         key
@@ -281,7 +281,7 @@ def _group(
     template: Template,
     block: int,
 ) -> list[PromptResult]:
-    """Decode one batch of prompts, turn after turn, by every method."""
+    """Return the results of one batch of prompts, decoded turn after turn by every method."""
     results: list[PromptResult] = []
     messages: dict[int, list[Message]] = {place: [] for place, _ in group}
     for turn in range(max(len(prompt.turns) for _, prompt in group)):
@@ -317,7 +317,7 @@ def at_depth(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Choose `count` prompts, one task after the other."""
+    """Return `count` prompts, taken from the tasks in turn."""
     by_task: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_task.setdefault(prompt.task, []).append(prompt)

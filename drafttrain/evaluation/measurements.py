@@ -1,4 +1,4 @@
-"""What an evaluation has measured so far, on disk: a run of hours that stops resumes there."""
+"""The measurements of an evaluation so far, on disk, from which a stopped evaluation resumes."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ WHOLE = "measurements.jsonl"
 
 
 class Measurements:
-    """A file of JSON lines: first what it was measured with, then one line a batch.
+    """A file of JSON lines: first the conditions of the measurements, then one line per batch.
 
-    Results measured with other settings, weights, prompts, dtype or threads are not taken up, and
-    not lost: what they were measured with names their file. A torn last line, which a killed run
-    leaves, is left out.
+    Results measured with other settings, weights, prompts, dtype or threads are not reused, but not
+    lost either: the file's name depends on the conditions. A torn last line, which a killed run
+    leaves, is skipped.
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
@@ -37,22 +37,22 @@ class Measurements:
 
     @property
     def others(self) -> list[Path]:
-        """What was begun under other conditions and not finished."""
+        """The unfinished files of other conditions."""
         begun = self.file.parent.glob(f"{self.whole.name.removesuffix(WHOLE)}*.{PARTIAL}")
         return sorted(file for file in begun if file != self.file)
 
     def add(self, key: Key, results: Sequence[PromptResult]) -> None:
-        """Write down what was measured; it is on the disk when this returns."""
+        """Write the results of a batch; they are on the disk when this returns."""
         record = {"key": key, "results": [asdict(result) for result in results]}
         append_records(self.file, [record])
 
     def finish(self) -> None:
-        """Keep the measurements under their final name: the next evaluation begins anew."""
+        """Rename the file to its final name, so that the next evaluation starts afresh."""
         self.file.replace(self.whole)
 
     def _load(self) -> bool:
         if self.file.is_symlink() or not self.file.is_file():
-            return False  # a link is replaced, and what it stands for is not touched
+            return False  # a link is replaced, and its target is not touched
         with suppress(UntrustedError, StopIteration):
             if next(read_records(self.file, _Head)).mark == self.mark:
                 batches = read_records(self.file, _Batch, first=1)

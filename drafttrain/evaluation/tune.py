@@ -1,4 +1,4 @@
-"""`tune`: what each depth should cost and bring on this machine, beside what it does."""
+"""`tune`: the predicted speedup of each depth on this machine, and the measured one."""
 
 import json
 import re
@@ -35,10 +35,10 @@ def tune_drafter(
     conditions: Mapping[str, Any],
     seed: int,
 ) -> tuple[list[DepthPrediction], Costs]:
-    """Return what every depth and batch size should bring, and what it brings if that is asked for.
+    """Return the predicted, and if requested measured, speedup of every depth and batch size.
 
-    The prompts are decoded one at a time by the deepest chains for the acceptance of all depths;
-    with settings.measure at every depth and batch size. A stopped measurement resumes.
+    The prompts are decoded one at a time with the deepest chains for the acceptance of all depths;
+    with settings.measure also at every depth and batch size. A stopped measurement resumes.
     """
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
@@ -84,13 +84,13 @@ def tune_drafter(
             results = alone if size == 1 else results_at(size)
             here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
         predictions += here
-    for journal in journals:  # not before: a tune that stops resumes from all that it measured
+    for journal in journals:  # only now: a tune that stops resumes from all that it measured
         journal.finish()
     return predictions, costs
 
 
 def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list[PromptResult]:
-    """Return each turn once by every method, in the order of the prompts: batches are dealt by it.
+    """Return each turn once by every method, in the order of the prompts, which defines batches.
 
     Measurements come by timing block, and a prompt may be in several.
     """
@@ -102,10 +102,10 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
-    """Return the acceptance length that each depth should have, from chains of the deepest.
+    """Return the predicted acceptance length of each depth, from chains of the deepest.
 
-    A chain of depth d accepts what the first d tokens of a deeper chain would have. (Cycles of
-    another depth begin elsewhere in the text; this takes their beginnings to be alike.)
+    A chain of depth d accepts what the first d tokens of a deeper chain would have accepted.
+    (Cycles of another depth begin elsewhere in the text; this assumes that it makes no difference.)
     """
     per_position = counters.num_accepted_tokens_per_position
     drafts = max(counters.num_drafts, 1)
@@ -121,10 +121,10 @@ def predict(
 ) -> list[DepthPrediction]:
     """Return the predicted speedup of every depth at a batch size, by task and in all.
 
-    results: of the plain loop and of the drafter at the deepest depth, one prompt at a time: they
-    say how long outputs are and what is accepted. predicted = t_plain / (t_draft + t_verify) per
-    token, where the rows of a batch leave as they end: a plain batch costs one step for each token
-    of its longest row, a speculative one a cycle for each acceptance_length tokens of each row.
+    results: of the plain loop and of the drafter at the deepest depth, one prompt at a time, for
+    the lengths of outputs and acceptance. predicted = t_plain / (t_draft + t_verify) per token,
+    where the rows of a batch leave as they end: a plain batch costs one step for each token of its
+    longest row, a speculative one a cycle for each acceptance_length tokens of each row.
     """
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.method == deepest]
@@ -161,7 +161,7 @@ def _seconds(
     costs: Costs,
 ) -> tuple[float, float]:
     """Return the predicted decoding seconds, speculative and plain, of a task's turns."""
-    cycles = {}  # that an output should take at this depth, from those of the deepest
+    cycles = {}  # predicted for each output at this depth, from those of the deepest
     for result in drafted:
         lengths = acceptance_lengths(result.stats.trimmed, [depth, deepest])
         taken = result.stats.num_target_passes * lengths[deepest] / lengths[depth]
@@ -181,7 +181,7 @@ def _seconds(
 
 
 def _until_all_end(passes: Sequence[float], seconds: Callable[[int], float]) -> float:
-    """Return the seconds of a batch whose rows take so many passes each and leave as they end."""
+    """Return the seconds of a batch whose rows take `passes` each and leave as they end."""
     total = done = 0.0
     for place, ends in enumerate(sorted(passes)):
         total += (ends - done) * seconds(len(passes) - place)
@@ -202,9 +202,9 @@ def decoding_speedup(results: Sequence[PromptResult], method: str, point: DepthP
 
 
 def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
-    """Return for every batch size the depth that should be fastest, by task and in all.
+    """Return the fastest depth for every batch size, by task and in all.
 
-    What was measured outweighs what was predicted, where both are there.
+    A measured speedup takes precedence over a predicted one.
     """
     chosen: dict[str, TunedChoice] = {}
     for size in dict.fromkeys(prediction.batch_size for prediction in predictions):
@@ -223,7 +223,7 @@ def write_tuned(
     costs: Costs,
     conditions: Mapping[str, Any],
 ) -> Path:
-    """Write what was chosen, and from what, where `evaluate` and `export` find it."""
+    """Write the choice and the data behind it where `evaluate` and `export` find it."""
     file, names = folder / TUNED, ("depth", "batch", "context")
     record = {
         "batches": as_data(choose(predictions)),
@@ -262,7 +262,7 @@ class _Tuned:
 
 
 def tuned_depth(run: Path, batch_size: int) -> int | None:
-    """Return the depth that `tune` chose for a run at a batch size (the nearest one it weighed)."""
+    """Return the depth that `tune` chose for a run at a batch size (or the nearest one tried)."""
     file = run / TUNED
     if not file.is_file():
         return None

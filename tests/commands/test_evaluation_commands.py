@@ -139,7 +139,7 @@ def test_an_evaluation_is_not_replaced_by_one_of_other_settings_unless_asked(
         return capsys.readouterr().err
 
     assert refused("eval.prompts_per_task=1") == (
-        f"error: eval.prompts_per_task must be null as in {report}, which is there and is not "
+        f"error: eval.prompts_per_task must be null as in {report}, which exists and is not "
         "replaced by other measurements, got 1; keep both by eval.name=OTHER_NAME, or replace it "
         "by eval.overwrite=true\n"
     )
@@ -150,7 +150,7 @@ def test_an_evaluation_is_not_replaced_by_one_of_other_settings_unless_asked(
     assert main([*told, "eval.name=other"]) == 0
     assert (raw.read_bytes(), report.read_bytes()) == before
     (place / "settings.json").unlink()
-    assert "with what settings it was measured is not recorded" in refused()
+    assert "the settings it was measured with are not recorded" in refused()
     assert main([*told, "eval.overwrite=true"]) == 0
     assert raw.read_bytes() != before[0]
 

@@ -1,1 +1,1 @@
-"""vLLM as a second witness: the same prompts and drafter through a real engine, beside our loop."""
+"""vLLM as a witness: the same prompts and drafter in a real engine, to compare with our loop."""

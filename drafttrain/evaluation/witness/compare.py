@@ -1,4 +1,4 @@
-"""vLLM's counters beside our loop's, prompt by prompt, and its speedup beside a prediction."""
+"""Compare vLLM's counters with our loop's, prompt by prompt, and its speedup with a prediction."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from drafttrain.evaluation.witness.engine import BatchWitness, EngineMeasurement
 from drafttrain.report.results import Agreement, Disagreement, Prediction
 from drafttrain.report.witness import agreement_statement, prediction_statement
 
-# Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 was met in 4000 tokens.
+# Kernels differ by about 1e-5 in float32 logits; a gap of 3e-6 occurred in 4000 tokens.
 TIE_GAP = 1e-3
 CALIBRATED = 3  # every third output calibrates, the others test
 
@@ -30,11 +30,11 @@ def compare_with_ours(
     counters: Sequence[Counters],
     gap_at: Callable[[int, int], float],
 ) -> Agreement:
-    """Compare our outputs and untrimmed counters with vLLM's tokens and counters, one by one.
+    """Return how our outputs and untrimmed counters agree with vLLM's, one by one.
 
-    gap_at(output, position): how far apart the target's two best logits are after the first
+    gap_at(output, position): the difference of the target's two best logits after the first
     `position` tokens of our output. Both count accepted tokens past the limit or an end token, and
-    neither takes the prefill for a draft.
+    neither counts the prefill as a draft.
     """
     found = []
     for place, (mine, said, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
@@ -67,12 +67,12 @@ def _same(ours: Counters, theirs: Counters) -> bool:
 
 
 def predict(alone: BatchWitness, ours: Sequence[Ours]) -> Prediction | None:
-    """Predict vLLM's batch-1 speedup from its times and our loop's acceptance; None if too few.
+    """Predict vLLM's batch-1 speedup from its times and our acceptance; None for too few outputs.
 
     Every third output gives vLLM's times of a plain step, of a cycle and of the prefills. On the
-    others our loop says how many passes there will be, and vLLM how long it really took.
+    others our loop predicts the number of passes, and vLLM's times are the measurement.
     """
-    assert alone.passes is not None, "only batch 1 tells the passes of each output"
+    assert alone.passes is not None, "only batch 1 gives the passes of each output"
     plain, drafted = alone.plain, alone.speculative
     fit = range(0, len(ours), CALIBRATED)
     test = [place for place in range(len(ours)) if place not in fit]

@@ -1,4 +1,4 @@
-"""vLLM beside our loop: what a worker decodes by a plain and a speculative engine, as numbers."""
+"""Run a vLLM worker with a plain and a speculative engine, and return its measurements."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,22 +11,22 @@ from drafttrain.core.types import Counters
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.vllm.process import Event, Process
 
-PATIENCE_S = 900.0  # of silence: an engine of a large model loads for minutes without a word
+PATIENCE_S = 900.0  # without output: an engine loads a large model for minutes in silence
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """What one engine said at one batch size, by prompt.
+    """The outputs and times of one engine at one batch size, by prompt.
 
-    seconds: those of a batch shared out equally to its prompts, the median over repeats;
+    seconds: of a batch, divided equally among its prompts, as a median over repeats.
     decode_seconds: the same from a prompt's first new token to its last, meaningful at batch 1.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
     decode_seconds: tuple[float, ...]
-    num_unstable: int  # prompts whose output was another in a later repeat
+    num_unstable: int  # prompts whose output differed in a later repeat
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class BatchWitness:
     plain: EngineMeasurement
     speculative: EngineMeasurement
     counters: Counters
-    by_prompt: tuple[Counters, ...] | None  # at batch 1, where each prompt's can be told apart
+    by_prompt: tuple[Counters, ...] | None  # at batch 1, where prompts are counted separately
     passes: tuple[int, ...] | None  # at batch 1: engine steps of a prompt after its prefill
 
 
 @dataclass(frozen=True)
 class Witness:
-    """What a real vLLM said, counted and took."""
+    """The outputs, counters and times of a real vLLM."""
 
     vllm: str  # its version
     interleaved: bool  # both engines alive at once, batches of prompts in turns
@@ -51,17 +51,17 @@ class Witness:
     batches: tuple[BatchWitness, ...]
 
     def at(self, batch_size: int) -> BatchWitness | None:
-        """Return what was measured at a batch size, if it was."""
+        """Return the measurements at a batch size, if there are any."""
         return next((b for b in self.batches if b.batch_size == batch_size), None)
 
 
 @dataclass(frozen=True)
 class ServedDrafter:
-    """What vLLM serves: the target's directory, the drafter's (None: it has no weights), how.
+    """What vLLM serves, and how: directories of the target and drafter (None: without weights).
 
-    method: vLLM's name, None where the directory says it (the speculators format does). lookup: the
+    method: vLLM's name, None if the directory states it (as in the speculators format). lookup: the
     shortest and the longest suffix of prompt lookup. greedy_drafts: vLLM drafts the most likely
-    token, its default; else it samples drafts as it samples the target.
+    token, its default; otherwise it samples drafts as it samples the target.
     """
 
     target_dir: Path
@@ -104,11 +104,11 @@ def witness(
     patience_s: float = PATIENCE_S,
     show: bool = True,
 ) -> Witness:
-    """Decode the prompts by vLLM, alone and with the drafter, at every batch size.
+    """Return what vLLM measures on the prompts, plain and with the drafter, at every batch size.
 
-    eos_ids: what ends an output (none: only the limit does). Request and log are left in `folder`.
-    ValueError, with the line that says why and the log's path, if vLLM fails or says nothing for
-    `patience_s` seconds.
+    eos_ids: tokens that end an output (none: only the limit does). Request and log stay in
+    `folder`. ValueError, with the line that says why and the log's path, if vLLM fails or prints
+    nothing for `patience_s` seconds.
     """
     sizes = list(dict.fromkeys(min(size, len(prompts)) for size in batch_sizes))
     needed = max(len(prompt) for prompt in prompts) + max_new_tokens + depth + 1

@@ -1,4 +1,4 @@
-"""What a report says of vLLM: its counters, speeds and speedups beside ours."""
+"""The report's section on vLLM: its counters, speeds and speedups, compared with ours."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -57,7 +57,7 @@ class WitnessPrompt:
     tokens: tuple[int, ...]
 
     def output(self, decoded: PromptResult | Decoded) -> Ours:
-        """Return what our loop made of it."""
+        """Return our loop's output for it."""
         name = self.prompt_id if self.turn == 0 else f"{self.prompt_id}, turn {self.turn}"
         stats = decoded.stats
         return Ours(name, decoded.tokens, stats.untrimmed, stats.num_target_passes)
@@ -70,7 +70,7 @@ def check_witness(
     serving_dir: Path | None,
     config: EvalConfig,
 ) -> ServedDrafter:
-    """Return what vLLM will serve; ValueError, before anything is decoded, where it cannot."""
+    """Return what vLLM will serve; ValueError, before anything is decoded, if it cannot."""
     sampling, draft_sampling = config.sampling, config.draft_sampling
     if drafter_name not in VLLM_METHODS:
         raise ValueError(
@@ -80,7 +80,7 @@ def check_witness(
     if target_dir is None:
         raise ValueError(
             "eval.engine=vllm must have a directory with the target's weights, but random weights "
-            "are in none; choose a model= that is loaded"
+            "have none; choose a model= that is loaded"
         )
     if not is_lossless(config.acceptance_rule, sampling):
         raise ValueError(
@@ -112,7 +112,7 @@ def asked_of(
 ) -> list[WitnessPrompt]:
     """Return the prompts, token for token, that our loop decoded, later turns too.
 
-    Later turns follow the plain loop's answers, which stand in the results.
+    Later turns follow the plain loop's answers, which are in the results.
     """
     plain = {(r.prompt_id, r.turn): r for r in reversed(results) if r.method == PLAIN}
     asked = []
@@ -144,11 +144,11 @@ def witness_section(
     ours_by_batch: Mapping[int, MethodRow],
     show: bool = True,
 ) -> WitnessSection:
-    """Run vLLM on what our loop decoded and return what the report says of it.
+    """Run vLLM on the prompts that our loop decoded, and return the section of the report.
 
-    Counters are compared one by one greedily and in float32. results: our measurements, at batch 1.
-    ours_by_batch: our summary rows at other batch sizes, of a sweep. Request and log of vLLM stay
-    in `folder`. ValueError as `witness` raises it.
+    Counters are compared one by one, greedily and in float32. results: our measurements at batch 1.
+    ours_by_batch: our summary rows at a sweep's other batch sizes. vLLM's request and log stay in
+    `folder`. ValueError as raised by `witness`.
     """
     target, exact, name = parts.target, parts.exact, parts.drafter_name
     depth, sampling, limit = config.depth, config.sampling, config.max_new_tokens
@@ -184,7 +184,7 @@ def witness_section(
     alone, compared = timed_alone, ours
     exactly = sampling.greedy and target.dtype == parts.draft_dtype == torch.float32
     if alone is None or not exactly:
-        # Sampled text is never the same twice, and rounding of bfloat16 flips drafts by itself.
+        # Sampled text is never the same twice, and bfloat16 rounding alone flips drafts.
         alone = run(torch.float32, GREEDY, (1,), "compared").at(1)
         compared = [one.output(decoded(one)) for one in asked]
     assert alone is not None
@@ -228,7 +228,7 @@ def _row(
     resampling: Resampling,
     ours: MethodRow | None,
 ) -> WitnessRow:
-    """Return one batch size's numbers of vLLM, by the arithmetic of every report."""
+    """Return vLLM's numbers at one batch size, computed as in every report."""
     counters = batch.counters
     engines = {PLAIN: (batch.plain, None), "vllm": (batch.speculative, batch.by_prompt)}
     results = []
