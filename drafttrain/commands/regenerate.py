@@ -26,9 +26,9 @@ from drafttrain.target.answers.answers_file import regenerate as answer_all
 from drafttrain.target.answers.config import OPENAI, VLLM
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, by_vllm
-from drafttrain.target.describe import spec_on_disk
+from drafttrain.target.describe import open_target
 from drafttrain.target.pretrained.ends import directory
-from drafttrain.target.pretrained.models import fingerprint, load_model_config, load_tokenizer
+from drafttrain.target.pretrained.models import fingerprint, load_tokenizer
 from drafttrain.target.vllm.engine import VllmEngine
 from drafttrain.target.vllm.process import require_vllm
 
@@ -147,9 +147,8 @@ def room_of(config: RegenerateConfig, spec: TargetSpec) -> int:
 @contextmanager
 def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterator[Backend]:
     model, settings = config.model, config.regenerate
-    tokenizer = load_tokenizer(model)
+    _, tokenizer, spec = open_target(model)
     require_template(tokenizer)
-    spec = spec_on_disk(model, load_model_config(model), tokenizer, fingerprint="")
     room = room_of(config, spec)
     console.print("starting vLLM")
     with VllmEngine(

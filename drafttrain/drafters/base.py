@@ -208,19 +208,16 @@ class Drafter(nn.Module, ABC, Generic[State]):
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load a state dict of this drafter, with the sizes that training chose."""
         ids = tensors.get("target_ids")
-        if ids is not None:
+        if ids is not None and type(self).reduce is not Drafter.reduce:
             self.reduce(DraftVocab.of(ids.to(device_of(self)), self.spec.vocab_size))
         load_exactly(self, tensors)
 
     def reduce(self, vocab: DraftVocab) -> None:
         """Draft only the tokens of a reduced vocabulary; its map `target_ids` is among the weights.
 
-        ValueError if the drafter has no heads to reduce.
+        For drafters whose heads can be reduced after they are built.
         """
-        raise ValueError(
-            f"drafter={self.config.name} drafts over the target's whole vocabulary, got weights "
-            "with target_ids; they must come from the same drafter configuration"
-        )
+        raise NotImplementedError
 
     def propose(self, state: State, depth: int) -> Proposal | None:
         """Return a whole proposal at once (retrieval); None: `decode.draft` grows one."""

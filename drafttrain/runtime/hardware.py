@@ -30,10 +30,10 @@ def choose_device(config: HardwareConfig) -> str:
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(config.threads or max(1, num_cores() // ranks_here))
-    device, found = config.device, torch.cuda.is_available()
+    device = config.device
     if device == "auto":
-        device = "cuda" if found else "cpu"
-    if device.startswith("cuda") and not found:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(
             f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
             "found none; use hardware=cpu or hardware=auto"

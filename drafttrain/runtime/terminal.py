@@ -34,7 +34,12 @@ class Terminal(Console):
     @property
     def is_terminal(self) -> bool:
         """Whether a bar can move here; FORCE_COLOR, rich's own sign, asks for colours in a pipe."""
-        return bool(self._force_terminal) or self.file.isatty()
+        if self._force_terminal is not None or not os.environ.get("FORCE_COLOR"):
+            return super().is_terminal
+        try:
+            return self.file.isatty()
+        except (AttributeError, ValueError):  # not a file, or a closed one
+            return False
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -4,18 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.pretrained.config import ModelConfig
-from drafttrain.target.pretrained.files import GENERATION
 from drafttrain.target.pretrained.limits import final_norm_of, limits_of, rope_theta_of
 from drafttrain.target.pretrained.models import (
-    find,
     fingerprint,
+    load_generation_config,
     load_model_config,
     load_tokenizer,
 )
@@ -23,26 +21,22 @@ from drafttrain.target.pretrained.models import (
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
-def open_target(
-    config: ModelConfig, dtype: torch.dtype, device: str
-) -> tuple[Any, Any, TargetSpec]:
+def open_target(config: ModelConfig) -> tuple[Any, Any, TargetSpec]:
     """Return Transformers' configuration of a target, its tokenizer and its specification.
 
-    No weight is loaded. ValueError for what cannot be a target.
+    No weight is read or downloaded, so the fingerprint is still empty: see `with_fingerprint`.
+    ValueError for what cannot be a target.
     """
     model_config, tokenizer = load_model_config(config), load_tokenizer(config)
-    spec = spec_on_disk(config, model_config, tokenizer)
-    return model_config, tokenizer, replace(spec, fingerprint=fingerprint(config, dtype, device))
+    generation = load_generation_config(config)
+    return model_config, tokenizer, describe(config, model_config, generation, tokenizer, "")
 
 
-def spec_on_disk(
-    config: ModelConfig, model_config: Any, tokenizer: Any, fingerprint: str = ""
+def with_fingerprint(
+    spec: TargetSpec, config: ModelConfig, dtype: torch.dtype, device: str
 ) -> TargetSpec:
-    """Return a target's specification from its files, its generation configuration included."""
-    folder, generation = find(config, weights=False), None
-    if folder is not None and (folder / GENERATION).is_file():
-        generation = transformers.GenerationConfig.from_pretrained(folder)
-    return describe(config, model_config, generation, tokenizer, fingerprint)
+    """Return the specification with the fingerprint of the weights, which must be there."""
+    return replace(spec, fingerprint=fingerprint(config, dtype, device))
 
 
 def describe(

@@ -10,7 +10,7 @@ import accelerate
 import torch
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.target.describe import open_target
+from drafttrain.target.describe import open_target, with_fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.limits import final_norm_of
@@ -33,7 +33,7 @@ def load_spread(
             "hardware.target_placement=device_map spreads weights as they are read, and those of"
             f" model={config.name} are {what}; use hardware.target_placement=device"
         )
-    model_config, tokenizer, spec = open_target(config, dtype, device)
+    model_config, tokenizer, spec = open_target(config)
     quantized = getattr(model_config, "quantization_config", None) is not None
     spread: dict[str, Any] = {"device_map": "auto", "max_memory": room}
     if config.quantization is None and not quantized:  # Transformers alone knows quantised sizes
@@ -50,7 +50,7 @@ def load_spread(
             f"hardware.target_placement=device_map found no room on {device} for the embedding and"
             f" the head of model={config.name}; free memory there, or use a larger device"
         )
-    target = SpreadTarget(model, tokenizer, spec)
+    target = SpreadTarget(model, tokenizer, with_fingerprint(spec, config, dtype, device))
     target.check_readout()
     return target
 

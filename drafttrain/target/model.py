@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
-from drafttrain.target.describe import open_target, read_out
+from drafttrain.target.describe import open_target, read_out, with_fingerprint
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.limits import check_structure, final_norm_of
 from drafttrain.target.pretrained.models import load_model
@@ -23,8 +23,9 @@ MAX_ROUNDING = 1e-5  # of a rotary frequency: float32 stays far below, bfloat16 
 
 def load_target(config: ModelConfig, dtype: torch.dtype, device: str) -> "Target":
     """Load the target that `config` names, frozen, on one device (`placement` has the others)."""
-    model_config, tokenizer, spec = open_target(config, dtype, device)
-    target = Target(load_model(config, model_config, dtype, device), tokenizer, spec)
+    model_config, tokenizer, spec = open_target(config)
+    model = load_model(config, model_config, dtype, device)
+    target = Target(model, tokenizer, with_fingerprint(spec, config, dtype, device))
     target.check_readout()
     return target
 

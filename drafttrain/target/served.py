@@ -13,7 +13,7 @@ from torch import nn
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.data.batches import documents_of
-from drafttrain.target.describe import open_target, read_out
+from drafttrain.target.describe import open_target, read_out, with_fingerprint
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
 from drafttrain.target.pretrained.limits import final_norm_of
@@ -141,7 +141,7 @@ def open_served(
     engine does not start, or runs another model than the one on the disk.
     """
     place = directory(config)
-    model_config, tokenizer, spec = open_target(config, dtype, device)
+    model_config, tokenizer, spec = open_target(config)
     model = load_ends(config, model_config, dtype, device)
     for layer in captures:
         if not 0 <= layer <= spec.num_layers:
@@ -164,6 +164,7 @@ def open_served(
         asked="hardware.target_placement=vllm",
     )
     norm = final_norm_of(model.get_decoder())
+    spec = with_fingerprint(spec, config, dtype, device)
     served = ServedTarget(engine, norm, read_out(model), spec, tokenizer)
     try:
         served.check()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.runtime.deepspeed import import_deepspeed, quiet
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.target.describe import gigabytes, open_target
+from drafttrain.target.describe import gigabytes, open_target, with_fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
@@ -29,10 +29,11 @@ def load_sharded(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> "Shar
     ValueError for what cannot be partitioned, and for weights that do not fit the configuration.
     """
     refuse_unless_shardable(config, load_model_config(config), ranks)
-    model_config, tokenizer, spec = open_target(config, dtype, str(ranks.device))
+    model_config, tokenizer, spec = open_target(config)
     model = skeleton(config, model_config, dtype)
     num_parameters = count_parameters(model)
     engine = partition(config, model, ranks)
+    spec = with_fingerprint(spec, config, dtype, str(ranks.device))
     target = ShardedTarget(model, tokenizer, spec, engine, ranks)
     target.num_parameters = num_parameters
     target.check_readout()

@@ -15,9 +15,10 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec, weighted_sum
+from drafttrain.core.vocab import DraftVocab
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
-from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
 from drafttrain.target.model import Target, load_target
 
 CONF = ROOT / "conf" / "drafter"
@@ -385,3 +386,30 @@ def test_teacher_forced_replay_accepts_what_the_loop_accepted(
     assert untrimmed.num_drafts == num_drafts
     assert untrimmed.num_accepted_tokens_per_position == per_position
     assert 0 < untrimmed.num_accepted_tokens < untrimmed.num_draft_tokens
+
+
+class OfEightTokens(Drafter):
+    """A drafter of one's own, built for a vocabulary of eight tokens."""
+
+    captures = ()
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.spec, self.config = spec, DrafterConfig(name="own")
+        self.vocab = DraftVocab.of(torch.arange(8), spec.vocab_size)
+        self.register_buffer("target_ids", self.vocab.target_ids)
+
+    def _not_drafted(self, *arguments: Any) -> Any:
+        raise AssertionError("this test drafts nothing")
+
+    forward = begin = observe = expand = select = _not_drafted
+
+
+def test_a_drafter_that_is_built_with_a_reduced_vocabulary_loads_its_own_weights(
+    target: Target,
+) -> None:
+    trained = OfEightTokens(target.spec)
+    trained.target_ids += 3
+    again = OfEightTokens(target.spec)
+    again.load_weights(trained.state_dict())
+    assert torch.equal(again.get_buffer("target_ids"), trained.get_buffer("target_ids"))

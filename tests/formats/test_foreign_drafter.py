@@ -4,6 +4,7 @@ import json
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,6 +163,24 @@ def test_a_deep_configuration_is_one_line(text: str, target: Target, tmp_path: P
     folder = eagle3().write(tmp_path / "drafter")
     (folder / "config.json").write_text(text)
     refused(folder, target, r"config\.json must be valid JSON")
+
+
+def test_a_header_of_many_small_maps_is_outlined_in_time(tmp_path: Path) -> None:
+    """Ten times as many names take about ten times as long."""
+    seconds = []
+    for count in (4_000, 40_000):
+        entries = {
+            f"t{i}": {"dtype": "I8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)
+        }
+        header = json.dumps(entries).encode()
+        content = struct.pack("<Q", len(header)) + header + bytes(count)
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(content)
+        folder = open_folder(tmp_path, False).outline()
+        started = time.process_time()
+        assert len(folder.tensors()) == count
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 40 * seconds[0]
 
 
 def test_a_pickle_of_strides_is_measured_by_its_shape(target: Target, tmp_path: Path) -> None:

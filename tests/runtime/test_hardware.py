@@ -78,6 +78,12 @@ def test_threads_are_those_asked_for_or_every_core(monkeypatch: pytest.MonkeyPat
     assert torch.get_num_threads() == 1
 
 
+def test_a_run_on_the_cpu_wakes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for one takes seconds where there are many, and warns where a driver is broken."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked for a GPU"))
+    assert choose_device(hardware(device="cpu")) == "cpu"
+
+
 def test_training_dtype_is_kept_or_what_the_processor_has() -> None:
     assert choose_train_dtype(hardware(), CPU) == torch.float32
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -63,3 +63,29 @@ def test_colours_that_are_asked_for_move_no_bar_in_a_pipe(
     assert capsys.readouterr().out == "train 2/2 0:00 left 0:00\n"
     terminal.console.print(Text("red", style="red"))
     assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\n"
+
+
+class Tee:
+    """What log libraries put in the place of stdout: it can write, and no more."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("colors", ["", "1"])
+def test_stdout_may_be_an_object_that_only_writes_or_a_closed_file(
+    colors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", colors)
+    closed, tee = io.StringIO(), Tee()
+    closed.close()
+    for stdout in (closed, tee):
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert not terminal.Terminal().is_terminal
+    terminal.Terminal().print("hello")
+    assert tee.text == "hello\n"

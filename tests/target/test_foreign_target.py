@@ -14,9 +14,10 @@ import torch
 from builders import model_config
 from safetensors.torch import load_file, save_file
 
+from drafttrain.target.model import load_target
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.ends import load_ends
-from drafttrain.target.pretrained.models import load_model, load_model_config, load_tokenizer
+from drafttrain.target.pretrained.models import load_model_config
 
 
 @pytest.fixture
@@ -27,9 +28,7 @@ def folder(tiny_target_dir: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> Any:
-    config = model_config(folder)
-    load_tokenizer(config)
-    return load_model(config, load_model_config(config), torch.float32, "cpu")
+    return load_target(model_config(folder), torch.float32, "cpu").model
 
 
 def change(file: Path, **changes: Any) -> None:
@@ -98,7 +97,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list for a kind": (
         lambda folder: change(folder / "config.json", model_type=[]), r"model_type must be a text"),
     "an object for a dtype": (
-        lambda folder: change(folder / "config.json", dtype={"a": "float32"}), r"makes no model"),
+        lambda folder: change(folder / "config.json", dtype={"a": "float32"}), r"no model can be made"),
     "more layers than tensors": (
         lambda folder: change(folder / "config.json", num_hidden_layers=1000),
         r"declares 1,000 layers; the files hold 39 tensors"),
@@ -108,6 +107,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a deep generation's configuration": (
         lambda folder: (folder / "generation_config.json").write_text("[" * 100_000),
         r"generation_config\.json must be"),
+    "a generation's configuration of other arguments": (
+        lambda folder: (folder / "generation_config.json").write_text('{"self": 1}'),
+        r"^model\.path=.*generation_config\.json cannot be used"),
     "a tokenizer of nothing": (
         lambda folder: (folder / "tokenizer.json").write_text("[]"), r"tokenizer cannot be loaded"),
     "a deep index": (

@@ -273,6 +273,16 @@ def test_biases_are_widened_too(tiny_target_dir: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(wide(TOKENS).logits, plain(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_a_size_below_the_model_is_refused_before_weights_are_there(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "no weights"
+    shutil.copytree(tiny_target_dir, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = inflated(model_config(folder), "1K")
+    with pytest.raises(ValueError, match=r"model\.inflate must be at least"):
+        load_target(config, torch.float32, "cpu")
+
+
 def test_quantised_weights_are_refused_before_they_are_read(
     tiny_target_dir: Path, tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ class LentLinear(nn.Linear):
 
 
 def within_calls(modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any], Any]) -> Any:
-    """Return `use(inputs)`, computed while every one of `modules` is being called.
+    """Return `use(inputs)`, computed while each of `modules`, all LentLinear, is being called.
 
     For weights that are not used in a plain product: if parameters are sharded over ranks, the
     hooks of a module make its weights whole during its call only. Inputs and results are tensors or

@@ -71,7 +71,7 @@ class Folder:
             found |= {
                 name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
                 for name, entry in entries.items()
-                if name not in whole
+                if self.outlined and not _is_map(entry)
             }
             if whole:
                 found |= _load(file, whole)

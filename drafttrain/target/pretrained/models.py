@@ -73,6 +73,18 @@ def load_model_config(config: ModelConfig) -> Any:
         raise ValueError(f"{config.origin}: config.json cannot be used: {reason}") from error
 
 
+def load_generation_config(config: ModelConfig) -> Any:
+    """Return Transformers' generation configuration of a target; None if it has none."""
+    folder = find(config, weights=False)
+    if folder is None or not (folder / files.GENERATION).is_file():
+        return None
+    try:
+        return transformers.GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # its keys are keyword arguments of Transformers
+        reason = shown(error, 400)
+        raise ValueError(f"{config.origin}: {files.GENERATION} cannot be used: {reason}") from error
+
+
 def load_tokenizer(config: ModelConfig) -> Any:
     """Return the target's tokenizer, chat template included; a random target has the embedded one.
 

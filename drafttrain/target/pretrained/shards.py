@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.fit import match, refuse_misfit
-from drafttrain.target.pretrained.models import attention_of, find
+from drafttrain.target.pretrained.models import attention_of, find, load_generation_config
 
 FLOATING = ("F64", "F32", "F16", "BF16")  # converted to the requested dtype
 
@@ -37,9 +37,8 @@ def skeleton(config: ModelConfig, model_config: Any, dtype: torch.dtype) -> Any:
             trust_remote_code=config.trust_remote_code,
         )
     model.tie_weights()  # again: moving to the meta device untied them
-    folder = find(config, weights=False)
-    if folder is not None and (folder / files.GENERATION).is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    if (generation := load_generation_config(config)) is not None:
+        model.generation_config = generation
     return model.eval().requires_grad_(False)
 
 
