@@ -39,7 +39,7 @@ class Method:
     """One row: a method, and the runs that measured it."""
 
     label: str
-    reference: bool  # measured beside the runs' own drafters
+    reference: bool  # measured together with the runs' own drafters
     drafter: str
     runs: tuple[RunReport, ...]
 

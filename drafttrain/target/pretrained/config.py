@@ -12,7 +12,7 @@ REPO = re.compile(r"([\w.-]+/)?[\w.-]+")  # the Hub itself checks the finer poin
 ATTENTION = ("auto", "sdpa", "eager")
 ARCHITECTURES = ("llama", "qwen3", "mistral")
 # Random weights up to this size are drawn on the CPU in float32, so that every device and dtype
-# gets the same ones; larger ones are drawn on their device: a copy would take minutes.
+# gets the same ones; larger ones are drawn on their device: drawing them twice takes minutes.
 PORTABLE_PARAMETERS = 2_000_000_000
 
 

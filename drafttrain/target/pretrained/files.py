@@ -83,7 +83,7 @@ def check(folder: Path, origin: str, weights: bool, allow_pickle: bool) -> None:
 
 
 def check_settings(settings: dict[str, Any], origin: str) -> None:
-    """Raise ValueError if config.json names weights of its own, or code of the Hub."""
+    """Raise ValueError if config.json names its weights, or code of the Hub."""
     if settings.get("transformers_weights") is not None:
         raise ValueError(
             f"{origin}: config.json must not name its weights (transformers_weights): {SAFE} and"
