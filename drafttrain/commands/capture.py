@@ -19,12 +19,13 @@ from drafttrain.commands.setup.target_and_drafter import (
     shape_of,
 )
 from drafttrain.config.compose import load_choice
+from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.hardware import choose_device, choose_train_dtype
 from drafttrain.runtime.ranks import Ranks, join_ranks
-from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, call, provenance
+from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, provenance
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -91,7 +92,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
         )
     say(manifest.summary())
     trained = (f"features.dir={folder}", f"drafter={drafters[0].name}")
-    say(f"next: {call('train', 'features=stored', *trained)}")
+    say(f"next: {follow_up('train', 'features=stored', *trained)}")
 
 
 def check_store_folder(folder: Path) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from drafttrain.config.groups import follow_up
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sweep import Sweep, listed, several, sweep_of
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.journal import read_records, replace_records
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.rank_process import say_error
-from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.signals import Stopped, answered_by
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import escaped
@@ -94,11 +94,11 @@ def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
     runs = list(dict.fromkeys(job.run for job in done if job.run is not None))
     names = list(dict.fromkeys(job.evaluation for job in done))
     if command == "train" and runs:
-        console.print(f"next: {call('evaluate', '--multirun', several('run.dir', runs))}")
+        console.print(f"next: {follow_up('evaluate', '--multirun', several('run.dir', runs))}")
     if command in ("train", "evaluate") and len(runs) > 1 and len(names) == 1:
         other = [f"compare.evaluation={names[0]}"] if names[0] not in (None, "default") else []
         lead = "then: " if command == "train" else "next: "
-        console.print(f"{lead}{call('compare', listed('runs', runs), *other)}")
+        console.print(f"{lead}{follow_up('compare', listed('runs', runs), *other)}")
     failed = [job.name for job in sweep.jobs if job not in done]
     if failed:
         say_error(

@@ -10,6 +10,7 @@ import torch
 
 from drafttrain import __version__
 from drafttrain.commands.setup.target_and_drafter import load_alone, name_of
+from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import RegenerateConfig
 from drafttrain.core.types import TargetSpec
 from drafttrain.data.prompts_to_answer import read_asked
@@ -18,7 +19,6 @@ from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device
 from drafttrain.runtime.lock import of_answers, require_free
-from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.target.answers.answers_file import Answers, Backend
@@ -87,7 +87,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         if cut:
             console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
         console.print(f"answers: {out}, {len(answers.rows):,} conversations")
-    console.print(f"next: {call('train', 'data=jsonl', f'data.path={out}')}")
+    console.print(f"next: {follow_up('train', 'data=jsonl', f'data.path={out}')}")
 
 
 def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:

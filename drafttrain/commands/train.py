@@ -11,6 +11,7 @@ from drafttrain.commands.setup.init_from import keep_start, starting_point
 from drafttrain.commands.setup.plan import foresee
 from drafttrain.commands.setup.target_and_drafter import source_of_features
 from drafttrain.commands.setup.training import first_weights, gather, validation_of
+from drafttrain.config.groups import follow_up
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
@@ -30,7 +31,6 @@ from drafttrain.runtime.run_folder import (
     CONFIG,
     PROVENANCE,
     append_log,
-    call,
     check_run_folder,
     provenance,
     write_config,
@@ -183,7 +183,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     if best is not None:
         metric = f"{validation.metric} {load_state(best).best_metric:.3f}"
         say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
-    say(f"next: {call('evaluate', f'run.dir={folder}')}")
+    say(f"next: {follow_up('evaluate', f'run.dir={folder}')}")
     if engine.is_main:
         append_log(folder, said)
 

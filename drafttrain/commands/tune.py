@@ -4,12 +4,12 @@ from pathlib import Path
 
 from drafttrain.commands.setup.evaluation import Setup, held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
+from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import TUNED, choose, tune_drafter, write_tuned
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.tuning import headline, tune_tables, write_tuning
-from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
 
 
@@ -45,6 +45,6 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     page = write_tuning(setup.folder, title, predictions, choices, setup.notes)
     console.print(f"chosen depths: {file}; details: {page}")
     console.print(
-        f"next: {call('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
-        f"or {call('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
+        f"next: {follow_up('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
+        f"or {follow_up('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
     )

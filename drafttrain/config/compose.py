@@ -246,9 +246,10 @@ def _section_of(
 
 def _check_choice(section: str, value: Any, options: list[str]) -> None:
     if value not in options:
+        own = own_dir()
         raise UsageError(
             f"{section}={value} is not a choice{did_you_mean(str(value), options)} "
-            f"choices: {', '.join(options)}"
+            f"choices: {', '.join(options)}{f'; looked in {own / section} too' if own else ''}"
         )
 
 

@@ -12,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 
 from drafttrain.config.overrides import SAVED, UsageError, hidden
 from drafttrain.config.sections import SECTIONS
+from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
 # Keys that let other people's code run are not taken from the config.yaml of a run.
@@ -55,6 +56,12 @@ _own: list[Path] = []  # of this process: one command line, one --config-dir
 def own_dir() -> Path | None:
     """Return the folder that --config-dir names."""
     return _own[0] if _own else None
+
+
+def follow_up(command: str, *arguments: str) -> str:
+    """Return the command line of what comes next, with the --config-dir of this one."""
+    own = [f"--config-dir={folder}"] if (folder := own_dir()) else []
+    return call(command, *own, *arguments)
 
 
 def own_groups() -> list[str]:

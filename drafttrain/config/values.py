@@ -26,14 +26,20 @@ BLANKS = ("eval.stop_strings",)  # a line end is one
 def check_target(section: str, target: Any) -> None:
     """Raise UsageError unless `_target_` names a class that may be imported, which executes code.
 
-    Allowed: a class of this package, one that the user's own yaml names (--config-dir), or None.
+    Allowed: a class of this package, one that the user's own yaml names (--config-dir), or None,
+    the section's own class, which a drafter has not.
     """
+    if target is None and section == "drafter":
+        raise UsageError(
+            "drafter._target_ must name the class of its configuration, got nothing; the yaml of a "
+            "drafter begins with _target_: MODULE.CLASS"
+        )
     is_text = isinstance(target, str)
     if target is not None and not (is_text and (OURS.fullmatch(target) or target in _own(section))):
         raise UsageError(
             f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
             f"got {shown(target)}; add its yaml with --config-dir FOLDER "
-            f"(FOLDER/{section}/NAME.yaml)"
+            f"(FOLDER/{section}/NAME.yaml; from Python config_dir=FOLDER)"
         )
 
 
@@ -62,7 +68,8 @@ def _load(section: str, path: str) -> Any:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"{section}._target_ must name a class that can be imported, got {path}: {error}"
+            f"{section}._target_ must name a class that can be imported, got {path}: {error}; the "
+            "folder of its file must be on PYTHONPATH"
         ) from error
     if not isinstance(found, type):
         raise UsageError(f"{section}._target_ must name a class, got {path}")
@@ -75,12 +82,10 @@ def check_drafter(plain: dict[str, Any]) -> None:
     The fields are read from the source of the class, where that is of this package, named in conf/,
     and not imported yet.
     """
-    target = plain.get("_target_")
-    path = target or SECTIONS["drafter"]
-    module, _, name = path.rpartition(".")
-    named = target is None or (target in targets("drafter") and OURS.fullmatch(target))
-    if named and module not in sys.modules:
-        hints = [(key, eval(hint, {"Any": Any})) for key, hint in _declared(path).items()]
+    target = str(plain.get("_target_"))
+    module, _, name = target.rpartition(".")
+    if target in targets("drafter") and OURS.fullmatch(target) and module not in sys.modules:
+        hints = [(key, eval(hint, {"Any": Any})) for key, hint in _declared(target).items()]
         values_of("drafter", plain, make_dataclass(name, hints, kw_only=True))
 
 

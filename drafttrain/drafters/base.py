@@ -13,6 +13,11 @@ target's hidden states; the target itself reads x_t at position t, gives f_t, an
 
 While decoding, x_t+1 is the last token: committed, chosen by the target, but not yet read by it. So
 the first drafted token is always two positions after the newest feature.
+
+Features and readout have the target's dtype, which need not be the drafter's: convert what you read
+(`features.final_hidden.to(dtype_of(self))`, from core/ops/layer_calls.py, which knows of autocast)
+and what you give to the readout (`readout.logits(states.to(readout.head.dtype))`). core/types.py
+has what batches, features and loss terms hold, core/readout.py what a readout does.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from drafttrain.core.chance import Chance, SeededChance
@@ -54,7 +59,7 @@ class DrafterConfig:
 
     def build(self, spec: TargetSpec) -> "Drafter":
         """Return the drafter for a target, with initial weights."""
-        raise AssertionError(f"{type(self).__name__} does not say which drafter it builds")
+        raise NotImplementedError(f"{type(self).__name__} must define build(spec)")
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,10 @@ State = TypeVar("State", bound=DraftState)
 class Drafter(nn.Module, ABC, Generic[State]):
     """A drafter: a model, and its interface to the decode loop.
 
-    A subclass must define `captures`; for training `forward`; for decoding `begin`, `observe`,
-    `expand` and `select`. Everything else has a default. Weights that it shares with the target
-    (embedding, head) are read from the readout.
+    A subclass must set `config`, `spec` and `captures` (`()` reads the final hidden state alone),
+    and define `forward` for training; `begin`, `observe`, `expand` and `select` for decoding.
+    Everything else has a default. Weights that it shares with the target (embedding, head) are read
+    from the readout.
     """
 
     about: ClassVar[About | None] = None  # None: a card uses its configuration's name
@@ -115,12 +121,12 @@ class Drafter(nn.Module, ABC, Generic[State]):
     # How many positions before a trained token its loss reads features of (None: all of them). A
     # store may leave out the others.
     reach: int | None = None
-    # Names of the terms of `forward` on drafted tokens, in order of depth, if the configuration is
-    # a TokenLossConfig: validation without the target then computes them with the loss `rejection`.
-    # For other drafters it drafts along the stored text.
+    # Names of the terms of `forward` on drafted tokens, in order of depth: the contract suite
+    # compares them with decoding. If the configuration is a TokenLossConfig, validation without the
+    # target computes them with the loss `rejection`; else it drafts along the stored text.
     depth_terms: tuple[str, ...] = ()
     max_depth: int | None = None  # of a proposal; None: no limit
-    unroll = 1  # depths whose logits the training forward produces, for train/decode agreement
+    unroll = 1  # depths that `forward` trains; the contract suite compares decoding with them
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
     text_source: TextSource | None = None  # None: it trains on the data's text
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
@@ -150,7 +156,10 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     @abstractmethod
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Return the loss terms of a batch, as sums."""
+        """Return the loss terms of a batch, each the sum over its positions (`LossTerm`).
+
+        The training loop divides by the trained tokens of the whole step, whatever a term counts.
+        """
 
     @abstractmethod
     def begin(self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int) -> State:
@@ -166,16 +175,17 @@ class Drafter(nn.Module, ABC, Generic[State]):
     ) -> None:
         """Read committed tokens: tokens[:, i] is at the position right after that of feature i.
 
-        The first call has the prompt without its first token, and the last token; each later one
-        has the accepted tokens and the bonus of a verification. Row r has counts[r] tokens, then
-        padding. What the drafter wrote for its own proposal is rolled back here.
+        The first call has the features of the prompt x_0 .. x_n-1 and the tokens x_1 .. x_n, where
+        the target chose x_n; each later one has the accepted tokens and the bonus of a
+        verification. Row r has counts[r] >= 1 tokens, then padding. What the drafter wrote for its
+        own proposal is rolled back here.
         """
 
     @abstractmethod
     def expand(
         self, state: State, newest: Int[Tensor, " batch"] | None
     ) -> Float[Tensor, "batch draft_vocab"]:
-        """Return logits for the token after the newest drafted one.
+        """Return logits for the token after the newest drafted one, which is a target id.
 
         None: for the token after the last token, right after `observe`.
         """
@@ -237,8 +247,8 @@ def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def last_of(
-    values: Float[Tensor, "batch new width"], counts: Sequence[int]
-) -> Float[Tensor, "batch 1 width"]:
+    values: Shaped[Tensor, "batch new width"], counts: Sequence[int]
+) -> Shaped[Tensor, "batch 1 width"]:
     """Return the values at each row's last real position."""
     if min(counts) == values.shape[1]:
         return values[:, -1:]
@@ -249,7 +259,10 @@ def last_of(
 def positions_to_predict(
     batch: Batch, distance: int
 ) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
-    """Return (rows, positions) of trained tokens after at least `distance` tokens of their text."""
+    """Return (rows, columns) of trained tokens after at least `distance` tokens of their text.
+
+    Depth d, from 0, predicts a token from the feature at its column - (d + 2): distance d + 2.
+    """
     wanted = batch.loss_mask & (batch.positions >= distance)
     rows, positions = wanted.nonzero(as_tuple=True)
     return rows, positions

@@ -175,16 +175,18 @@ def about_drafter(plan: Plan) -> Iterator[str]:
         f"Up to about {count(most)} weights keep a drafted token below {CHEAP_DRAFT:.0%} of a "
         "target pass."
         if most > 1e6
-        else f"No drafter keeps a drafted token below {CHEAP_DRAFT:.0%} of a target pass: it "
-        "takes as long before it computes anything."
+        else f"No drafter keeps a drafted token below {CHEAP_DRAFT:.0%} of a target pass: starting "
+        "its operations alone takes as long."
     )
     cuts_vocabulary, vocabulary = "draft_vocab_size" in job.knobs, job.parts.draft_vocab
     if each > COSTLY_DRAFT:
         if cuts_vocabulary and vocabulary > SMALL_VOCABULARY:
             smaller = f"drafter.draft_vocab_size={SMALL_VOCABULARY}"
+        elif "num_layers" in job.knobs:
+            smaller = "fewer layers"
         else:
-            narrow = "a smaller drafter.intermediate_size"
-            smaller = "fewer layers" if "num_layers" in job.knobs else narrow
+            narrow = "intermediate_size" in job.knobs
+            smaller = "a smaller drafter.intermediate_size" if narrow else "a smaller drafter"
         yield f"A drafted token is expensive here: try {smaller}, or chains of depth 1 or 2."
     if cuts_vocabulary and vocabulary > WHOLE_VOCABULARY:
         yield (

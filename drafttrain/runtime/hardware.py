@@ -110,7 +110,7 @@ def choose_decoding(
         return DecodeChoice(TORCH_DTYPES[name], every_core, f"{name} on {device}")
     if len(candidates) == 1:
         name = names[0]
-        return DecodeChoice(TORCH_DTYPES[name], every_core, f"{name} with {every_core} threads")
+        return DecodeChoice(TORCH_DTYPES[name], every_core, _candidate(name, every_core))
     passes = {name: pass_of(TORCH_DTYPES[name]) for name in names}
     best: dict[tuple[str, int], dict[int, float]] = {candidate: {} for candidate in candidates}
     for _ in range(MEASURED_ROUNDS):

@@ -125,7 +125,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run(place: Path, command: str, *arguments: str) -> int:
-    return main([command, f"--config-dir={place / 'conf'}", *arguments])
+    return run_with(place / "conf", command, *arguments)
+
+
+def run_with(folder: Path, command: str, *arguments: str) -> int:
+    return main([command, f"--config-dir={folder}", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +185,38 @@ def test_it_is_trained_measured_compared_and_exported(
     settings = json.loads((exported / "config.json").read_text())
     assert settings["drafter"]["width"] == 16
     assert "No engine serves drafter=recurrent" in (exported / "README.md").read_text()
+
+
+def test_what_to_run_next_names_its_folder_too(trained: Path, place: Path) -> None:
+    said = (trained / "train.log").read_text().splitlines()
+    told = f"--config-dir={place / 'conf'} run.dir={trained}"
+    assert said[-1] == f"next: python -m drafttrain evaluate {told}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: other\nwidth: 3\n", "must name the class of its configuration, got nothing; the"),
+        ("_target_: elsewhere.Config\nname: other\n", "of its file must be on PYTHONPATH"),
+    ],
+    ids=["no class", "a class that is not found"],
+)
+def test_a_yaml_that_leads_to_no_class_says_what_it_must_name(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "other.yaml").write_text(text)
+    assert run_with(tmp_path, "train", "drafter=other", f"run.dir={tmp_path / 'run'}") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: drafter._target_ must name ")
+    assert message in said
+
+
+def test_a_folder_without_the_choice_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with(tmp_path, "train", "drafter=other", f"run.dir={tmp_path / 'run'}") == 2
+    assert f"; looked in {tmp_path / 'drafter'} too\n" in capsys.readouterr().err
 
 
 def test_it_is_trained_on_stored_features_and_validated_without_the_target(

@@ -810,7 +810,7 @@ def test_train_says_what_it_takes_at_once() -> None:
     foresee(config)  # the first call imports
     started = time.process_time()
     lines = foresee(config)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 2  # 0.4 without CHECK_SHAPES, on an idle core
     assert 3 <= len(lines) <= 5
     text = " ".join(lines)
     for words in ("14.2M", "parameters", "memory: about", "GiB of this machine", "tokens/s"):

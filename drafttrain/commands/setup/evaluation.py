@@ -19,6 +19,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     name_of,
 )
 from drafttrain.config.compose import load_choice
+from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import EvaluateConfig, TuneConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import (
@@ -43,7 +44,6 @@ from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype
 from drafttrain.runtime.lock import hold, require_free
-from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.size import parameters
@@ -253,7 +253,7 @@ def tuned(settings: Tuned, folder: Path) -> Tuned:
     if depth is None:
         raise ValueError(
             f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
-            f"write it with {call('tune', f'run.dir={folder}')}"
+            f"write it with {follow_up('tune', f'run.dir={folder}')}"
         )
     chosen: dict[str, Any] = {key: depth}
     return replace(settings, **chosen)

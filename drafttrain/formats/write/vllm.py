@@ -114,7 +114,9 @@ def export_vllm(
         name = drafter.config.name
         if complaints := not_finite(tensors):
             raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
-        notes = (f"No engine serves drafter={name}: drafttrain itself decodes with it.",)
+        notes = (
+            f"No engine serves drafter={name}: drafttrain decodes with it, from its run folder.",
+        )
     else:
         check(settings, tensors, spec, drafter.captures, layout)
         refused = cannot_serve(layout, settings, "embed_tokens.weight" in tensors, spec)
