@@ -12,13 +12,13 @@ from drafttrain.data.files import (
     dataset_records,
     file_records,
     find_files,
-    require,
     usable_of,
 )
 from drafttrain.data.records import Message, Recorded, messages_of, plain_text, recorded_of
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template
 from drafttrain.runtime.lock import of_answers, require_free
+from drafttrain.runtime.settings import Settings, require
 from drafttrain.runtime.untrusted_input import shown
 
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # given anyway
@@ -26,8 +26,10 @@ MAX_KWARGS = 10_000  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """The settings that every source of conversations has."""
+
+    section: ClassVar[str] = "data"
 
     name: str
     max_length: int
@@ -42,10 +44,10 @@ class DataConfig:
         self.require("holdout", self.holdout >= 0, "be at least 0 conversations")
         self.require("seed", self.seed >= 0, "be at least 0")
         known = "be chat (the tokenizer's chat template) or none (plain text)"
-        require(self.template in ("chat", "none"), "template", known, repr(self.template))
+        require(self.template in ("chat", "none"), "data.template", known, repr(self.template))
         taken = [key for key in self.template_kwargs if key in RESERVED or not key.isidentifier()]
         told = "name variables of the chat template that it is not given anyway"
-        require(not taken, "template_kwargs", told, shown(", ".join(taken)))
+        require(not taken, "data.template_kwargs", told, ", ".join(taken))
         try:
             plain = json.dumps(self.template_kwargs, allow_nan=False)
         except (ValueError, TypeError):
@@ -56,10 +58,6 @@ class DataConfig:
             date.fromisoformat(self.template_date)
         except ValueError:
             self.require("template_date", False, "be a day such as 2026-01-31")
-
-    def require(self, key: str, holds: bool, must: str, advice: str = "") -> None:
-        """Raise ValueError unless a condition on a setting holds."""
-        require(holds, key, must, shown(getattr(self, key)), advice)
 
     def check_text(self) -> None:
         """Raise ValueError where these settings give no text to train on."""
@@ -183,7 +181,7 @@ class HubConfig(ReadConfig):
         pair = (self.prompt_column, self.response_column)
         require(
             all(pair) if self.column is None else not any(pair),
-            "column",
+            "data.column",
             "name the column of messages (or text), unless data.prompt_column and"
             " data.response_column both do",
             f"column={self.column} prompt_column={pair[0]} response_column={pair[1]}",

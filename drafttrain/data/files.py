@@ -12,6 +12,7 @@ from typing import Any
 
 from drafttrain.data.records import Unusable, parse
 from drafttrain.data.skips import NothingUsable, SkipReport
+from drafttrain.runtime.settings import require
 from drafttrain.runtime.untrusted_input import MAX_LINE_BYTES, lines_of
 
 Record = tuple[str, Any]  # where it is; what it holds, or the Unusable with the reason why not
@@ -19,12 +20,6 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
 WHITE = " \t\r\n"  # JSON's white space
-
-
-def require(holds: bool, key: str, must: str, got: object, advice: str = "") -> None:
-    """Raise ValueError unless a condition on a setting of `data` holds."""
-    if not holds:
-        raise ValueError(f"data.{key} must {must}, got {got}{advice}")
 
 
 def find_files(path: str) -> list[Path]:
@@ -41,7 +36,7 @@ def find_files(path: str) -> list[Path]:
         matches = sorted(Path(match) for match in glob.glob(str(place), recursive=True))
         files = [file for file in matches if file.is_file()]
         must, got = "name existing files", f"{path}, which names none"
-    require(bool(files), "path", must, got)
+    require(bool(files), "data.path", must, got)
     return files
 
 

@@ -36,15 +36,16 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
-from drafttrain.runtime.settings import require
+from drafttrain.runtime.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
+class DrafterConfig(Settings):
     """The configuration common to all drafters; each family's subclass is in its own file."""
 
     name: str
 
+    section: ClassVar[str] = "drafter"
     trainable: ClassVar[bool] = True
     layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves it
 
@@ -52,10 +53,6 @@ class DrafterConfig:
     def served_from(self) -> Path | None:
         """The directory that an engine loads as it is; None: an export is needed."""
         return None
-
-    def require(self, key: str, holds: bool, need: str, remedy: str = "") -> None:
-        """Raise ValueError unless a condition on a setting holds."""
-        require(holds, f"drafter.{key}", need, getattr(self, key), remedy)
 
     def build(self, spec: TargetSpec) -> "Drafter":
         """Return the drafter for a target, with initial weights."""

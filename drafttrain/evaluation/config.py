@@ -1,13 +1,13 @@
 """The settings of `evaluate`, `tune` and `compare`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.suites import PromptSource
+from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import folder_name
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ REPORTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Settings):
     """Which prompts are decoded, how, and how carefully that is measured."""
+
+    section: ClassVar[str] = "eval"
 
     name: str
     overwrite: bool
@@ -76,12 +78,12 @@ class EvalConfig:
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
         for key in ("depth", "max_new_tokens", "blocks", "batch_size"):
-            _require("eval", key, getattr(self, key) >= 1, "at least 1", getattr(self, key))
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
         for key in ("depths", "batch_sizes", "temperatures"):
             values = getattr(self, key)
             positive = key == "temperatures" or all(value >= 1 for value in values)
-            _require("eval", key, positive, "numbers of at least 1", values)
-            _require("eval", key, len(set(values)) == len(values), "distinct values", values)
+            self.require(key, positive, "be numbers of at least 1")
+            self.require(key, len(set(values)) == len(values), "be distinct values")
         wanted, sizes = self.prompts_per_task, self.vllm_batch_sizes
         ranges = {
             "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
@@ -97,7 +99,7 @@ class EvalConfig:
             "stop_strings": ("texts that are not empty", all(self.stop_strings)),
         }
         for key, (allowed, holds) in ranges.items():
-            _require("eval", key, holds, allowed, getattr(self, key))
+            self.require(key, holds, f"be {allowed}")
         if (self.certify or self.lossy) and not self.lossless_prompts:
             why = "eval.certify=true" if self.certify else f"eval.rule={self.rule}"
             raise ValueError(
@@ -193,15 +195,11 @@ def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Samp
         raise ValueError(f"eval.{prefix}{error}") from None
 
 
-def _require(section: str, key: str, holds: bool, allowed: str, got: object) -> None:
-    if not holds:
-        shown = list(got) if isinstance(got, Sequence) and not isinstance(got, str) else got
-        raise ValueError(f"{section}.{key} must be {allowed}, got {shown}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class TuneSettings:
+class TuneSettings(Settings):
     """Which depths and batch sizes are considered, and how carefully."""
+
+    section: ClassVar[str] = "tune"
 
     name: str
     overwrite: bool
@@ -215,8 +213,8 @@ class TuneSettings:
         for key in ("depths", "batch_sizes", "contexts"):
             values = getattr(self, key)
             holds = bool(values) and min(values) >= 1 and len(set(values)) == len(values)
-            _require("tune", key, holds, "distinct numbers of at least 1", values)
-        _require("tune", "rounds", self.rounds >= 1, "at least 1", self.rounds)
+            self.require(key, holds, "be distinct numbers of at least 1")
+        self.require("rounds", self.rounds >= 1, "be at least 1")
 
     def fitting(self, deepest: int | None) -> list[int]:
         """Return the depths, ascending, that a drafter can draft (None: any)."""
@@ -230,8 +228,10 @@ class TuneSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings:
+class CompareSettings(Settings):
     """Which runs are compared, with which baseline, and where the comparison is written."""
+
+    section: ClassVar[str] = "compare"
 
     runs: list[str]
     evaluation: str
@@ -255,5 +255,5 @@ class CompareSettings:
         if twice:
             raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
         folder_name(self.evaluation, "compare.evaluation")
-        _require("compare", "resamples", self.resamples >= 100, "at least 100", self.resamples)
-        _require("compare", "seed", self.seed >= 0, "at least 0", self.seed)
+        self.require("resamples", self.resamples >= 100, "be at least 100")
+        self.require("seed", self.seed >= 0, "be at least 0")

@@ -1,13 +1,18 @@
 """The settings of a plan, and of an accelerator."""
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from drafttrain.runtime.settings import Settings
 
 PEAKS = ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(Settings):
     """The settings of a plan besides the sections of `train`."""
+
+    section: ClassVar[str] = "plan"
 
     dir: str | None
     measured: str | None
@@ -37,13 +42,14 @@ class PlanSettings:
             "price_per_hour": ("at least 0", price is None or price >= 0),
         }
         for key, (allowed, holds) in ranges.items():
-            if not holds:
-                raise ValueError(f"plan.{key} must be {allowed}, got {getattr(self, key)}")
+            self.require(key, holds, f"be {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceleratorConfig:
+class AcceleratorConfig(Settings):
     """One accelerator: its size, its peaks and its price; null is measured on this machine."""
+
+    section: ClassVar[str] = "accelerator"
 
     name: str
     matches: list[str]
@@ -64,8 +70,6 @@ class AcceleratorConfig:
     def __post_init__(self) -> None:
         for key in PEAKS:
             value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"accelerator.{key} must be above 0, or null, got {value}")
+            self.require(key, value is None or value > 0, "be above 0, or null")
         for key in ("efficiency", "serving_efficiency", "bandwidth_efficiency"):
-            if not 0 < getattr(self, key) <= 1:
-                raise ValueError(f"accelerator.{key} must be in (0, 1], got {getattr(self, key)}")
+            self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")

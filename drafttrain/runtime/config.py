@@ -1,7 +1,9 @@
 """The settings of the machine: devices, dtypes, threads, ranks, memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from drafttrain.runtime.settings import Settings
 
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -9,8 +11,10 @@ PLACEMENTS = ("auto", "device", "device_map", "zero3", "vllm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Settings):
     """Settings that change speed and memory, never what is computed (up to the dtype)."""
+
+    section: ClassVar[str] = "hardware"
 
     name: str
     device: str
@@ -42,5 +46,4 @@ class HardwareConfig:
             ("ranks", ranks, "auto or a number of at least 1"),
             ("target_placement", placement, f"one of {', '.join(PLACEMENTS)}"),
         ):
-            if not holds:
-                raise ValueError(f"hardware.{key} must be {must}, got {getattr(self, key)}")
+            self.require(key, holds, f"be {must}")

@@ -1,7 +1,21 @@
-"""The error for a setting that is refused."""
+"""The words in which a setting is refused."""
+
+from typing import ClassVar
+
+from drafttrain.runtime.untrusted_input import shown
 
 
 def require(holds: bool, key: str, need: str, got: object, remedy: str = "") -> None:
-    """Raise ValueError unless a condition on a setting holds. need: such as "be at least 1"."""
+    """Raise ValueError unless a setting holds what it needs: "be at least 1"."""
     if not holds:
-        raise ValueError(f"{key} must {need}, got {got}{remedy}")
+        raise ValueError(f"{key} must {need}, got {shown(got)}{remedy}")
+
+
+class Settings:
+    """The settings of a section of a configuration: a frozen dataclass that checks its values."""
+
+    section: ClassVar[str]
+
+    def require(self, key: str, holds: bool, need: str, remedy: str = "") -> None:
+        """Raise ValueError unless a setting holds what it needs: "be at least 1"."""
+        require(holds, f"{self.section}.{key}", need, getattr(self, key), remedy)

@@ -2,11 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
+
+from drafttrain.runtime.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Settings):
     """How long and how fast to train, and when to log, validate and save."""
+
+    section: ClassVar[str] = "trainer"
 
     name: str
     max_steps: int
@@ -32,20 +37,16 @@ class TrainerConfig:
             *("validation_prompts", "validation_tokens", "keep_checkpoints"),
         )
         for key in at_least_1:
-            self._require(key, getattr(self, key) >= 1, "at least 1")
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
         for key in ("lr", "max_grad_norm"):
-            self._require(key, getattr(self, key) > 0, "above 0")
+            self.require(key, getattr(self, key) > 0, "be above 0")
         for key in ("warmup_steps", "weight_decay"):
-            self._require(key, getattr(self, key) >= 0, "at least 0")
+            self.require(key, getattr(self, key) >= 0, "be at least 0")
         for key in ("beta1", "beta2"):
-            self._require(key, 0 <= getattr(self, key) < 1, "in [0, 1)")
-        self._require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "in [0, 1]")
+            self.require(key, 0 <= getattr(self, key) < 1, "be in [0, 1)")
+        self.require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "be in [0, 1]")
         known = ("cosine", "constant")
-        self._require("schedule", self.schedule in known, f"one of {', '.join(known)}")
-
-    def _require(self, key: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ValueError(f"trainer.{key} must be {what}, got {getattr(self, key)}")
+        self.require("schedule", self.schedule in known, f"be one of {', '.join(known)}")
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` finished ones.

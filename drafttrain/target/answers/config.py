@@ -2,19 +2,22 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.prompts_to_answer import ALL, LAST
+from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import shown
 
 TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateSettings:
+class RegenerateSettings(Settings):
     """Which model answers, how, and where the answers are written."""
+
+    section: ClassVar[str] = "regenerate"
 
     backend: str
     out: str
@@ -33,20 +36,14 @@ class RegenerateSettings:
     max_retries: int
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(
-                f"regenerate.backend must be one of {', '.join(BACKENDS)}, got {self.backend}"
-            )
-        if self.turns not in (ALL, LAST):
-            raise ValueError(f"regenerate.turns must be {ALL} or {LAST}, got {self.turns}")
-        if not self.out.endswith(".jsonl"):
-            raise ValueError(f"regenerate.out must name a file in .jsonl, got {self.out}")
-        least = dict.fromkeys(("max_new_tokens", "batch_size", "concurrency"), 1)
-        for key, bound in (least | {"seed": 0, "max_retries": 0}).items():
-            if (value := getattr(self, key)) < bound:
-                raise ValueError(f"regenerate.{key} must be at least {bound}, got {value}")
-        if not self.timeout > 0:
-            raise ValueError(f"regenerate.timeout must be above 0 seconds, got {self.timeout}")
+        self.require("backend", self.backend in BACKENDS, f"be one of {', '.join(BACKENDS)}")
+        self.require("turns", self.turns in (ALL, LAST), f"be {ALL} or {LAST}")
+        self.require("out", self.out.endswith(".jsonl"), "name a file in .jsonl")
+        for key in ("max_new_tokens", "batch_size", "concurrency"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        for key in ("seed", "max_retries"):
+            self.require(key, getattr(self, key) >= 0, "be at least 0")
+        self.require("timeout", self.timeout > 0, "be above 0 seconds")
         if self.backend == OPENAI and not self.base_url:
             raise ValueError(
                 "regenerate.base_url must name the endpoint of regenerate.backend=openai, got "

@@ -1,23 +1,25 @@
 """What a store holds, and how training reads it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from drafttrain.runtime.settings import Settings
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8": "F8_E4M3"}  # safetensors' names
 SMALLEST_SHARD_MB, LARGEST_SHARD_MB = 0.001, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesConfig:
+class FeaturesConfig(Settings):
     """Where training gets the target's features; this class: from the target itself, online."""
+
+    section: ClassVar[str] = "features"
 
     name: str
     prefetch: int
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0:
-            raise ValueError(
-                f"features.prefetch must be at least 0 steps (0: no thread), got {self.prefetch}"
-            )
+        self.require("prefetch", self.prefetch >= 0, "be at least 0 steps (0: no thread)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,9 @@ class StoredFeaturesConfig(FeaturesConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreConfig:
+class StoreConfig(Settings):
+    section: ClassVar[str] = "store"
+
     dir: str
     drafters: list[str] | None
     layers: list[int] | None
@@ -49,13 +53,9 @@ class StoreConfig:
     def __post_init__(self) -> None:
         if not self.dir:
             raise ValueError("store.dir must name a folder, got nothing")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"store.dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
-        if not SMALLEST_SHARD_MB <= self.shard_mb <= LARGEST_SHARD_MB:
-            raise ValueError(
-                f"store.shard_mb must be in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}], "
-                f"got {self.shard_mb}"
-            )
+        self.require("dtype", self.dtype in DTYPES, f"be one of {', '.join(DTYPES)}")
+        inside = SMALLEST_SHARD_MB <= self.shard_mb <= LARGEST_SHARD_MB
+        self.require("shard_mb", inside, f"be in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}]")
         if self.drafters is not None and not self.drafters:
             raise ValueError(
                 "store.drafters must name drafters, as in [NAME,NAME], got none; null takes "

@@ -1,11 +1,16 @@
 """The settings of the vLLM engine."""
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from drafttrain.runtime.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmConfig:
+class VllmConfig(Settings):
     """Where vLLM is installed, and what it may use of this machine."""
+
+    section: ClassVar[str] = "vllm"
 
     name: str
     python: str | None
@@ -18,9 +23,6 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         for key in ("tensor_parallel", "cpu_cache", "max_num_seqs"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"vllm.{key} must be at least 1, got {getattr(self, key)}")
-        if not 0 < self.memory <= 1:
-            raise ValueError(f"vllm.memory must be a share in (0, 1], got {self.memory}")
-        if not self.patience > 0:
-            raise ValueError(f"vllm.patience must be above 0 seconds, got {self.patience}")
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require("memory", 0 < self.memory <= 1, "be a share in (0, 1]")
+        self.require("patience", self.patience > 0, "be above 0 seconds")
