@@ -53,7 +53,10 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
     with hold(sweep.folder, "hydra.sweep.dir", f"{command} --multirun", console.print):
         (sweep.folder / LOGS).mkdir(exist_ok=True)
         record = sweep.folder / RECORD
-        before_now = read_records(record, Outcome) if record.is_file() else ()
+        text = record.read_bytes() if record.is_file() else b""
+        if text and not text.endswith(b"\n"):
+            raise UsageError(f"{record} must be whole lines of JSON, got a cut one at its end")
+        before_now = read_records(record, Outcome) if text else ()
         outcomes = {outcome.name: outcome for outcome in before_now}
         console.print(
             f"{len(sweep.jobs)} jobs; their output is in {sweep.folder / LOGS}, their record in "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from drafttrain import __version__
-from drafttrain.commands.setup.target_and_drafter import load_alone, name_of
+from drafttrain.commands.setup.target_and_drafter import load_alone
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import RegenerateConfig
 from drafttrain.core.types import TargetSpec
@@ -17,7 +17,7 @@ from drafttrain.data.prompts_to_answer import read_asked
 from drafttrain.data.template import require_template, template_fingerprint
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.runtime.disk import require_writable
-from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device
+from drafttrain.runtime.hardware import TORCH_DTYPES, choose_device, dtype_name
 from drafttrain.runtime.lock import of_answers, require_free
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
@@ -110,7 +110,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextMa
     identity = {
         "model": model.label,
         "target": fingerprint(model, dtype, device),
-        "dtype": name_of(dtype),
+        "dtype": dtype_name(dtype),
         "data.max_length": config.data.max_length,
         "chat template": template_fingerprint(load_tokenizer(model), template),
     }
@@ -154,7 +154,7 @@ def _engine(config: RegenerateConfig, dtype: torch.dtype, device: str) -> Iterat
     with VllmEngine(
         directory(model),
         config.vllm,
-        dtype=name_of(dtype),
+        dtype=dtype_name(dtype),
         device=torch.device(device).type,
         longest=room,
         folder=Path(settings.dir) / f"{Path(settings.out).stem}.vllm",

@@ -89,9 +89,12 @@ def _prompt(record: Any, task_by: str) -> Prompt:
             raise Unusable("an empty prompt", f"turn {place}")
     names = {key: _name(record[key], key) for key in ("id", "task")}
     category = _name(record.get("category") or record["task"], "category")
+    task = category if task_by == "category" else names["task"]
+    if task == "all":
+        raise Unusable(f'{task_by} is "all", as reports call all tasks together')
     return Prompt(
         id=names["id"],
-        task=category if task_by == "category" else names["task"],
+        task=task,
         category=category,
         turns=tuple(turns),
         reference=record.get("reference"),
@@ -106,8 +109,6 @@ def _name(value: Any, key: str) -> str:
     text = checked_text(str(value), key)
     if len(text) > MAX_NAME or not text.isprintable():
         raise Unusable(f"{key} is no line of at most {MAX_NAME} characters")
-    if key in ("task", "category") and text == "all":
-        raise Unusable(f'{key} is "all", as reports call all tasks together')
     return text
 
 

@@ -83,9 +83,9 @@ class SkipReport:
         """Return the report for provenance.json."""
         return {
             "num_read": self.num_read,
-            "skipped": self.counts,
+            "skipped": dict(self.counts),
             "examples": self.examples,
-            "notes": self.notes,
+            "notes": dict(self.notes),
         }
 
 

@@ -21,6 +21,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
 from drafttrain.report.results import PLAIN, Check
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 
@@ -125,7 +126,7 @@ def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: Eva
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])
             found = {"prompt": name, "position": place, "gap": gap, "noise": noise}
             divergences.append(found | {"tie": gap <= ROUNDING_MARGIN * noise})
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     same = len(prompts) - len(divergences)
     ties = sum(divergence["tie"] for divergence in divergences)
     exact = target.dtype in (torch.float32, torch.float64)

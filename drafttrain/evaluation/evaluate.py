@@ -34,6 +34,7 @@ from drafttrain.report.results import (
     TimingInfo,
 )
 from drafttrain.report.tables import certificate_table, sweep_table
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 
@@ -167,8 +168,8 @@ def losslessness(
         for prompt in spread(prompts, config.lossless_prompts)
     ]
     if not chosen:
-        return LosslessCheck(name, lossless, "not checked", 0, 0, []), None
-    dtype, total, section = str(exact.dtype).removeprefix("torch."), len(chosen), None
+        return LosslessCheck(name, lossless, "not checked", 0, 0, [], ""), None
+    dtype, total, section = dtype_name(exact.dtype), len(chosen), None
     if config.certify or config.lossy:
         narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
         checks = certify(exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
@@ -177,4 +178,4 @@ def losslessness(
     else:
         greedy = greedy_check(exact, parts.drafter, chosen, config)
     same, differing = total - len(greedy.divergences), greedy.divergences
-    return LosslessCheck(name, lossless, dtype, same, total, differing), section
+    return LosslessCheck(name, lossless, dtype, same, total, differing, ""), section

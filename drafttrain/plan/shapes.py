@@ -1,12 +1,10 @@
 """The architecture of a target and its size, from yaml or its config.json, without its weights."""
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.plan.trace import UnknownCostError
@@ -15,7 +13,7 @@ from drafttrain.target.describe import describe
 from drafttrain.target.pretrained import hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.inflate import inflated_width
-from drafttrain.target.pretrained.limits import check_sizes
+from drafttrain.target.pretrained.limits import check_sizes, without_weights
 from drafttrain.target.pretrained.models import EMBEDDED
 
 KEYS = {  # ours -> config.json's
@@ -31,6 +29,7 @@ KEYS = {  # ours -> config.json's
     "rms_norm_eps": "rms_norm_eps",
 }
 SIZES = (*KEYS, "architecture", "rope_theta")  # what model.shape must state
+SHAPED = ("llama", "mistral", "qwen2", "qwen3")  # whose model these sizes describe whole
 BIASES = ("attention_bias", "mlp_bias")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Bytes of a weight in the linear layers, scales included (one per 128 or per row).
@@ -141,7 +140,7 @@ def settings_of(config: ModelConfig) -> Any:
         origin, kind = "model.shape", sizes["architecture"]
     else:
         origin, kind = str(folder / "config.json"), _kind_in(folder)
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in (SHAPED if folder is None else CONFIG_MAPPING):
         raise UnknownCostError(
             f"{origin} must be of a kind that Transformers knows to be planned, got {shown(kind)}"
         )
@@ -150,6 +149,7 @@ def settings_of(config: ModelConfig) -> Any:
             return AutoConfig.from_pretrained(folder, local_files_only=True)
         told = {theirs: sizes[ours] for ours, theirs in KEYS.items() if ours in sizes}
         told |= {key: sizes[key] for key in BIASES if key in sizes}
+        check_sizes(told, origin, "")
         told["rope_parameters"] = {"rope_type": "default", "rope_theta": sizes["rope_theta"]}
         return AutoConfig.for_model(kind, sliding_window=None, **told)
     except Exception as error:  # whatever a validator of Transformers raises
@@ -170,8 +170,7 @@ def _kind_in(folder: Path) -> Any:
 def counted(config: ModelConfig, settings: Any) -> Shape:
     """Return the shape of any target, its layers counted on the model without weights."""
     spec = describe(config, settings, None, None, fingerprint="")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(settings))
+    model = without_weights(settings, trust_code=False)
     text = settings.get_text_config(decoder=True)
     experts = next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 1)
     share = min(1.0, (getattr(text, "num_experts_per_tok", None) or experts) / experts)

@@ -69,7 +69,9 @@ def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
     for row in rows:
         prompts = by_method.setdefault(row.method, {})
         if (row.task, row.prompt_id) in prompts:
-            raise ValueError(f"prompt {row.prompt_id} of {row.task} occurs twice by {row.method}")
+            raise ValueError(
+                f"prompt {row.prompt_id} of {row.task} is measured twice with {row.method}"
+            )
         prompts[row.task, row.prompt_id] = row
     plain = by_method.pop(PLAIN)
     for method, prompts in by_method.items():

@@ -322,7 +322,7 @@ class LosslessCheck:
     greedy_identical: Count
     greedy_total: Count
     divergences: list[dict[str, Any]]  # each has prompt, position, gap ...
-    statement: str = ""
+    statement: str  # empty until a report words it
 
     @property
     def identical(self) -> bool:

@@ -23,6 +23,11 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as settings spell it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def choose_device(config: HardwareConfig) -> str:
     """Return the device that `config` asks for; set CPU threads, for each rank its share of cores.
 

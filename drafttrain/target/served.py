@@ -13,6 +13,7 @@ from torch import nn
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.data.batches import documents_of
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.target.describe import open_target, read_out, with_fingerprint
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.ends import directory, load_ends
@@ -155,7 +156,7 @@ def open_served(
     engine = VllmEngine(
         place,
         vllm,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
         device=where.type,
         longest=longest,
         folder=folder,

@@ -68,6 +68,16 @@ def test_what_is_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixtur
     assert "done before" not in capsys.readouterr().out
 
 
+def test_a_record_that_was_cut_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(FAILING)
+    with (here / "sweep" / "jobs.jsonl").open("a") as file:
+        file.write('{"name": "x"')
+    capsys.readouterr()
+    assert main(FAILING) == 2
+    said = capsys.readouterr().err
+    assert "sweep/jobs.jsonl must be whole lines of JSON, got a cut one at its end" in said
+
+
 def test_what_is_to_compare_is_printed_after_the_last(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,13 +10,14 @@ import pytest
 from drafttrain.data.evaluation_prompts import (
     Prompt,
     count_overlap,
+    load_prompts,
     overlap_line,
     overlap_path,
     overlap_record,
     read_prompts,
 )
 from drafttrain.data.skips import NothingUsable
-from drafttrain.data.suites import BUILTIN_PROMPTS
+from drafttrain.data.suites import BUILTIN_PROMPTS, PromptSource
 from drafttrain.runtime.disk import sha256_of
 
 
@@ -122,9 +123,13 @@ def test_no_task_is_named_as_reports_call_all_tasks(key: str, tmp_path: Path):
     names = {"task": "a", "category": "b", key: "all"}
     lines = [json.dumps({"id": n, "turns": ["x"], **names}) for n in (1, 2)]
     path = written(tmp_path, lines[0], lines[1].replace('"all"', '"overall"'))
-    prompts, report = read_prompts(path, None)
+    prompts, report = load_prompts(PromptSource(path=str(path), limit=None, task_by=key))
     assert [prompt.id for prompt in prompts] == ["2"]
     assert report.counts == {f'{key} is "all", as reports call all tasks together': 1}
+    other = PromptSource(
+        path=str(path), limit=None, task_by="category" if key == "task" else "task"
+    )
+    assert len(load_prompts(other)[0]) == 2
 
 
 def test_conversations_that_training_takes_are_prompts(tmp_path: Path):

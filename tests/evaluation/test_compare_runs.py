@@ -41,7 +41,7 @@ from drafttrain.runtime.run_folder import write_config
 from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 
-EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
+EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [], "")
 FINGERPRINT = "ab" * 32
 PARAMETERS = 12 + 8  # of the checkpoints below
 
@@ -448,7 +448,7 @@ def test_what_cannot_be_computed_is_none(tmp_path: Path) -> None:
 
 
 def test_lossy_runs_are_flagged_wherever_they_appear(tmp_path: Path) -> None:
-    lossy = LosslessCheck("typical", False, "float32", 1, 2, [])
+    lossy = LosslessCheck("typical", False, "float32", 1, 2, [], "")
     a = write_run(tmp_path / "a", results(seed=1))
     b = write_run(tmp_path / "b", results(seed=2, gain=3.0), seed=1, lossless=lossy)
     comparison = compared(a, b)
@@ -589,6 +589,7 @@ def change(folder: Path, edit: Any) -> None:
             "it: measurements.0.seconds.total: Input should be",
         ),
         (lambda report: report.pop("lossless"), "it: lossless: Field required"),
+        (lambda report: report["lossless"].pop("statement"), "lossless.statement: Field required"),
     ],
 )
 def test_a_broken_report_is_named(edit: Any, said: str, tmp_path: Path) -> None:

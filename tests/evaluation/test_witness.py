@@ -558,7 +558,7 @@ def test_the_report_shows_the_table_in_every_form(
         draft_sampling=GREEDY,
         batch_size=1,
         max_new_tokens=LIMIT,
-        lossless=LosslessCheck("greedy", True, "float32", 0, 0, []),
+        lossless=LosslessCheck("greedy", True, "float32", 0, 0, [], ""),
         certificate=None,
         sweep=[],
         tables=[],

@@ -451,7 +451,7 @@ def evaluation() -> Report:
         sweep=[],
         tables=[],
         max_new_tokens=16,
-        lossless=LosslessCheck("greedy match", True, "float32", 6, 6, []),
+        lossless=LosslessCheck("greedy match", True, "float32", 6, 6, [], ""),
         timing=TimingInfo("bfloat16", 2, 1, "cpu"),
         provenance={"commit": "0123abc"},
         prompts={"file": "prompts.jsonl"},

@@ -917,6 +917,38 @@ def test_a_repository_that_conf_does_not_describe_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
+        ("architecture=deepseek_v3", r"model\.shape must be of a kind .* got deepseek_v3"),
+        (
+            "num_layers=20000",
+            r"num_hidden_layers must be a whole number of at most 1,024, got 20000",
+        ),
+        (
+            "num_attention_heads=0",
+            r"num_attention_heads must be a whole number of at least 1, got 0",
+        ),
+    ],
+)
+def test_a_shape_that_is_not_the_whole_model_or_takes_minutes_is_refused(
+    override: str, said: str
+) -> None:
+    with pytest.raises(UnknownCostError, match=said):
+        planned("model=llama8b", f"model.shape.{override}")
+
+
+def test_a_plan_needs_no_attention_kernels(tmp_path: Path) -> None:
+    CONFIG_MAPPING["llama"](**SHAPE).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    named = {
+        "_attn_implementation": "flash_attention_2",
+        "attn_implementation": "flash_attention_2",
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    assert planned(f"model.path={tmp_path}").job.shape.architecture == "llama"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
         ("plan.depth=0", r"plan\.depth must be at least 1, got 0"),
         ("plan.acceptance_length=9", r"plan\.acceptance_length must be in \[1, 5\] for plan\.dep"),
         ("plan.acceptance_rate=2", r"plan\.acceptance_rate must be in \[0, 1\], got 2"),

@@ -36,7 +36,7 @@ from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
 RESAMPLING = Resampling(resamples=2000, seed=0)
-EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [])
+EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [], "")
 
 
 def counters(drafts: list[tuple[int, int]]) -> Counters:
@@ -482,7 +482,9 @@ def test_one_wide_interval_does_not_squeeze_the_others():
 def test_flags_name_what_weakens_a_report():
     results = two_prompts()
     results[2] = PromptResult(**{**vars(results[2]), "tokens": tuple(range(1, 11))})
-    lossy = LosslessCheck("typical", False, "bfloat16", 1, 2, [{"prompt_id": "a", "position": 3}])
+    lossy = LosslessCheck(
+        "typical", False, "bfloat16", 1, 2, [{"prompt_id": "a", "position": 3}], ""
+    )
     kinds = {flag["kind"] for flag in report_of(results, lossless=lossy)["flags"]}
     assert kinds == {"lossless", "timing", "outputs_differing"}
     sampled = report_of(results, sampling=Sampling(1.0, 0, 1.0))
@@ -616,7 +618,7 @@ def nasty_report() -> dict[str, Any]:
         notes=[nasty],
         prompts={nasty: nasty},
         provenance={"command": nasty},
-        lossless=LosslessCheck(nasty, True, nasty, 1, 2, [{"prompt_id": nasty}]),
+        lossless=LosslessCheck(nasty, True, nasty, 1, 2, [{"prompt_id": nasty}], ""),
     )
 
 

@@ -67,7 +67,7 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
         draft_sampling=Sampling(0.5, 3, 0.9),
         batch_size=1,
         max_new_tokens=200,
-        lossless=LosslessCheck("greedy", True, "float32", 1, 2, [DIVERGENCE]),
+        lossless=LosslessCheck("greedy", True, "float32", 1, 2, [DIVERGENCE], ""),
         certificate=section,
         sweep=sweep,
         tables=[certificate_table(section), sweep_table(sweep, {0.0: "greedy"})],

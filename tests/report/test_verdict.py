@@ -163,7 +163,7 @@ def test_a_handicapped_plain_loop_earns_no_verdict_to_speculate() -> None:
 
 
 def test_a_lossy_rule_stands_in_the_headline() -> None:
-    lossy = LosslessCheck("typical", False, "float32", 0, 0, [])
+    lossy = LosslessCheck("typical", False, "float32", 0, 0, [], "")
     for prompts in (many_prompts(), two_prompts()):  # with an interval, and without
         said = report_of(prompts, lossless=lossy)["verdict"]
         assert "by a rule that changes what it writes" in said

@@ -20,7 +20,6 @@ from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     drafter_to_evaluate,
     load_target_to_decode,
-    name_of,
 )
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.groups import choices, own_choices
@@ -36,7 +35,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
-from drafttrain.runtime.hardware import DecodeChoice, choose_device
+from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
@@ -176,7 +175,7 @@ def evaluate(
         )
     _check_pair(target, drafter)
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
-    device, dtype = str(target.device), name_of(target.dtype)
+    device, dtype = str(target.device), dtype_name(target.dtype)
     config = replace(
         config,
         model=_config_of(target),

@@ -16,7 +16,6 @@ from drafttrain.commands.setup.target_and_drafter import (
     inflate_as,
     load_alone,
     load_target_to_decode,
-    name_of,
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
@@ -42,7 +41,7 @@ from drafttrain.evaluation.tune import tuned_depth
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
-from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype
+from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -155,7 +154,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             references[BEFORE] = started.to(device, draft_dtype)
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
-    how = f"decoded in {choice.reason}; the drafter in {name_of(draft_dtype)}"
+    how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
@@ -175,8 +174,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
     timing: dict[str, Any] = {
-        "dtype": name_of(choice.dtype),
-        "draft_dtype": name_of(draft_dtype),
+        "dtype": dtype_name(choice.dtype),
+        "draft_dtype": dtype_name(draft_dtype),
         "threads": choice.threads,
         "device": str(device),
     }

@@ -9,7 +9,6 @@ from statistics import median
 import torch
 import yaml
 
-from drafttrain.commands.setup.target_and_drafter import name_of
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.groups import choices, conf_dir
 from drafttrain.config.overrides import UsageError
@@ -25,7 +24,7 @@ from drafttrain.plan.pages import short_form
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import UnknownCostError
 from drafttrain.runtime.config import HardwareConfig
-from drafttrain.runtime.hardware import choose_train_dtype
+from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
@@ -86,7 +85,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         )
     hardware, data = config.hardware, config.data
     ranks, here = ranks_of(hardware, chip)
-    dtype = name_of(choose_train_dtype(hardware, torch.device("cpu")))
+    dtype = dtype_name(choose_train_dtype(hardware, torch.device("cpu")))
     if hardware.train_dtype == "auto" and not chip.is_cpu:
         dtype = "bfloat16"
     limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unknown

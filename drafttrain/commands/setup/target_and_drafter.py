@@ -23,7 +23,7 @@ from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.config import HardwareConfig
-from drafttrain.runtime.hardware import DecodeChoice, choose_decoding
+from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_name
 from drafttrain.runtime.lock import alone, holder_of
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
@@ -298,11 +298,6 @@ def check_fingerprint(checkpoint: Path, trained_on: str, spec: TargetSpec) -> No
         )
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as settings spell it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def load_target_to_decode(
     model: ModelConfig, hardware: HardwareConfig, device: torch.device
 ) -> tuple[Target, DecodeChoice]:
@@ -366,7 +361,7 @@ def describe_target(target: Target, started: float) -> str:
     where = "".join(f"; {told}" for told in (target.placed, target.where) if told)
     return (
         f"target: {spec.name}, {spec.architecture}, {parameters(target.num_parameters)} "
-        f"in {name_of(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
+        f"in {dtype_name(target.dtype)}, loaded in {time.monotonic() - started:.1f} s{where}"
     )
 
 

@@ -37,6 +37,7 @@ from drafttrain.report.results import (
 )
 from drafttrain.report.totals import collect
 from drafttrain.report.witness import DEFINITIONS
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python
 
@@ -162,7 +163,7 @@ def witness_section(
             depth=depth,
             sampling=drawn,
             max_new_tokens=limit,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             eos_ids=target.spec.eos_token_ids,
             threads=threads,
             folder=folder / place,
@@ -205,7 +206,7 @@ def witness_section(
         draft_sampling="most likely token" if served.greedy_drafts else "as the target",
         depth=depth,
         sampling=LimitedSampling(**asdict(sampling), max_new_tokens=limit),
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         device=target.device.type,
         threads=threads,
         interleaved=measured.interleaved,

@@ -23,6 +23,7 @@ from drafttrain.drafters.serving.engines import cannot_serve, serve_commands
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
+from drafttrain.runtime.hardware import dtype_name
 
 FILES = ("config.json", "model.safetensors", "README.md")
 # The other files of a draft model: a tokenizer, as Transformers writes it.
@@ -59,7 +60,7 @@ class Exported:
 
     def lines(self) -> list[str]:
         """Return the summary that the command prints."""
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         lines = [f"exported {self.method} to {self.folder}"]
         lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
         lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
@@ -104,7 +105,7 @@ def export_vllm(
         )
     dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
     tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
-    settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    settings = {**settings, "torch_dtype": dtype_name(dtype)}
     # Engines ignore it; when the export is loaded here again, it reveals a changed target.
     settings["target_fingerprint"] = spec.fingerprint
     commands: dict[str, str] = {}

@@ -146,8 +146,8 @@ def _inexact(text: Any) -> Iterator[str]:
             )
 
 
-def check_sizes(raw: dict[str, Any], origin: str) -> None:
-    """Raise ValueError if a size in config.json is impossible."""
+def check_sizes(raw: dict[str, Any], origin: str, file: str = "config.json's ") -> None:
+    """Raise ValueError if a size in config.json, or of another origin, is impossible."""
     kind = raw.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise ValueError(f"{origin}: config.json's model_type must be a text, got {shown(kind)}")
@@ -158,7 +158,7 @@ def check_sizes(raw: dict[str, Any], origin: str) -> None:
             if value is not None and not (type(value) is int and 1 <= value <= most):
                 limit = f"most {most:,}" if type(value) is int and value > most else "least 1"
                 raise ValueError(
-                    f"{origin}: config.json's {key} must be a whole number of at {limit}, got"
+                    f"{origin}: {file}{key} must be a whole number of at {limit}, got"
                     f" {shown(value)}"
                 )
 
@@ -205,10 +205,10 @@ def _embedding_scale(config: ModelConfig, model_config: Any, who: str) -> float:
 
 
 def without_weights(model_config: Any, trust_code: bool) -> Any:
-    """Return the model of a configuration, on the meta device."""
+    """Return the model of a configuration, on the meta device, whatever kernels are installed."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(model_config), trust_remote_code=trust_code
+            copy.deepcopy(model_config), trust_remote_code=trust_code, attn_implementation="eager"
         )
 
 

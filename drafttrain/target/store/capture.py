@@ -20,6 +20,7 @@ from torch import Tensor
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import DiskError, write_whole
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import MANIFEST
@@ -132,7 +133,7 @@ def prepare(
         "model": target.spec.fingerprint,
         "chat template": template,
         "data": conversations.hexdigest()[:32],
-        "hardware.train_dtype": str(readout.embedding.dtype).removeprefix("torch."),
+        "hardware.train_dtype": dtype_name(readout.embedding.dtype),
         "store.layers": list(asked.layers),
         "store.final_hidden": config.final_hidden,
         "store.dtype": config.dtype,

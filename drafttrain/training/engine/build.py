@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.ranks import join_ranks
 from drafttrain.training.engine.config import DeepSpeedConfig
 from drafttrain.training.engine.deepspeed import DeepSpeedEngine, Zero3Engine, ZeroEngine
@@ -33,7 +34,7 @@ def build_engine(
     rounded weights. max_grad_norm: of the summed gradient, over all parameters; 0 is off.
     """
     if dtype not in (torch.float32, torch.bfloat16):
-        got = str(dtype).removeprefix("torch.")
+        got = dtype_name(dtype)
         raise ValueError(
             f"hardware.train_dtype must be float32 or bfloat16, got {got}; "
             "float16 would need its losses scaled: use bfloat16"
