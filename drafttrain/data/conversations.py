@@ -29,7 +29,7 @@ MAX_KWARGS = 10_000  # characters
 class DataConfig(Settings):
     """The settings that every source of conversations has."""
 
-    section: ClassVar[str] = "data"
+    section = "data"
 
     name: str
     max_length: int

@@ -45,7 +45,7 @@ class DrafterConfig(Settings):
 
     name: str
 
-    section: ClassVar[str] = "drafter"
+    section = "drafter"
     trainable: ClassVar[bool] = True
     layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves it
 

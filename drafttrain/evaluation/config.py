@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.suites import PromptSource
@@ -28,7 +28,7 @@ REPORTED = (
 class EvalConfig(Settings):
     """Which prompts are decoded, how, and how carefully that is measured."""
 
-    section: ClassVar[str] = "eval"
+    section = "eval"
 
     name: str
     overwrite: bool
@@ -199,7 +199,7 @@ def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Samp
 class TuneSettings(Settings):
     """Which depths and batch sizes are considered, and how carefully."""
 
-    section: ClassVar[str] = "tune"
+    section = "tune"
 
     name: str
     overwrite: bool
@@ -231,7 +231,7 @@ class TuneSettings(Settings):
 class CompareSettings(Settings):
     """Which runs are compared, with which baseline, and where the comparison is written."""
 
-    section: ClassVar[str] = "compare"
+    section = "compare"
 
     runs: list[str]
     evaluation: str

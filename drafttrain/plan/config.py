@@ -1,7 +1,6 @@
 """The settings of a plan, and of an accelerator."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drafttrain.runtime.settings import Settings
 
@@ -12,7 +11,7 @@ PEAKS = ("memory_gib", "bf16_tflops", "fp32_tflops", "bandwidth_gb_s")
 class PlanSettings(Settings):
     """The settings of a plan besides the sections of `train`."""
 
-    section: ClassVar[str] = "plan"
+    section = "plan"
 
     dir: str | None
     measured: str | None
@@ -49,7 +48,7 @@ class PlanSettings(Settings):
 class AcceleratorConfig(Settings):
     """One accelerator: its size, its peaks and its price; null is measured on this machine."""
 
-    section: ClassVar[str] = "accelerator"
+    section = "accelerator"
 
     name: str
     matches: list[str]

@@ -1,7 +1,7 @@
 """The settings of the machine: devices, dtypes, threads, ranks, memory."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from drafttrain.runtime.settings import Settings
 
@@ -14,7 +14,7 @@ PLACEMENTS = ("auto", "device", "device_map", "zero3", "vllm")
 class HardwareConfig(Settings):
     """Settings that change speed and memory, never what is computed (up to the dtype)."""
 
-    section: ClassVar[str] = "hardware"
+    section = "hardware"
 
     name: str
     device: str

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drafttrain.runtime.settings import Settings
 
@@ -11,7 +10,7 @@ from drafttrain.runtime.settings import Settings
 class TrainerConfig(Settings):
     """How long and how fast to train, and when to log, validate and save."""
 
-    section: ClassVar[str] = "trainer"
+    section = "trainer"
 
     name: str
     max_steps: int

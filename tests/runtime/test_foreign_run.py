@@ -148,7 +148,7 @@ def small_lm_settings(**changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (torch.tensor([1.0]), "is missing, or no text"),
+        (torch.tensor([1.0]), "is missing or no text"),
         (torch.tensor(list(b"[" * 100_000), dtype=torch.uint8), "must be valid JSON"),
         (torch.tensor(list(b"[1]"), dtype=torch.uint8), "must be an object, got list"),
         (torch.zeros(1 << 21, dtype=torch.uint8), "is too long"),

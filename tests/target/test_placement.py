@@ -249,7 +249,7 @@ def test_what_cannot_be_in_pieces_is_refused_by_name(tiny_target_dir: Path) -> N
             "partitions plain weights, got torchao-int8",
         ),
         (replace(config, inflate="1M"), "got model.inflate=1M"),
-        (random_config(), "those of model=random are drawn"),
+        (random_config(), "model=random draws its weights"),
     ):
         with pytest.raises(ValueError, match=message):
             refuse_unless_shardable(refused, settings, two)

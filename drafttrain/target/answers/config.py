@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from drafttrain.core.sampling_config import Sampling
@@ -17,7 +17,7 @@ TRANSFORMERS, VLLM, OPENAI = BACKENDS = ("transformers", "vllm", "openai")
 class RegenerateSettings(Settings):
     """Which model answers, how, and where the answers are written."""
 
-    section: ClassVar[str] = "regenerate"
+    section = "regenerate"
 
     backend: str
     out: str

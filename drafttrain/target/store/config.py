@@ -1,7 +1,6 @@
 """What a store holds, and how training reads it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drafttrain.runtime.settings import Settings
 
@@ -13,7 +12,7 @@ SMALLEST_SHARD_MB, LARGEST_SHARD_MB = 0.001, 1e6
 class FeaturesConfig(Settings):
     """Where training gets the target's features; this class: from the target itself, online."""
 
-    section: ClassVar[str] = "features"
+    section = "features"
 
     name: str
     prefetch: int
@@ -39,7 +38,7 @@ class StoredFeaturesConfig(FeaturesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig(Settings):
-    section: ClassVar[str] = "store"
+    section = "store"
 
     dir: str
     drafters: list[str] | None

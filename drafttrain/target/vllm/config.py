@@ -1,7 +1,6 @@
 """The settings of the vLLM engine."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from drafttrain.runtime.settings import Settings
 
@@ -10,7 +9,7 @@ from drafttrain.runtime.settings import Settings
 class VllmConfig(Settings):
     """Where vLLM is installed, and what it may use of this machine."""
 
-    section: ClassVar[str] = "vllm"
+    section = "vllm"
 
     name: str
     python: str | None
