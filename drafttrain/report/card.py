@@ -12,7 +12,7 @@ from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
 from drafttrain.report.results import Cell, Report
 from drafttrain.report.tables import MEASURED, certificate_table, depth_shown, table
-from drafttrain.report.wording import flat
+from drafttrain.report.wording import flat, things
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -193,8 +193,8 @@ def _evaluation(name: str, report: Report) -> list[str]:
             + "\n".join(cells(checks.columns, checks.rows))
             for checks in certificate
         ),
-        f"Timed in {escaped(timing.dtype)} on {escaped(timing.device)} with {timing.threads} "
-        f"threads, {timing.blocks} interleaved blocks.",
+        f"Timed in {escaped(timing.dtype)} on {escaped(timing.device)} with "
+        f"{things(timing.threads, 'thread')}, {things(timing.blocks, 'interleaved block')}.",
         *(f"Read with care ({escaped(flag.row)}): {escaped(flag.text)}." for flag in report.flags),
     ]
 

@@ -502,7 +502,7 @@ def test_the_measured_table_comes_from_the_runs_reports(tmp_path: Path) -> None:
     assert rows[0].startswith("| all | 3.00 [3.00, 3.00] | 3.00 | 1.00 1.00 .00 |")
     assert rows[2].startswith("| all, by ngram | 2.00 [2.00, 2.00]")
     assert "6 of 6 greedy outputs identical to plain decoding in float32" in text
-    assert "Timed in bfloat16 on cpu with 2 threads, 1 interleaved blocks." in text
+    assert "Timed in bfloat16 on cpu with 2 threads, 1 interleaved block." in text
     assert "- `speedup`: Tokens per second over those of the plain" in text
     assert "Not measured" not in text
 
