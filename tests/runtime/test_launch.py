@@ -187,6 +187,13 @@ assert not listening, listening
 STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 
 
+# Under load one rank may start seconds after the other.
+MEET = """
+pathlib.Path(f"there{rank}").touch()
+while not pathlib.Path(f"there{1 - rank}").exists(): time.sleep(0.01)
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "exit_code", "said"),
     [
@@ -213,19 +220,19 @@ STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
             r"error: data\.path must exist\n",
         ),
         (  # who is lost is the cause, who notices it first is not
-            "if rank == 0: leave_word('lost another', 1, True, True); os._exit(1)\n"
+            MEET + "if rank == 0: leave_word('lost another', 1, True, True); os._exit(1)\n"
             "else: time.sleep(0.5); os.kill(os.getpid(), signal.SIGSEGV)",
             139,
             r"error: rank 1 of 2 was killed by SIGSEGV; the other ranks [^\n]*\n",
         ),
         (
-            "if rank == 0: os.abort()\n"  # as NCCL's watchdog does when a fellow is gone
+            MEET + "if rank == 0: os.abort()\n"  # as NCCL's watchdog does when a fellow is gone
             "else: time.sleep(0.5); leave_word('disk full', 1, False, False); os._exit(1)",
             1,
             r"error: rank 1 of 2 ended with exit code 1: disk full; [^\n]*\n",
         ),
         (  # a signal to one process, of which rank 0 knows nothing
-            "if rank: os._exit(143)\n"
+            MEET + "if rank: os._exit(143)\n"
             "else: time.sleep(0.5); leave_word('lost another', 1, True, True); os._exit(1)",
             143,
             r"rank 1 of 2 alone was asked to end; there is no checkpoint yet: start again\n",
