@@ -22,11 +22,11 @@ from pathlib import Path
 CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32"
 TRAIN = (
     f"drafter=eagle3 {CPU} hardware.train_dtype=float32 data.cache_dir=selfgen "
-    "data.num_conversations=64 data.holdout=4 data.max_answer_tokens=64 trainer.log_every=4 "
+    "data.num_conversations=32 data.holdout=4 data.max_answer_tokens=64 trainer.log_every=4 "
     "trainer.tokens_per_step=1024 trainer.max_steps=24 trainer.validate_every=24 "
     "trainer.validation_prompts=2"
 )
-EVALUATE = f"run.dir=fixed {CPU} eval.prompts_per_task=3 eval.max_new_tokens=64 eval.resamples=200"
+EVALUATE = f"run.dir=fixed {CPU} eval.prompts_per_task=1 eval.max_new_tokens=64 eval.resamples=200"
 
 
 def seconds(checkout: Path, place: Path, *arguments: str) -> float:
@@ -46,7 +46,7 @@ def measured(checkout: Path, place: Path) -> dict[str, float]:
     shutil.rmtree(place / "run", ignore_errors=True)
     shutil.rmtree(place / "fixed/evaluations", ignore_errors=True)
     found = {
-        "plan": seconds(checkout, place, "plan", *TRAIN.split(), "run.dir=run"),
+        "plan": seconds(checkout, place, "plan", *TRAIN.split()),
         "train": seconds(checkout, place, "train", *TRAIN.split(), "run.dir=run"),
         "evaluate": seconds(checkout, place, "evaluate", *EVALUATE.split()),
     }
