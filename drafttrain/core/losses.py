@@ -217,9 +217,13 @@ class TokenLossConfig:
         if not others and name == "soft_cross_entropy":
             assert target_probs is not None, f"{name} compares with the target's distribution"
             log_probs = logits.log_softmax(-1)
-            loss = -(target_probs * log_probs).sum(-1)
+            product = target_probs * log_probs
+            if logits.device.type != "cpu":  # the host would wait for what is asked below
+                product = _unless_zero(target_probs, product)
+            loss = -product.sum(-1)
             odd = ~loss.isfinite()
-            if bool(odd.any()):  # 0 * -inf, which counts as zero here, or a truly infinite loss
+            # 0 * -inf, which counts as zero here, or a truly infinite loss.
+            if logits.device.type == "cpu" and bool(odd.any()):
                 loss[odd] = soft_cross_entropy(logits[odd], target_probs[odd])
             torch._log_softmax_backward_data(target_probs, log_probs, -1, logits.dtype, out=logits)
             return weight * loss, -weight

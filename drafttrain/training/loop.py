@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.placed_batch import host_of, placed
 from drafttrain.core.types import FeatureSource, LossTerm, weighted_sum
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
@@ -26,6 +27,7 @@ from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
+from drafttrain.training.noise import uniforms
 
 METRIC = "val/acceptance_length"  # it defines "best", and is measured in the real decode loop
 
@@ -40,18 +42,7 @@ class StepChance(TrainingChance):
         self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return uniforms in [0, 1), keyed by conversation; zeros at padding."""
-        uniforms = torch.zeros_like(values)
-        generator = torch.Generator()
-        for row, documents in enumerate(document.cpu()):
-            for index in documents.unique().tolist():
-                if index < 0:
-                    continue
-                generator.manual_seed(hash((self.seed, self.step, index)))
-                place = documents == index
-                shape = (int(place.sum()), values.shape[-1])
-                drawn = torch.rand(shape, generator=generator)
-                uniforms[row, place.to(values.device)] = drawn.to(values)
-        return uniforms
+        return uniforms(hash((self.seed, self.step)), document, values.shape[-1]).to(values)
 
     def decoding(self) -> Chance:
         """Return the chance of this step alone."""
@@ -175,12 +166,13 @@ def optimizer_step(
     """Accumulate the micro batches of one step and take the step; return the gradient's norm."""
     drafter = engine.module
     assert isinstance(drafter, Drafter)
-    batches, loss_tokens = [batch.to(engine.device) for batch in group.batches], group.loss_tokens
+    batches = [placed(batch, engine.device) for batch in group.batches]
+    loss_tokens = group.loss_tokens
     if (source := drafter.text_source) is not None:
         writer = engine.whole_module()
         with torch.no_grad(), engine.precision:
             batches = [source.rewrite(writer, batch, chance) for batch in batches]
-        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        own = torch.stack([host_of(batch).loss_mask.sum() for batch in batches]).sum()
         loss_tokens = int(engine.ranks.sum_over_ranks(own))
     denominator = max(loss_tokens, 1)
     for index, batch in enumerate(batches):

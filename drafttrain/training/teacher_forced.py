@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.losses import REJECTION, TokenLossConfig
+from drafttrain.core.placed_batch import placed
 from drafttrain.core.types import Batch, Sample, TargetFeatures
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -64,7 +65,7 @@ class TeacherForced:
         for first in range(0, len(mine), self.micro_batch):
             batch = collate(mine[first : first + self.micro_batch])
             features = self.source.features(batch, drafter.captures)
-            batch = batch.to(ranks.device)
+            batch = placed(batch, ranks.device)
             with self.engine.precision:
                 if self.terms:  # from the training forward
                     losses = drafter(batch, features, NoChance())
@@ -119,7 +120,7 @@ def drafted_along(
     drafter.observe(state, tokens[1 : longest + 1].expand(rows, longest), counts, own)
     drafted: Tensor | None = None
     for level in range(depth):
-        draft = drafter.expand(state, drafted).float().softmax(-1)
+        draft = drafter.expand(state, drafted)[:, 0].float().softmax(-1)
         if drafter.vocab is not None:
             draft = drafter.vocab.scatter(draft)
         at = places + level + 1  # the drafted token; the target predicts it one position before
@@ -129,7 +130,7 @@ def drafted_along(
         counted = (at < length) & trained[inside]
         sums[level, 0] += (torch.minimum(target, draft).sum(-1) * counted).sum()
         sums[level, 1] += counted.sum()
-        drafted = tokens[inside]
+        drafted = tokens[inside][:, None]
     return sums
 
 

@@ -69,7 +69,7 @@ class Validation:
                     self.target,
                     drafter,
                     prompt,
-                    depth=self.depth,
+                    policy=self.depth,
                     sampling=GREEDY,
                     max_new_tokens=self.max_new_tokens,
                     chance=SeededChance(0),

@@ -12,8 +12,9 @@ from torch.nn import functional
 from drafttrain.core import losses
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import document_mask
+from drafttrain.core.placed_batch import positions_to_predict
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures
-from drafttrain.drafters.base import Drafter, positions_to_predict
+from drafttrain.drafters.base import Drafter
 
 
 def count_correct(logits: Tensor, choices: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 class _ChunkProbs(NamedTuple):
     probs: Tensor | None
     choices: Tensor  # in the drafter's vocabulary; -1: outside it
-    kept: Tensor | None  # the positions of the chunk that are kept; None: all
+    kept: Tensor | None  # the positions of the chunk that are kept, or a mask of them; None: all
 
 
 def chunked_losses(
@@ -93,7 +93,8 @@ def chunked_losses(
     against_text: correct means equal to the text, not to the target's choice.
 
     The sums must be differentiated together and once, weighted by `weights` times any number (as in
-    `weighted_sum`); otherwise the chunks are computed a second time. Not twice differentiable.
+    `weighted_sum`). Otherwise the chunks are computed a second time on a CPU; another device stops
+    with an error, because the host would have to wait for it to know. Not twice differentiable.
     """
     device = places.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -183,7 +184,10 @@ class _Pass:
             places, labels, chunk = task.places[:, piece], task.labels[piece], self._chunk(piece)
             if chunk is not None and chunk.kept is not None:
                 known = (places >= 0).sum(1)
-                places, labels = places[:, chunk.kept], labels[chunk.kept]
+                if chunk.kept.dtype == torch.bool:
+                    places = places.masked_fill(~chunk.kept, -1)
+                else:
+                    places, labels = places[:, chunk.kept], labels[chunk.kept]
                 self.uncovered += known - (places >= 0).sum(1)
             choices = labels if chunk is None or task.against_text else chunk.choices
             probs = None if chunk is None else chunk.probs
@@ -209,8 +213,13 @@ class _Pass:
         if self.task.config.of_rejection:
             return _ChunkProbs(logits.softmax(-1)[:, target.vocab.target_ids], choices, None)
         # A NaN must reach the loss, where it is caught, and not count as a token left out.
-        kept = ((choices >= 0) | best.values.isnan()).nonzero()[:, 0]
+        kept = (choices >= 0) | best.values.isnan()
         probs = None
+        if kept.device.type != "cpu":  # the host would wait for their number: all are compared
+            if self.task.config.needs_target_probs:
+                probs = logits[:, target.vocab.target_ids].softmax(-1)
+            return _ChunkProbs(probs, choices.clamp(min=0), kept)
+        kept = kept.nonzero()[:, 0]
         if self.task.config.needs_target_probs:
             probs = logits[kept[:, None], target.vocab.target_ids].softmax(-1)
         return _ChunkProbs(probs, choices[kept].clamp(min=0), kept)
@@ -282,11 +291,16 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        scale = _common(grad.tolist(), ctx.factors)
-        if gradients is None or scale is None:
-            gradients = _Pass(ctx.task, grad.tolist(), ctx.saved_tensors, ctx.wanted).gradients
-            scale = 1.0
-        scaled = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
+        factors = ctx.factors
+        if grad.device.type != "cpu":
+            scale: float | Tensor | None = _common_on_device(grad, factors)
+        else:
+            scale = _common(grad.tolist(), factors)
+        if scale is None:
+            gradients, factors, scale = None, grad.tolist(), 1.0
+        if gradients is None:
+            gradients = _Pass(ctx.task, factors, ctx.saved_tensors, ctx.wanted).gradients
+        scaled = [g if g is None else g.mul_(scale) for g in gradients]
         pairs = zip(scaled, ctx.saved_tensors, strict=True)
         return None, None, *(g if g is None else g.to(tensor.dtype) for g, tensor in pairs)
 
@@ -309,3 +323,14 @@ def _common(grads: Sequence[float], factors: Sequence[float]) -> float | None:
     ratios = [grad / factor for grad, factor in zip(grads, factors, strict=True)]
     same = all(abs(ratio - ratios[0]) <= 1e-6 * abs(ratios[0]) for ratio in ratios)
     return ratios[0] if same else None
+
+
+def _common_on_device(grads: Tensor, factors: Sequence[float]) -> Tensor:
+    """Return the number c with grads = c * factors; without one, the device stops with an error.
+
+    The host does not wait for the answer, so it cannot compute the chunks a second time.
+    """
+    ratios = torch.stack([g / factor for g, factor in zip(grads.unbind(), factors, strict=True)])
+    off = (ratios - ratios[0]).abs() > 1e-6 * ratios[0].abs()  # a NaN passes: the engine refuses it
+    torch._assert_async(~off.any(), "the losses of one call must be weighted by its weights")
+    return ratios[0] + 0 * ratios.sum()

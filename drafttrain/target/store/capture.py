@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from drafttrain.core.placed_batch import placed
 from drafttrain.core.types import FeatureSource, Sample
 from drafttrain.data.batches import collate
 from drafttrain.runtime.disk import DiskError, write_whole
@@ -310,7 +311,7 @@ class Writer:
         for first in range(0, len(longest_first), self.micro_batch):
             chosen = longest_first[first : first + self.micro_batch]
             batch = collate([self.samples[place] for place in chosen])
-            batch = batch.to(self.target.readout.embedding.device)
+            batch = placed(batch, self.target.readout.embedding.device)
             features = self.target.features(batch, self.manifest.layers)
             hidden = {f"layer.{layer}": states for layer, states in features.captured.items()}
             hidden[shards.FINAL] = features.final_hidden

@@ -102,7 +102,7 @@ class StoredTarget:
         """Return the features of a batch on the CPU: zeros at padding and where none are stored."""
         names = [*(f"layer.{layer}" for layer in captures), shards.FINAL]
         shape = (*batch.tokens.shape, self.spec.hidden_size)
-        pinned = self.device.type == "cuda"
+        pinned = self.device.type != "cpu"
         out = {name: torch.zeros(shape, dtype=self.dtype, pin_memory=pinned) for name in names}
         for row, start, stop, document, position in documents_of(batch):
             place, end = self.ordinals[document], position + stop - start

@@ -57,7 +57,8 @@ class PlainEngine(Engine):
 
     def _update(self, norm: float) -> None:
         if self._max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(self._updated(), self._max_grad_norm, torch.tensor(norm))
+            total = torch.full((), norm, device=self.device)  # the host waits for no copy of it
+            nn.utils.clip_grads_with_norm_(self._updated(), self._max_grad_norm, total)
         self._optimizer.step()
         self._forget()
         for parameter, master in self._masters.items():

@@ -1,0 +1,53 @@
+"""A batch on a device, with the host's copy of it: what the host asks of it costs no wait."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from drafttrain.core.types import Batch
+
+
+@dataclass(frozen=True)
+class PlacedBatch(Batch):
+    """A batch on a device; `host` is the same batch on the CPU."""
+
+    host: Batch
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on another device."""
+        return placed(self.host, torch.device(device))
+
+
+def placed(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch of the CPU on `device`, without waiting for its copies."""
+    if device.type == "cpu":
+        return batch
+    sent: dict[str, Any] = {name: send(tensor, device) for name, tensor in vars(batch).items()}
+    return PlacedBatch(**sent, host=batch)
+
+
+def host_of(batch: Batch) -> Batch:
+    """Return the batch to ask without a wait: the host's copy, if it has one."""
+    return batch.host if isinstance(batch, PlacedBatch) else batch
+
+
+def send(tensor: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
+    """Return a tensor of the CPU on `device`; only page-locked memory is copied without a wait."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def positions_to_predict(
+    batch: Batch, distance: int
+) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
+    """Return (rows, columns) of trained tokens after at least `distance` tokens of their text.
+
+    Depth d, from 0, predicts a token from the feature at its column - (d + 2): distance d + 2.
+    """
+    host = host_of(batch)
+    rows, columns = (host.loss_mask & (host.positions >= distance)).nonzero(as_tuple=True)
+    return send(rows, batch.tokens.device), send(columns, batch.tokens.device)
