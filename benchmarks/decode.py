@@ -81,7 +81,7 @@ def our_decoding(setup: Setup, drafter: Drafter | None) -> Callable[[Sequence[in
     if drafter is None:
         return lambda prompt: autoregressive_decode(setup.target, prompt, **settings)
     return lambda prompt: speculative_decode(
-        setup.target, drafter, prompt, depth=setup.depth, **settings
+        setup.target, drafter, prompt, policy=setup.depth, **settings
     )
 
 

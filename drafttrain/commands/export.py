@@ -23,7 +23,8 @@ def export(config: ExportConfig) -> None:
     require_writable(place.parent, "export.dir")
     if settings.push is not None and not settings.dry_run:
         check_push(settings.push, settings.private)
-    drafter, _ = load_drafter(run, config.drafter, recorded_spec(run))
+    drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
+    tuned(config.export, run, checkpoint.name if checkpoint else None)
     record, reports = read_run(run)
     name = served_as(config.model)
     card = CardData(

@@ -36,7 +36,14 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     )
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
-    file = write_tuned(setup.folder, predictions, costs, setup.conditions)
+    file = write_tuned(
+        setup.folder,
+        predictions,
+        costs,
+        setup.conditions,
+        policy=setup.settings.policy_settings,
+        weights=setup.weights,
+    )
     choices = choose(predictions)
     console.print(headline(choices))
     for table in tune_tables(predictions, choices):

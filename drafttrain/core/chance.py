@@ -14,21 +14,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Draw = int | Sequence[int]  # the number of a choice within its cycle, of all rows or of each
 PerRow = Float[Tensor, " batch"]
 Probs = Float[Tensor, "batch vocab"]
 
 
 class Purpose(IntEnum):
-    """The purpose of a choice; `draw = depth * len(Purpose) + purpose` makes draws distinct."""
+    """The purpose of a choice; `number * len(Purpose) + purpose` makes draws distinct."""
 
     DRAFT = 0  # the drafter chooses a token
     ACCEPT = 1  # verification accepts or rejects it
     EMIT = 2  # the target chooses: first token, corrected token, bonus
 
 
-def draw_of(depth: int, purpose: Purpose) -> int:
-    """Return the number of a choice within its cycle."""
-    return depth * len(Purpose) + purpose
+def draw_of(number: int, purpose: Purpose) -> int:
+    """Return the number of a choice within its cycle; `number` counts those of its purpose."""
+    return number * len(Purpose) + purpose
 
 
 @runtime_checkable
@@ -36,12 +37,12 @@ class Chance(Protocol):
     """Makes random choices; every argument is per row."""
 
     def accept(
-        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Bool[Tensor, " batch"]:
         """Return True with the given probability: never at 0, always at 1."""
 
     def choose(
-        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Int[Tensor, " batch"]:
         """Return an id drawn from the given distribution, never one of probability 0."""
 
@@ -52,28 +53,29 @@ class SeededChance:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def uniforms(self, rows: Sequence[int], starts: Sequence[int], draw: int) -> np.ndarray:
+    def uniforms(self, rows: Sequence[int], starts: Sequence[int], draw: Draw) -> np.ndarray:
         """Return one float64 in [0, 1) for each row's key."""
         mask = 2**64 - 1
+        draws = [draw] * len(rows) if isinstance(draw, int) else draw
         if len(rows) >= MANY_ROWS:
-            return philox(self.seed & mask, [row & mask for row in rows], starts, draw)
+            return philox(self.seed & mask, [row & mask for row in rows], starts, draws)
         keys = [np.array([self.seed & mask, row & mask], dtype=np.uint64) for row in rows]
         return np.array(
             [
                 np.random.Generator(np.random.Philox(key=key, counter=[0, 0, start, draw])).random()
-                for key, start in zip(keys, starts, strict=True)
+                for key, start, draw in zip(keys, starts, draws, strict=True)
             ]
         )
 
     def accept(
-        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Bool[Tensor, " batch"]:
         """Return True with the given probability (strictly: u < p, so p = 0 is never accepted)."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw))
         return (uniforms < probability.double().cpu()).to(probability.device)
 
     def choose(
-        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Int[Tensor, " batch"]:
         """Return ids drawn by inverting the cumulative distribution, in float64."""
         uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)
@@ -91,7 +93,9 @@ class SeededChance:
 MANY_ROWS = 32  # from here on one vectorised Philox is faster than numpy's row by row
 
 
-def philox(seed: int, rows: Sequence[int], starts: Sequence[int], draw: int) -> np.ndarray:
+def philox(
+    seed: int, rows: Sequence[int], starts: Sequence[int], draws: Sequence[int]
+) -> np.ndarray:
     """Return the first output of numpy's Philox4x64-10 for each key (seed, row), as a uniform.
 
     The same numbers as `numpy.random.Philox(key=[seed, row], counter=[0, 0, start, draw])`, which
@@ -101,7 +105,7 @@ def philox(seed: int, rows: Sequence[int], starts: Sequence[int], draw: int) -> 
     even = np.empty((2, count), dtype=np.uint64)  # words 0 and 2 of the counter: multiplied
     odd = np.empty((2, count), dtype=np.uint64)  # words 1 and 3: mixed in
     even[0], even[1] = 1, np.array(starts, dtype=np.uint64)
-    odd[0], odd[1] = 0, draw
+    odd[0], odd[1] = 0, np.array(draws, dtype=np.uint64)
     keys = np.empty((2, count), dtype=np.uint64)
     keys[0], keys[1] = seed, np.array(rows, dtype=np.uint64)
     for _ in range(10):

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
+from drafttrain.core.tree import Branches, Tree
 
 PAD_DOCUMENT = -1
 
@@ -99,6 +100,11 @@ class TargetFeatures:
         index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
         return self._each(lambda hidden: hidden[index])
 
+    def take(self, places: Int[Tensor, "batch new"]) -> "TargetFeatures":
+        """Return the features of these positions of each row."""
+        rows = torch.arange(len(places), device=places.device)[:, None]
+        return self._each(lambda hidden: hidden[rows, places])
+
     def to(self, device: torch.device) -> "TargetFeatures":
         """Return the features on `device`; copies from pinned memory are asynchronous."""
         if self.final_hidden.device == device:
@@ -146,29 +152,46 @@ def weighted_sum(losses: Losses) -> Float[Tensor, ""]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafter's proposal for verification: a chain of tokens after the last committed one.
+    """A drafter's proposal for verification: drafted tokens after the last committed one.
 
-    Rows are padded to the longest; num_nodes counts the real ones. `draft_probs[:, j]` is the
-    distribution that token j was *really* drawn from (after temperature, top-k and top-p, over
-    target ids, in the precision of the draw); None: all were chosen deterministically, which is a
-    point mass.
+    tree: the shape; None is a chain. Rows are padded to the longest; num_nodes counts the real
+    ones. `draft_probs[:, j]` is a distribution that children were *really* drawn from (after
+    temperature, top-k and top-p, over target ids, in the precision of the draw): the first child
+    of its node, and the others with or without replacement. `sources[k]` is the j of the children
+    of place k (0 is the root, k is node k - 1); None: k itself, as in a chain. draft_probs None:
+    all tokens were chosen deterministically, and the children of a node differ.
     """
 
     tokens: Int[Tensor, "batch node"]
     num_nodes: Int[Tensor, " batch"]
-    draft_probs: Float[Tensor, "batch node vocab"] | None
+    draft_probs: Float[Tensor, "batch source vocab"] | None
+    tree: Tree | None = None
+    sources: Int[Tensor, " place"] | None = None
+    replacement: bool = False
+
+    @property
+    def branches(self) -> Branches | None:
+        """What the tokens of its verification see; None: each follows the one before."""
+        return None if self.tree is None else self.tree.with_root
+
+    @property
+    def depth(self) -> int:
+        """The length of the longest path."""
+        return self.tokens.shape[1] if self.tree is None else self.tree.deepest
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verification: the first num_accepted tokens of a chain, and the bonus.
+    """The result of verification: the path of accepted nodes, and the bonus.
 
+    path: the accepted nodes, then padding; None: the first num_accepted nodes (of a chain).
     `bonus` is the token that the target adds: the corrected token after a rejection, a new one
     after full acceptance.
     """
 
     num_accepted: Int[Tensor, " batch"]
     bonus: Int[Tensor, " batch"]
+    path: Int[Tensor, "batch depth"] | None = None
 
 
 @dataclass
@@ -180,13 +203,16 @@ class Counters:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
 
-    def add(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Add one draft of a chain to the counts."""
+    def add(
+        self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None
+    ) -> None:
+        """Add one draft to the counts; depth: of its longest path (None: it is a chain)."""
+        depth = num_draft_tokens if depth is None else depth
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         per_position = self.num_accepted_tokens_per_position
-        per_position.extend([0] * (num_draft_tokens - len(per_position)))
+        per_position.extend([0] * (depth - len(per_position)))
         for position in range(num_accepted_tokens):
             per_position[position] += 1
 

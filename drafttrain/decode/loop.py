@@ -4,25 +4,35 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from drafttrain.core.chance import Chance
-from drafttrain.core.ops.ragged_cache import padded_rows
+from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Decoded, Proposal, Verdict
+from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
 from drafttrain.decode.autoregressive import clock_of, emit
-from drafttrain.decode.draft import draft_chain
+from drafttrain.decode.draft import draft
+from drafttrain.decode.policy import Policy, policy_of
 from drafttrain.decode.rows import Row, Rows, Stops, charge, check_room
-from drafttrain.decode.verify import LOSSLESS, Rule, verify_chain, verify_greedy
+from drafttrain.decode.verify import (
+    LOSSLESS,
+    Block,
+    Rule,
+    verify_block,
+    verify_choices,
+    verify_draws,
+    verify_greedy,
+)
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One verification, recorded to audit the loop. Row j of `logits` follows node j - 1."""
+    """One verification, recorded to audit the loop. Row j + 1 of `logits` follows node j."""
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -43,7 +53,12 @@ def verify(
     """Return the verdict of the rule on every node, given the target's logits."""
     if sampling.greedy and rule.lossless:
         return verify_greedy(proposal, logits.argmax(-1))
-    return verify_chain(rule, proposal, probabilities(logits, sampling), chance, rows, starts)
+    probs = probabilities(logits, sampling)
+    if isinstance(rule, Block):
+        return verify_block(proposal, probs, chance, rows, starts)
+    if proposal.draft_probs is None and rule == LOSSLESS:
+        return verify_choices(proposal, probs, chance, rows, starts)
+    return verify_draws(rule, proposal, probs, chance, rows, starts)
 
 
 def is_lossless(rule: Rule, sampling: Sampling) -> bool:
@@ -51,14 +66,14 @@ def is_lossless(rule: Rule, sampling: Sampling) -> bool:
     return rule.lossless or sampling.greedy
 
 
-def describe_rule(sampling: Sampling, rule: Rule = LOSSLESS) -> str:
-    """Return the name of the acceptance rule for reports."""
+def describe_rule(sampling: Sampling, rule: Rule = LOSSLESS, shape: str = "chain") -> str:
+    """Return the name of the acceptance rule for reports; shape: of the proposals."""
     if sampling.greedy:
         return "greedy match (lossless)"
     if rule.lossless:
-        return f"chain {rule.name} (lossless)"
+        return f"{shape} {rule.name} (lossless)"
     settings = ", ".join(f"{key} {value:g}" for key, value in vars(rule).items())
-    return f"chain {rule.name} ({settings}; NOT lossless)"
+    return f"{shape} {rule.name} ({settings}; NOT lossless)"
 
 
 def speculative_decode(
@@ -75,7 +90,7 @@ def speculative_decode_batch(
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     *,
-    depth: int,
+    policy: Policy | int,
     sampling: Sampling,
     max_new_tokens: int,
     chance: Chance,
@@ -88,17 +103,23 @@ def speculative_decode_batch(
 ) -> list[Decoded]:
     """Decode prompts with a drafter, together; a lossless rule keeps the plain loop's distribution.
 
-    depth: drafted tokens per cycle. draft_sampling: how the drafter's logits become the
-    distribution that drafts are drawn from (None: as the target's). Each output ends where the
-    plain loop's would, also inside an accepted run; counters are kept both trimmed there and
-    untrimmed. A cycle without a proposal for a row is a plain step for it, not a draft. record: is
-    called with every verification.
+    policy: how proposals grow; a number is the depth of a chain. draft_sampling: how the drafter's
+    logits become the distribution that drafts are drawn from (None: as the target's). Each output
+    ends where the plain loop's would, also inside an accepted run; counters are kept both trimmed
+    there and untrimmed. A cycle without a proposal for a row is a plain step for it, not a draft.
+    record: is called with every verification.
     """
-    check_depth(drafter, depth)
-    capacity = check_room(target, prompts, max_new_tokens, depth)
+    draft_sampling = draft_sampling or sampling
+    policy = policy_of(policy)
+    policy.check(drafter, draft_sampling)
+    if policy.branches and isinstance(rule, Block):
+        raise ValueError(
+            f"rule must not be block for a {policy.describe()}: it is defined for chains; "
+            "choose lossless"
+        )
+    capacity = check_room(target, prompts, max_new_tokens, policy.depth)
     stops = Stops(target, max_new_tokens, stop_tokens, stop_strings)
     batch, now = Rows(prompts, rows), clock_of(target)
-    draft_sampling = draft_sampling or sampling
     started = now()
     cache = target.begin()
     tokens, counts = padded_rows(prompts, target.device)
@@ -121,26 +142,29 @@ def speculative_decode_batch(
     while batch.active:
         active, names, starts = batch.active, batch.names, batch.starts
         lengths = cache.lengths
-        proposal = draft_chain(drafter, state, depth, draft_sampling, chance, names, starts)
+        proposal = draft(policy, drafter, state, draft_sampling, chance, names, starts)
         t_verify = now()
         drafted = torch.cat([last_token[:, None], proposal.tokens], dim=1)
-        logits, features = target.step(cache, drafted, drafter.captures)
+        logits, features = target.step(cache, drafted, drafter.captures, branches=proposal.branches)
         verdict = verify(rule, proposal, logits, sampling, chance, names, starts)
         accepted = verdict.num_accepted.tolist()
         t_commit = now()
         if record is not None:
             record(Cycle(names, starts, proposal, logits, verdict))
         counts = [number + 1 for number in accepted]
+        tokens = proposal.tokens
+        if verdict.path is not None:
+            path = verdict.path[:, : max(accepted)]
+            tokens = tokens.gather(1, path)
+            features = keep_path(target, cache, lengths, features, path)
         target.rollback(cache, [n + count for n, count in zip(lengths, counts, strict=True)])
         last_token, longest = verdict.bonus, max(counts)
-        committed = torch.cat([proposal.tokens, last_token[:, None]], dim=1)[:, :longest]
+        committed = torch.cat([tokens, last_token[:, None]], dim=1)[:, :longest]
         committed.scatter_(1, verdict.num_accepted[:, None], last_token[:, None])
         new = [row[:count] for row, count in zip(committed.tolist(), counts, strict=True)]
         num_kept, kept = batch.commit(new, stops)
-        for row, nodes, taken, count in zip(
-            active, proposal.num_nodes.tolist(), accepted, num_kept, strict=True
-        ):
-            _count(row, nodes, taken, count)
+        for place, (row, nodes) in enumerate(zip(active, proposal.num_nodes.tolist(), strict=True)):
+            _count(row, proposal, place, nodes, accepted[place], num_kept[place])
         t_observe = now()
         if kept:
             features = features.slice(0, longest)
@@ -160,24 +184,38 @@ def speculative_decode_batch(
     return batch.decoded()
 
 
-def check_depth(drafter: Drafter, depth: int) -> None:
-    """Raise ValueError for a depth that the drafter cannot draft."""
-    deepest = drafter.max_depth
-    if depth < 1 or (deepest is not None and depth > deepest):
-        limit = "at least 1" if deepest is None else f"in 1..{deepest}"
-        raise ValueError(f"depth must be {limit} for drafter={drafter.config.name}, got {depth}")
+def keep_path(
+    target: Target,
+    cache: RaggedCache,
+    lengths: Sequence[int],
+    features: TargetFeatures,
+    path: Int[Tensor, "batch depth"],
+) -> TargetFeatures:
+    """Move the accepted nodes of a tree together in the cache; return the features along the path.
+
+    lengths: of the rows before the verification, whose first token is the root.
+    """
+    target.keep(cache, [length + 1 for length in lengths], path)
+    return features.take(functional.pad(path + 1, (1, 0)))
 
 
-def _count(row: Row, num_nodes: int, num_accepted: int, num_kept: int) -> None:
+def _count(
+    row: Row, proposal: Proposal, place: int, num_nodes: int, num_accepted: int, num_kept: int
+) -> None:
+    """Count one draft of a row, which is at `place` in the batch."""
     stats = row.stats
     stats.num_target_passes += 1
     if num_nodes == 0:
         stats.cycles.append((len(row.output) - num_kept, 0, 0))
         return
-    stats.untrimmed.add(num_nodes, num_accepted)
-    # If the bonus reached the output, nothing was cut.
-    drafted, accepted = (
-        (num_nodes, num_accepted) if num_kept > num_accepted else (num_kept, num_kept)
-    )
-    stats.trimmed.add(drafted, accepted)
+    depth = min(proposal.depth, num_nodes)
+    stats.untrimmed.add(num_nodes, num_accepted, depth)
+    drafted, accepted = num_nodes, num_accepted
+    if num_kept <= num_accepted:  # the bonus did not reach the output: something was cut
+        depth = accepted = drafted = num_kept
+        if proposal.tree is not None:
+            depths = proposal.tree.depth
+            own = depths[min(place, len(depths) - 1), :num_nodes]
+            drafted = int((own <= num_kept).sum())
+    stats.trimmed.add(drafted, accepted, depth)
     stats.cycles.append((len(row.output) - num_kept, drafted, accepted))

@@ -123,6 +123,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     # target computes them with the loss `rejection`; else it drafts along the stored text.
     depth_terms: tuple[str, ...] = ()
     max_depth: int | None = None  # of a proposal; None: no limit
+    branches = False  # whether `expand` takes levels of several nodes, for trees
     unroll = 1  # depths that `forward` trains; the contract suite compares decoding with them
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
     text_source: TextSource | None = None  # None: it trains on the data's text
@@ -180,11 +181,16 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
     @abstractmethod
     def expand(
-        self, state: State, newest: Int[Tensor, " batch"] | None
-    ) -> Float[Tensor, "batch draft_vocab"]:
-        """Return logits for the token after the newest drafted one, which is a target id.
+        self,
+        state: State,
+        newest: Int[Tensor, "batch width"] | None,
+        parents: Int[Tensor, "batch width"] | None = None,
+    ) -> Float[Tensor, "batch width draft_vocab"]:
+        """Return logits for the tokens after the newest drafted ones, which are target ids.
 
-        None: for the token after the last token, right after `observe`.
+        newest: one level of the proposal; None: the level is the last token, right after `observe`
+        (width 1). parents: which node of the level before each of them follows; None: a chain,
+        whose width is always 1. Only a drafter with `branches` gets parents.
         """
 
     @abstractmethod
@@ -226,8 +232,14 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
         raise NotImplementedError
 
-    def propose(self, state: State, depth: int) -> Proposal | None:
-        """Return a whole proposal at once (retrieval); None: `decode.draft` grows one."""
+    def propose(
+        self, state: State, depth: int, width: int = 1, num_nodes: int = 0
+    ) -> Proposal | None:
+        """Return a whole proposal at once (retrieval); None: `decode.draft` grows one.
+
+        width: how many children a node may have; 1 is a chain. num_nodes: of a tree, at most. Only
+        a drafter with `branches` gets these two.
+        """
         return None
 
 
@@ -244,22 +256,12 @@ def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def last_of(
-    values: Shaped[Tensor, "batch new width"], counts: Sequence[int]
-) -> Shaped[Tensor, "batch 1 width"]:
-    """Return the values at each row's last real position."""
+    values: Shaped[Tensor, "batch new width"], counts: Sequence[int] | None
+) -> Shaped[Tensor, "batch last width"]:
+    """Return the values at each row's last real position; without counts, at all of them."""
+    if counts is None:
+        return values
     if min(counts) == values.shape[1]:
         return values[:, -1:]
     last = torch.tensor(counts, device=values.device) - 1
     return values[torch.arange(len(values), device=values.device), last][:, None]
-
-
-def positions_to_predict(
-    batch: Batch, distance: int
-) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"]]:
-    """Return (rows, columns) of trained tokens after at least `distance` tokens of their text.
-
-    Depth d, from 0, predicts a token from the feature at its column - (d + 2): distance d + 2.
-    """
-    wanted = batch.loss_mask & (batch.positions >= distance)
-    rows, positions = wanted.nonzero(as_tuple=True)
-    return rows, positions

@@ -18,6 +18,7 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.layer_calls import call_layer, dtype_of
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -25,7 +26,6 @@ from drafttrain.drafters.base import (
     TrainingChance,
     last_of,
     load_exactly,
-    positions_to_predict,
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
@@ -109,7 +109,8 @@ class Eagle(LayerDrafter):
             inputs = inputs + (uniform - 0.5) * config.feature_noise
         pairs = self._pairs(readout, batch.tokens[:, 1:], inputs[:, :-1])
         turn = self.shape.rotation(batch.positions[:, :-1], pairs.dtype)
-        predicted = call_layer(self.layers[0], pairs, turn, document_mask(batch.document[:, :-1]))
+        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
+        predicted = call_layer(self.layers[0], pairs, turn, mask)
         rows, ahead = positions_to_predict(batch, 2)
         predicted = predicted[rows, ahead - 2]
         truth = features.final_hidden[rows, ahead - 1]
@@ -131,7 +132,7 @@ class Eagle(LayerDrafter):
         return features.final_hidden
 
     def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
     ) -> Tensor:
         turn, pairs = state.turn(tokens.shape[1]), self._pairs(state.readout, tokens, hidden)
         return last_of(self.layers[0](pairs, turn, state.cache), counts)

@@ -20,10 +20,11 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
+from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, TrainingChance, last_of, positions_to_predict
+from drafttrain.drafters.base import About, TrainingChance, last_of
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
@@ -149,7 +150,7 @@ class Eagle3(LayerDrafter):
         hidden = self.read(features, length)
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
         embedded = self.embed(features.readout, tokens)
-        mask = document_mask(batch.document[:, :-1])
+        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
         # The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
         # embeddings, shifted by one: their part is computed once.
         layer = self.midlayer
@@ -234,7 +235,7 @@ class Eagle3(LayerDrafter):
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
     ) -> Tensor:
         turn, embedded = state.turn(tokens.shape[1]), self.embed(state.readout, tokens)
         inputs, residual = self.midlayer.inputs(embedded, hidden)

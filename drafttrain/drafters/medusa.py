@@ -19,6 +19,7 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import LentLinear, within_calls
+from drafttrain.core.placed_batch import positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
@@ -29,7 +30,6 @@ from drafttrain.drafters.base import (
     DraftState,
     TrainingChance,
     last_of,
-    positions_to_predict,
 )
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 
@@ -90,6 +90,7 @@ class Medusa(Drafter[MedusaState]):
 
     about = About("A Medusa", "2401.10774")
     captures = ()
+    branches = True
 
     def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:
         super().__init__()
@@ -179,7 +180,9 @@ class Medusa(Drafter[MedusaState]):
         state.logits = None
         state.depth = 0
 
-    def expand(self, state: MedusaState, newest: Tensor | None) -> Tensor:
+    def expand(
+        self, state: MedusaState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
         """Return the next head's logits; all heads are computed once, whatever was drafted."""
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
@@ -187,7 +190,7 @@ class Medusa(Drafter[MedusaState]):
             state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
         logits = state.logits[state.depth]
         state.depth += 1
-        return logits
+        return logits[:, None].expand(-1, 1 if newest is None else newest.shape[1], -1)
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
         if state.hidden is not None:

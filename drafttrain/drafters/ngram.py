@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.readout import Readout
+from drafttrain.core.tree import Tree
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
 
@@ -32,10 +33,10 @@ class NgramConfig(DrafterConfig):
 
 @dataclass
 class Text:
-    """A row's text, and the end of the latest occurrence of each n-gram, its suffix excluded."""
+    """A row's text, and the ends of the occurrences of each n-gram, its suffix excluded."""
 
     tokens: list[int]
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,9 +47,13 @@ class NgramState(DraftState):
 
 
 class Ngram(Drafter[NgramState]):
-    """Drafts the continuation of the latest earlier occurrence of the longest matching suffix."""
+    """Drafts the continuation of the latest earlier occurrence of the longest matching suffix.
+
+    A tree adds those of earlier occurrences, then those of shorter suffixes.
+    """
 
     captures = ()
+    branches = True
 
     def __init__(self, config: NgramConfig, spec: TargetSpec) -> None:
         super().__init__()
@@ -70,26 +75,63 @@ class Ngram(Drafter[NgramState]):
             for token in row[:count]:
                 end = len(text.tokens)
                 for size in range(self.config.min_ngram, min(self.config.max_ngram, end) + 1):
-                    text.ends[tuple(text.tokens[end - size :])] = end
+                    text.ends.setdefault(tuple(text.tokens[end - size :]), []).append(end)
                 text.tokens.append(token)
 
-    def expand(self, state: NgramState, newest: Tensor | None) -> Tensor:
-        raise AssertionError("prompt lookup proposes whole chains")
+    def expand(
+        self, state: NgramState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        raise AssertionError("prompt lookup proposes everything at once")
 
     def select(self, state: NgramState, rows: Sequence[int]) -> None:
         state.texts = [state.texts[row] for row in rows]
 
-    def propose(self, state: NgramState, depth: int) -> Proposal:
+    def propose(
+        self, state: NgramState, depth: int, width: int = 1, num_nodes: int = 0
+    ) -> Proposal:
         """Return what followed each row's longest matching suffix; no node if nothing matches."""
         device = state.readout.embedding.device
-        found = [self._look_up(text, depth) for text in state.texts]
-        tokens, num_nodes = padded_rows(found, device)
-        return Proposal(tokens, torch.tensor(num_nodes), None)
+        found = [self._continuations(text, depth, width) for text in state.texts]
+        if max(map(len, found)) < 2:
+            tokens, counts = padded_rows([paths[0] if paths else [] for paths in found], device)
+            return Proposal(tokens, torch.tensor(counts), None)
+        trees = [merged(paths, width, num_nodes) for paths in found]
+        tokens, counts = padded_rows([tokens for tokens, _ in trees], device)
+        above = [parents + [-1] * (tokens.shape[1] - len(parents)) for _, parents in trees]
+        tree = Tree.of(torch.tensor(above, device=device), depth)
+        return Proposal(tokens, torch.tensor(counts), None, tree)
 
-    def _look_up(self, text: Text, depth: int) -> list[int]:
+    def _continuations(self, text: Text, depth: int, most: int) -> list[list[int]]:
+        """Return up to `most` texts that followed a suffix: longest suffix first, then latest."""
+        found: list[list[int]] = []
         longest = min(self.config.max_ngram, len(text.tokens) - 1)
         for size in range(longest, self.config.min_ngram - 1, -1):
-            end = text.ends.get(tuple(text.tokens[-size:]))
-            if end is not None:
-                return text.tokens[end : end + depth]
-        return []
+            ends = text.ends.get(tuple(text.tokens[-size:]), [])
+            for end in ends[: -1 - most : -1]:
+                path = text.tokens[end : end + depth]
+                if path not in found:
+                    found.append(path)
+                if len(found) == most:
+                    return found
+        return found
+
+
+def merged(paths: Sequence[Sequence[int]], width: int, most: int) -> tuple[list[int], list[int]]:
+    """Return the tokens and parents of the tree of these paths, cut at `most` nodes.
+
+    The first path is whole; a node has at most `width` children, all different.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
+    for path in paths:
+        place = -1
+        for token in path:
+            if (place, token) not in nodes:
+                if len(tokens) == most or parents.count(place) == width:
+                    break
+                nodes[place, token] = len(tokens)
+                tokens.append(token)
+                parents.append(place)
+            place = nodes[place, token]
+    return tokens, parents

@@ -17,6 +17,7 @@ from drafttrain.core.ops.chunked_losses import Sums, TargetProbs, chunked_losses
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.ops.layers import LentLinear, document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import additive
+from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -24,7 +25,6 @@ from drafttrain.drafters.base import (
     DrafterConfig,
     TrainingChance,
     load_exactly,
-    positions_to_predict,
 )
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.shared.causal import CausalDrafter
@@ -243,7 +243,7 @@ class SmallLM(CausalDrafter):
                 "hardware.gradient_checkpointing and hardware.compile must be false for a drafter "
                 f"without a list of layers, got a {self.model.config.model_type}"
             )
-        mask = document_mask(batch.document)
+        mask = document_mask(batch.document, host_of(batch).document)
         if mask is not None and self.eager:
             mask = additive(mask, dtype_of(self))
         output = self._decoder[0](

@@ -1,6 +1,6 @@
 """The certificate: checks of losslessness on the user's own target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.core.types import Decoded
+from drafttrain.core.types import Decoded, Proposal, Verdict
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
-from drafttrain.decode.verify import Rule, drawn_distribution, one_step_distribution
+from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
@@ -42,6 +42,7 @@ class Audit:
     def __init__(self, rule: Rule, sampling: Sampling, vocab_size: int) -> None:
         self.rule, self.sampling = rule, sampling
         self.distances: list[float] = []  # total variation, one per distribution visited
+        self.trees = False  # whether proposals were trees
         # Logits of some ids only, at every position of every row: all would fill the memory.
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randperm(vocab_size, generator=generator)[:COMPARED_IDS]
@@ -50,17 +51,61 @@ class Audit:
     def __call__(self, cycle: Cycle) -> None:
         """Record how far the one-step distribution is from the target's, at each position."""
         probs = probabilities(cycle.logits, self.sampling)
-        nodes = cycle.proposal.num_nodes.tolist()
+        self.trees |= cycle.proposal.tree is not None
         ids = self.ids.to(cycle.logits.device)
-        for row, accepted in enumerate(cycle.verdict.num_accepted.tolist()):
+        for row, path in enumerate(accepted_paths(cycle.verdict)):
             seen = self.logits.setdefault(cycle.rows[row], {})
-            for node in range(accepted + 1):
-                seen[cycle.starts[row] + node] = cycle.logits[row, node, ids].double().cpu()
-            for node in range(min(accepted + 1, nodes[row])):
-                target_probs = probs[row : row + 1, node].double()
-                drawn = drawn_distribution(cycle.proposal, node, probs)[row : row + 1].double()
-                emitted = one_step_distribution(self.rule, target_probs, drawn)
-                self.distances.append(float((emitted - target_probs).abs().sum() / 2))
+            for step, place in enumerate([0, *(node + 1 for node in path)]):
+                seen[cycle.starts[row] + step] = cycle.logits[row, place, ids].double().cpu()
+            if not self.rule.per_token:
+                continue
+            for left, drawn_from in tested(
+                self.rule, cycle.proposal, probs[row].double(), row, path
+            ):
+                emitted = one_step_distribution(self.rule, left, drawn_from)
+                self.distances.append(float((emitted - left).abs().sum() / 2))
+
+
+def accepted_paths(verdict: Verdict) -> list[list[int]]:
+    """Return the accepted nodes of each row."""
+    counts = verdict.num_accepted.tolist()
+    if verdict.path is None:
+        return [list(range(count)) for count in counts]
+    return [row[:count] for row, count in zip(verdict.path.tolist(), counts, strict=True)]
+
+
+def tested(
+    rule: Rule,
+    proposal: Proposal,
+    target_probs: Float[Tensor, "position vocab"],
+    row: int,
+    path: Sequence[int],
+) -> Iterator[tuple[Float[Tensor, "1 vocab"], Float[Tensor, "1 vocab"]]]:
+    """Yield each test of a row: what was left of the target's distribution, and the draft's.
+
+    The children of a node on the path are tested one after another, up to the accepted one.
+    """
+    num_nodes = int(proposal.num_nodes[row])
+    parents = list(range(-1, num_nodes - 1))
+    if proposal.tree is not None:
+        own = min(row, len(proposal.tree.parents) - 1)
+        parents = proposal.tree.parents[own].tolist()[:num_nodes]
+    for place, accepted in zip([-1, *path], [*path, None], strict=True):
+        left, drawn_from = target_probs[place + 1 : place + 2], None
+        if proposal.draft_probs is not None and place in parents:
+            source = place + 1 if proposal.sources is None else int(proposal.sources[place + 1])
+            drawn_from = proposal.draft_probs[row, source : source + 1].to(left.dtype)
+        for node in [node for node, parent in enumerate(parents) if parent == place]:
+            token = proposal.tokens[row, node : node + 1]
+            if proposal.draft_probs is None:
+                drawn_from = torch.zeros_like(left).scatter_(1, token[:, None], 1.0)
+            assert drawn_from is not None
+            yield left, drawn_from
+            if node == accepted:
+                break
+            left = rule.correction(left, drawn_from)
+            if not proposal.replacement:
+                drawn_from = without(drawn_from, token)
 
 
 def certify(
@@ -87,7 +132,7 @@ def certify(
             checks.append(greedy_check(*pair, prompts, config))
             tick(1)
         audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
-        method = DraftMethod("drafted", drafter, config.depth)
+        method = DraftMethod("drafted", drafter, config.policy_at(config.depth))
         speculate = decoders(target, [method], config, sampling, seed)[method.name]
         drafted = _decoded(partial(speculate, record=audit), prompts)
         checks.append(distribution_check(audit))
@@ -117,7 +162,10 @@ def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: Eva
         "chance": SeededChance(0),
         "stop_strings": tuple(config.stop_strings),
     }
-    drafting: dict[str, Any] = {"depth": config.depth, "rule": config.acceptance_rule}
+    drafting: dict[str, Any] = {
+        "policy": config.policy_at(config.depth),
+        "rule": config.acceptance_rule,
+    }
     for name, tokens in prompts:
         plain = autoregressive_decode(target, tokens, **settings)
         drafted = speculative_decode(target, drafter, tokens, **drafting, **settings)
@@ -183,6 +231,12 @@ def distribution_check(audit: Audit) -> Check:
         f"variation from the target's distribution {mean:.2g} on average, {worst:.2g} at most"
     )
     bound = f"at most {EXACT:g}" if lossless else "none: the rule is not lossless"
+    if audit.trees:
+        text = text.replace("positions", "tests of a node", 1)
+        text = text.replace("the target's distribution", "what was left of the target's", 1)
+    if not audit.rule.per_token:
+        bound = "not computed"
+        text = f"not computed: {audit.rule.name} decides on whole chains, not token by token"
     # Without drafts, nothing is proved.
     passed = worst <= EXACT if lossless and audit.distances else None
     return Check("one-step distribution", passed, worst if lossless else mean, bound, text, [])

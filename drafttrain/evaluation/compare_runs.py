@@ -148,6 +148,8 @@ def _identity(config: Mapping[str, Any], report: Report) -> str:
     measured = {key: getattr(report.timing, key) for key in TIMED_WITH}
     evaluated = [report.drafter, report.depth, report.lossless.rule, measured]
     evaluated.append(report.draft_sampling and vars(report.draft_sampling))
+    if report.tree:
+        evaluated.append(report.tree)
     return json.dumps([trained, evaluated], sort_keys=True, default=str)
 
 

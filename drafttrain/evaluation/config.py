@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,15 @@ from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import folder_name
 
 if TYPE_CHECKING:
+    from drafttrain.decode.policy import Policy
     from drafttrain.decode.verify import Rule
 from drafttrain.report.config import VerdictSettings
 
 ENGINES = ("drafttrain", "vllm")
-RULES = ("lossless", "typical", "lenience")
+RULES = ("lossless", "block", "typical", "lenience")
+LOSSY = ("typical", "lenience")
+POLICIES = ("chain", "static_tree", "dynamic_tree")
+MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
 REPORTED = (
     *("name", "overwrite", "resamples", "certify", "lossless_prompts", "temperatures"),
@@ -42,6 +47,11 @@ class EvalConfig(Settings):
     prompts_per_task: int | None
     skip_long_prompts: bool
     depth: int
+    policy: str
+    tree: list[int]
+    tree_replacement: bool
+    tree_nodes: int
+    tree_width: int
     temperature: float
     top_k: int
     top_p: float
@@ -89,6 +99,7 @@ class EvalConfig(Settings):
             "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
             "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
             "rule": (f"one of {', '.join(RULES)}", self.rule in RULES),
+            "policy": (f"one of {', '.join(POLICIES)}", self.policy in POLICIES),
             "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
             "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
             "vllm_batch_sizes": ("numbers from 1 on", bool(sizes) and min(sizes) >= 1),
@@ -106,8 +117,68 @@ class EvalConfig(Settings):
                 f"eval.lossless_prompts must be at least 1 with {why}, got 0: they are the prompts "
                 "that the certificate is made from"
             )
+        self._check_tree()
         # Building them checks their settings.
         _ = self.sampling, self.draft_sampling, self.source, self.verdict
+
+    def _check_tree(self) -> None:
+        deepest = max(self.every_depth)
+        if self.policy == "static_tree":
+            every = bool(self.tree) and min(self.tree) >= 1
+            self.require("tree", every, "be numbers of at least 1")
+            needs = f"have a number for each level of the deepest tree, {deepest}"
+            self.require("tree", len(self.tree) >= deepest, needs)
+            nodes = sum(prod(self.tree[: level + 1]) for level in range(deepest))
+            self.require("tree", nodes <= MOST_NODES, f"make at most {MOST_NODES:,} nodes")
+        if self.policy == "dynamic_tree":
+            allowed = f"be in {deepest}..{MOST_NODES}, at least one node for each level"
+            self.require("tree_nodes", deepest <= self.tree_nodes <= MOST_NODES, allowed)
+            narrow, allowed = 1 <= self.tree_width <= self.tree_nodes, "be in 1..eval.tree_nodes"
+            self.require("tree_width", narrow, f"{allowed} ({self.tree_nodes})")
+            allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
+            allowed += "probability, which is not lossless for nodes that are drawn by chance"
+            self.require("draft_temperature", not self.draft_temperature, allowed)
+        if self.policy != "chain" and self.rule == "block":
+            raise ValueError(
+                f"eval.rule must not be block with eval.policy={self.policy}: it is defined for "
+                "chains; use eval.rule=lossless"
+            )
+        if self.rule == "block" and self.engine != "drafttrain":
+            raise ValueError(
+                f"eval.rule must not be block with eval.engine={self.engine}, which verifies token "
+                "by token; use eval.rule=lossless"
+            )
+        if self.policy != "chain" and self.engine != "drafttrain":
+            raise ValueError(
+                f"eval.policy must be chain with eval.engine={self.engine}, which drafts chains, "
+                f"got {self.policy}"
+            )
+
+    @property
+    def policy_settings(self) -> str:
+        """The settings of the policy, as on the command line, but for the depth."""
+        of_it = {
+            "static_tree": ("tree", "tree_replacement"),
+            "dynamic_tree": ("tree_nodes", "tree_width"),
+        }
+        keys = ("policy", *of_it.get(self.policy, ()))
+        told = [f"eval.{key}={str(getattr(self, key)).replace(' ', '')}" for key in keys]
+        return " ".join(told).replace("True", "true").replace("False", "false")
+
+    @property
+    def shape(self) -> str:
+        """Whether proposals are chains or trees, in a word."""
+        return "tree" if self.policy_at(self.depth).branches else "chain"
+
+    def policy_at(self, depth: int) -> "Policy":
+        """The policy of the drafter, at a depth of the sweep."""
+        from drafttrain.decode import policy  # this imports torch
+
+        if self.policy == "static_tree":
+            return policy.tree_of_widths(self.tree[:depth], self.tree_replacement)
+        if self.policy == "dynamic_tree":
+            return policy.DynamicTree(depth, self.tree_width, self.tree_nodes)
+        return policy.chain(depth)
 
     @property
     def source(self) -> PromptSource:
@@ -144,9 +215,10 @@ class EvalConfig(Settings):
 
     def draft_sampling_beside(self, sampling: Sampling) -> Sampling:
         """How drafts are drawn if the target is sampled with `sampling`."""
+        own = 0.0 if self.policy == "dynamic_tree" else sampling.temperature
         return _sampling(
             "draft_",
-            sampling.temperature if self.draft_temperature is None else self.draft_temperature,
+            own if self.draft_temperature is None else self.draft_temperature,
             sampling.top_k if self.draft_top_k is None else self.draft_top_k,
             sampling.top_p if self.draft_top_p is None else self.draft_top_p,
         )
@@ -154,8 +226,10 @@ class EvalConfig(Settings):
     @property
     def acceptance_rule(self) -> "Rule":
         """The rule by which drafts are accepted."""
-        from drafttrain.decode.verify import LOSSLESS, Lenience, Typical  # this imports torch
+        from drafttrain.decode.verify import LOSSLESS, Block, Lenience, Typical  # imports torch
 
+        if self.rule == "block":
+            return Block()
         if self.rule == "typical":
             return Typical(self.typical_epsilon, self.typical_delta)
         return Lenience(self.lenience) if self.rule == "lenience" else LOSSLESS
@@ -163,7 +237,7 @@ class EvalConfig(Settings):
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the target's distribution at any measured point."""
-        return self.rule != "lossless" and any(temperature for temperature, _ in self.points)
+        return self.rule in LOSSY and any(temperature for temperature, _ in self.points)
 
     @property
     def every_depth(self) -> list[int]:

@@ -1,7 +1,7 @@
 """The cost of a pass on this machine: target and drafter, by tokens, rows and context."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -12,7 +12,9 @@ import torch
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.decode.autoregressive import clock_of
-from drafttrain.decode.draft import draft_chain
+from drafttrain.decode.draft import draft
+from drafttrain.decode.loop import keep_path
+from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import verify_greedy
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.terminal import progress
@@ -29,7 +31,7 @@ WARM_UP = 2  # rounds before the first one that counts
 class Costs:
     """Median seconds by batch and context: a plain step, and per depth a draft and a pass over it.
 
-    `draft` is the drafter's part of a cycle: a chain of `depth`, and reading the accepted tokens.
+    `draft` is the drafter's part of a cycle: a proposal, and reading the accepted tokens.
     """
 
     batches: Sequence[int]
@@ -59,14 +61,16 @@ class Costs:
 def measure_costs(
     target: Target,
     drafter: Drafter,
+    policies: Mapping[int, Policy],
     *,
-    depths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
     rounds: int,
     show: bool = True,
 ) -> Costs:
     """Return the costs of target passes and drafter cycles, each timed in turn, `rounds` times.
+
+    policies: those to time, by depth.
 
     The context is random tokens: the cost of a pass does not depend on the text, except for a
     drafter that looks up suffixes.
@@ -77,14 +81,14 @@ def measure_costs(
     now = clock_of(target)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
         for batch, context in product(batches, contexts):
-            cell = Cell(target, drafter, batch, context, max(depths))
+            cell = Cell(target, drafter, batch, context, list(policies.values()))
             for turn in range(WARM_UP + rounds):
                 steps = cell.steps(now)
-                cycles = {depth: cell.cycles(depth, now) for depth in depths}
+                cycles = {depth: cell.cycles(policy, now) for depth, policy in policies.items()}
                 if turn < WARM_UP:
                     continue
                 plain[batch, context] += steps
-                for depth in depths:
+                for depth in policies:
                     draft[depth, batch, context] += [drafted for drafted, _ in cycles[depth]]
                     verify[depth, batch, context] += [verified for _, verified in cycles[depth]]
             tick(1)
@@ -102,18 +106,24 @@ class Cell:
 
     @torch.inference_mode()
     def __init__(
-        self, target: Target, drafter: Drafter, batch: int, context: int, deepest: int
+        self,
+        target: Target,
+        drafter: Drafter,
+        batch: int,
+        context: int,
+        policies: Sequence[Policy],
     ) -> None:
         self.target, self.drafter, self.batch, self.context = target, drafter, batch, context
         self.starts = [context] * batch
         generator = torch.Generator().manual_seed(0)
-        shape = (batch, context + max(deepest + 1, BURST))
+        most = max(policy.num_nodes for policy in policies)
+        shape = (batch, context + max(most + 1, BURST))
         ids = torch.randint(target.spec.vocab_size, shape, generator=generator)
         self.tokens = ids.to(target.device)
         self.cache = target.begin()
         read = self.tokens[:, :context]
         _, self.features = target.step(self.cache, read, drafter.captures, last_only=True)
-        self.deepest = deepest
+        self.deepest = max(policy.depth for policy in policies)
 
     @torch.inference_mode()
     def steps(self, now: Callable[[], float]) -> list[float]:
@@ -129,10 +139,10 @@ class Cell:
         return seconds[SETTLING:]
 
     @torch.inference_mode()
-    def cycles(self, depth: int, now: Callable[[], float]) -> list[tuple[float, float]]:
+    def cycles(self, policy: Policy, now: Callable[[], float]) -> list[tuple[float, float]]:
         """Return the drafter's and the target's seconds of cycles, taken one after another.
 
-        Rows accept unequally, from nothing to the whole chain, as in decoding.
+        Rows accept unequally, from nothing to the longest path, as in decoding.
         """
         # One state for all rounds would grow; a new one costs a prefill, which is not timed.
         capacity = self.context + (BURST + 1) * (self.deepest + 1)
@@ -142,17 +152,24 @@ class Cell:
         seconds = []
         for turn in range(BURST):
             started = now()
-            proposal = draft_chain(
-                self.drafter, state, depth, GREEDY, SeededChance(0), range(self.batch), self.starts
+            proposal = draft(
+                *(policy, self.drafter, state, GREEDY, SeededChance(0)),
+                *(range(self.batch), self.starts),
             )
             drafted = now()
             width = proposal.tokens.shape[1]
             fed = self.tokens[:, self.context : self.context + 1 + width]
-            lengths = self.cache.lengths
-            logits, features = self.target.step(self.cache, fed, self.drafter.captures)
+            lengths, tree = self.cache.lengths, proposal.tree
+            logits, features = self.target.step(
+                self.cache, fed, self.drafter.captures, branches=proposal.branches
+            )
             verify_greedy(proposal, logits.argmax(-1)).num_accepted.tolist()
             verified = now()
-            counts = [1 + (row + turn) % (width + 1) for row in range(self.batch)]
+            counts = [1 + (row + turn) % (proposal.depth + 1) for row in range(self.batch)]
+            if tree is not None:
+                reached = torch.tensor(counts, device=fed.device)[:, None] - 1
+                path = tree.path_to((tree.depth >= reached).int().argmax(1))[:, : max(counts) - 1]
+                features = keep_path(self.target, self.cache, lengths, features, path)
             kept = [length + count for length, count in zip(lengths, counts, strict=True)]
             self.target.rollback(self.cache, kept)
             longest = max(counts)

@@ -78,7 +78,7 @@ def evaluate_drafter(
     """
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed, name = parts.timed_drafter, parts.drafter_name
-    methods = methods_of({**parts.references, name: timed}, config.every_depth, config.depth)
+    methods = methods_of({**parts.references, name: timed}, config)
     points: list[Point] = []
     base: list[PromptResult] = []
     journals = []
@@ -127,7 +127,9 @@ def evaluate_drafter(
     tables = [certificate_table(section)] if section is not None else []
     if points:
         rules = {
-            temperature: describe_rule(config.sampling_at(temperature), config.acceptance_rule)
+            temperature: describe_rule(
+                config.sampling_at(temperature), config.acceptance_rule, config.shape
+            )
             for temperature, _ in config.points
         }
         tables.append(sweep_table(points, rules))
@@ -135,6 +137,7 @@ def evaluate_drafter(
         base,
         drafter=name,
         depth=config.depth,
+        tree=config.policy_at(config.depth).describe() if config.shape == "tree" else "",
         sampling=config.sampling,
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,
@@ -162,7 +165,10 @@ def losslessness(
     the target's distribution must accompany its numbers.
     """
     rule, exact = config.acceptance_rule, parts.exact
-    name, lossless = describe_rule(config.sampling, rule), is_lossless(rule, config.sampling)
+    name, lossless = (
+        describe_rule(config.sampling, rule, config.shape),
+        is_lossless(rule, config.sampling),
+    )
     chosen = [
         (prompt.id, first_turn(prompt, exact, template))
         for prompt in spread(prompts, config.lossless_prompts)

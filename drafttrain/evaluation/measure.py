@@ -16,7 +16,8 @@ from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
-from drafttrain.decode.loop import check_depth, speculative_decode_batch
+from drafttrain.decode.loop import speculative_decode_batch
+from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
@@ -32,20 +33,36 @@ Decode = Callable[..., list[Decoded]]  # of prompts, and rows: their names
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """A drafter at a depth, under its name in reports."""
+    """A drafter under a policy, under its name in reports."""
 
     name: str
     drafter: Drafter
-    depth: int
+    policy: Policy
 
 
-def methods_of(
-    drafters: Mapping[str, Drafter], depths: Sequence[int], reference_depth: int
-) -> list[DraftMethod]:
-    """Return the main drafter (the last one) at every depth, the others at the reference depth."""
+def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
+    """Return the main drafter (the last one) at every depth, the others at the report's depth.
+
+    A reference that cannot branch drafts chains beside another's trees.
+    """
     *references, main = drafters
-    wanted = [(name, reference_depth) for name in references] + [(main, depth) for depth in depths]
-    return [DraftMethod(f"{name}@{depth}", drafters[name], depth) for name, depth in wanted]
+    policies = {
+        name: reference_settings(config, drafters[name]).policy_at(config.depth)
+        for name in references
+    }
+    methods = [
+        DraftMethod(f"{name}@{config.depth}", drafters[name], policy)
+        for name, policy in policies.items()
+    ]
+    return methods + [
+        DraftMethod(f"{main}@{depth}", drafters[main], config.policy_at(depth))
+        for depth in config.every_depth
+    ]
+
+
+def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
+    """Return the settings of a reference: it drafts chains if it cannot branch."""
+    return config if drafter.branches else replace(config, policy="chain")
 
 
 def check_settings(
@@ -73,9 +90,12 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
     deepest = max(config.every_depth)
     key = "depth" if deepest == config.depth else "depths"
     try:
-        check_depth(drafter, deepest)
+        config.policy_at(deepest).check(drafter, config.draft_sampling)
     except ValueError as error:
-        raise ValueError(f"eval.{key}{str(error).removeprefix('depth')}") from None
+        word, _, rest = str(error).partition(" ")
+        width = "tree_width" if config.policy == "dynamic_tree" else "tree"
+        named = {"depth": key, "width": width}.get(word, word)
+        raise ValueError(f"eval.{named} {rest}") from None
     positions, who = context_of(drafter.spec, [drafter])
     most = positions - config.max_new_tokens - 1
     if most < 1:
@@ -172,7 +192,7 @@ def decoders(
     settings["draft_sampling"] = config.draft_sampling_beside(sampling)
     settings["rule"] = config.acceptance_rule
     for method in methods:
-        ready = partial(speculative_decode_batch, target, method.drafter, depth=method.depth)
+        ready = partial(speculative_decode_batch, target, method.drafter, policy=method.policy)
         decode[method.name] = partial(ready, **settings)
     return decode
 
@@ -311,7 +331,7 @@ def at_depth(
     renamed = {PLAIN: PLAIN}
     for method in methods:
         name = method.name.rpartition("@")[0]
-        if name != main or method.depth == depth:
+        if name != main or method.policy.depth == depth:
             renamed[method.name] = name
     return [replace(r, method=renamed[r.method]) for r in results if r.method in renamed]
 

@@ -19,9 +19,10 @@ from drafttrain.evaluation.measurements import Measurements
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
-from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed, shown
 
 TUNED = "tuned.json"
+CHAIN = "eval.policy=chain"
 
 
 def tune_drafter(
@@ -37,7 +38,7 @@ def tune_drafter(
 ) -> tuple[list[DepthPrediction], Costs]:
     """Return the predicted, and if requested measured, speedup of every depth and batch size.
 
-    The prompts are decoded one at a time with the deepest chains for the acceptance of all depths;
+    The prompts are decoded one at a time at the greatest depth for the acceptance of all depths;
     with settings.measure also at every depth and batch size. A stopped measurement resumes.
     """
     timed, target = parts.timed_drafter, parts.target
@@ -49,10 +50,11 @@ def tune_drafter(
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
     check_settings(prompts, target, timed, template, replace(config, depths=depths))
+    policies = {depth: config.policy_at(depth) for depth in depths}
     costs = measure_costs(
         target,
         timed,
-        depths=depths,
+        policies,
         batches=sorted(settings.batch_sizes),
         contexts=sorted(settings.contexts),
         rounds=settings.rounds,
@@ -66,7 +68,7 @@ def tune_drafter(
         journals.append(Measurements(folder, f"batch{batch_size}", point))
         return measure(
             target,
-            [DraftMethod(names[depth], timed, depth) for depth in measured_depths],
+            [DraftMethod(names[depth], timed, policies[depth]) for depth in measured_depths],
             prompts,
             template,
             config,
@@ -102,10 +104,11 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
-    """Return the predicted acceptance length of each depth, from chains of the deepest.
+    """Return the predicted acceptance length of each depth, from proposals of the deepest.
 
-    A chain of depth d accepts what the first d tokens of a deeper chain would have accepted.
-    (Cycles of another depth begin elsewhere in the text; this assumes that it makes no difference.)
+    One of depth d accepts what the first d levels of a deeper one would have accepted. (Cycles of
+    another depth begin elsewhere in the text, and a shallower dynamic tree has more nodes on each
+    level; this assumes that it makes no difference.)
     """
     per_position = counters.num_accepted_tokens_per_position
     drafts = max(counters.num_drafts, 1)
@@ -222,10 +225,18 @@ def write_tuned(
     predictions: Sequence[DepthPrediction],
     costs: Costs,
     conditions: Mapping[str, Any],
+    *,
+    policy: str,
+    weights: str,
 ) -> Path:
-    """Write the choice and the data behind it where `evaluate` and `export` find it."""
+    """Write the choice and the data behind it where `evaluate` and `export` find it.
+
+    policy: its settings, as on the command line. weights: names those of the drafter.
+    """
     file, names = folder / TUNED, ("depth", "batch", "context")
     record = {
+        "policy": policy,
+        "weights": weights,
         "batches": as_data(choose(predictions)),
         "predictions": [asdict(p) | {"error": p.error} for p in predictions],
         "costs_ms": {
@@ -259,21 +270,39 @@ class _Choices:
 @dataclass(frozen=True)
 class _Tuned:
     batches: dict[str, _Choices]  # by batch size
+    policy: str = CHAIN
+    weights: str | None = None  # older versions did not say
 
 
-def tuned_depth(run: Path, batch_size: int) -> int | None:
-    """Return the depth that `tune` chose for a run at a batch size (or the nearest one tried)."""
+def tuned_depth(
+    run: Path, batch_size: int, *, policy: str = CHAIN, weights: str | None = None
+) -> int | None:
+    """Return the depth that `tune` chose for a run at a batch size (or the nearest one tried).
+
+    ValueError if it was chosen under another policy, or for other weights (None: not known yet).
+    """
     file = run / TUNED
     if not file.is_file():
         return None
     try:
-        batches = read_typed(_Tuned, file).batches
+        found = read_typed(_Tuned, file)
+        batches = found.batches
         sizes = {int(size): choices for size, choices in batches.items() if SIZE.fullmatch(size)}
         if not sizes:
             raise UntrustedError("it must hold a depth by batch size")
-        return sizes[min(sizes, key=lambda size: abs(size - batch_size))].all.depth
+        depth = sizes[min(sizes, key=lambda size: abs(size - batch_size))].all.depth
     except UntrustedError as error:
         raise ValueError(
             f"{file} must be what `tune` wrote, but cannot be read ({error}); run tune again, or "
             "remove it"
         ) from error
+    for what, chosen, here in (
+        ("under", found.policy, policy),
+        ("for the weights of", found.weights, weights),
+    ):
+        if chosen is not None and here is not None and chosen != here:
+            raise ValueError(
+                f"{file} must hold a depth chosen {what} {here}, but it was chosen {what} "
+                f"{shown(chosen)}; run tune again"
+            )
+    return depth

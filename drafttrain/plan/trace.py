@@ -384,7 +384,7 @@ def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
         drafter.observe(state, token, [1], newest)
         drafter.expand(state, None)
     with Count(weights) as further:
-        drafter.expand(state, token[:, 0])
+        drafter.expand(state, token)
     passes = [
         Pass(c.flops, c.flops_per_key, sum(c.used.values()), c.layers) for c in (first, further)
     ]

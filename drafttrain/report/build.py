@@ -60,6 +60,7 @@ def build_report(
     resamples: int,
     seed: int,
     verdict: VerdictSettings,
+    tree: str = "",
     memory: ExtraMemory | None = None,
 ) -> Report:
     """Return the report of an evaluation.
@@ -106,6 +107,7 @@ def build_report(
         target=target,
         drafter=drafter,
         depth=depth,
+        tree=tree,
         sampling=LimitedSampling(**asdict(sampling), max_new_tokens=max_new_tokens),
         draft_sampling=draft_sampling,
         batch_size=batch_size,

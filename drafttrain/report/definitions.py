@@ -17,7 +17,7 @@ DEFINITIONS: dict[str, str] = {
     "acceptance_length": "1 + accepted / drafts: tokens per target pass, bonus counted, prefill "
     "not counted (tau; vLLM's mean acceptance length). micro: over all drafts; macro: mean of the "
     "prompts' own lengths, prompts without a draft left out; ci95: interval of micro.",
-    "acceptance_rate": "Accepted / drafted tokens.",
+    "acceptance_rate": "Accepted / drafted tokens; of a tree at most its depth / its nodes.",
     "acceptance_per_position": "Share of all drafts whose i-th token was accepted (vLLM's rate per "
     "position).",
     "conditional_acceptance": "Share of the drafts whose first i - 1 tokens were accepted in which "

@@ -549,6 +549,7 @@ class Report:
     target: str
     drafter: str
     depth: Count
+    tree: str = ""  # the shape of its proposals; "": they are chains
     sampling: LimitedSampling
     draft_sampling: Sampling | None = None
     batch_size: Count = 1

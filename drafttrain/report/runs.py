@@ -103,7 +103,7 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         groups.setdefault((identity, again), []).append(run)
     references: dict[tuple[str, str, str], list[RunReport]] = {}
     for run in runs:
-        how = (f"depth {run.report.depth}", f"rule {run.report.lossless.rule}")
+        how = (run.report.tree or f"depth {run.report.depth}", f"rule {run.report.lossless.rule}")
         for drafter in run.measured:
             if drafter != run.report.drafter:
                 references.setdefault((drafter, *how), []).append(run)

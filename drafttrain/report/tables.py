@@ -150,7 +150,9 @@ def depth_shown(report: Report) -> str:
     """Return the depth that the drafter is shown at, and the depths it was chosen from."""
     shown = fastest_depth(report.verdicts["all"])
     at = report.depth
-    return shown if report.main_depth == at else f"{shown} (ngram drafts at {at})"
+    if report.main_depth == at:
+        return f"{shown} ({report.tree})" if report.tree else shown
+    return f"{shown} (ngram drafts at {at}{f': {report.tree}' if report.tree else ''})"
 
 
 def summary_table(report: Report) -> Table:

@@ -15,7 +15,7 @@ DEFINITIONS = (
     "row by row as rows leave their batch; prefill is left out",
     "measured: speedup of decoding over the plain loop, prefill left out, the loop's own time "
     "counted; the acceptance length behind a prediction is that of the first tokens of the deepest "
-    "chains at batch 1",
+    "proposals at batch 1",
 )
 
 

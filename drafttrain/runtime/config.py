@@ -1,5 +1,6 @@
 """The settings of the machine: devices, dtypes, threads, ranks, memory."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,15 +36,23 @@ class HardwareConfig(Settings):
         ranks = self.ranks == "auto" or (type(self.ranks) is int and self.ranks >= 1)
         placement = self.target_placement in PLACEMENTS
         either, dtypes = "auto, float32 or bfloat16", ("auto", *DTYPES)
+        kind = self.device.split(":")[0]
         for key, holds, must in (
             ("dtype", self.dtype in dtypes, either),
             ("draft_dtype", self.draft_dtype in dtypes, either),
             ("train_dtype", self.train_dtype in dtypes, either),
             ("weights_dtype", self.weights_dtype in DTYPES, "float32 or bfloat16"),
-            ("device", self.device.split(":")[0] in DEVICES, "auto, cpu or cuda[:N]"),
+            ("device", kind in DEVICES or kind == _added_to_torch(), "auto, cpu or cuda[:N]"),
             ("threads", self.threads >= 0, "at least 0 (0: every core)"),
             ("micro_batch", self.micro_batch >= 1, "at least 1"),
             ("ranks", ranks, "auto or a number of at least 1"),
             ("target_placement", placement, f"one of {', '.join(PLACEMENTS)}"),
         ):
             self.require(key, holds, f"be {must}")
+
+
+def _added_to_torch() -> str | None:
+    """Return the device that an extension of torch has added in this process, if any."""
+    torch: Any = sys.modules.get("torch")
+    name = torch and torch._C._get_privateuse1_backend_name()
+    return name if name and hasattr(torch, name) else None

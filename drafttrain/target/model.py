@@ -10,7 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
+from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
+from drafttrain.core.tree import Branches
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 from drafttrain.target.describe import open_target, read_out, with_fingerprint
 from drafttrain.target.pretrained.config import ModelConfig
@@ -65,9 +67,9 @@ class Target:
         Captured id i is the input of layer i; id num_layers is the input of the final norm.
         Attention never crosses documents; values at padding are meaningless (but finite).
         """
-        tokens = batch.tokens
-        self._refuse_beyond(tokens.shape[1], batch.positions)
-        if one_document_per_row(batch):
+        tokens, host = batch.tokens, host_of(batch)
+        self._refuse_beyond(tokens.shape[1], host.positions)
+        if one_document_per_row(host):
             # Right padding and causality: no real token can see padding, so no mask is needed.
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
             mask = None
@@ -106,14 +108,18 @@ class Target:
         captures: tuple[int, ...] = (),
         counts: Sequence[int] | None = None,
         last_only: bool = False,
+        branches: Branches | None = None,
     ) -> tuple[Float[Tensor, "batch scored vocab"], TargetFeatures]:
         """Append tokens to the cache; return their logits and features.
 
         Row r has counts[r] real tokens, then padding (None: all are real); what is returned for
-        padding is meaningless. last_only: logits of each row's last real token only.
+        padding is meaningless. last_only: logits of each row's last real token only. branches: the
+        tokens are those of a tree; None: each follows the one before.
         """
         new = tokens.shape[1]
-        self._refuse_beyond(max(cache.lengths, default=0) + new)
+        if branches is None:  # a tree's positions are fewer than its tokens: the caller counts
+            self._refuse_beyond(max(cache.lengths, default=0) + new)
+        cache.branches = branches
         with self._capturing(captures) as captured:
             output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
         final = output.last_hidden_state
@@ -124,6 +130,9 @@ class Target:
         elif last_only:
             scored = final[:, -1:]
         return self.readout.logits(scored), TargetFeatures(captured, final, self.readout)
+
+    def keep(self, cache: RaggedCache, starts: Sequence[int], path: Tensor) -> None:
+        cache.keep(starts, path)
 
     def rollback(self, cache: RaggedCache, lengths: Sequence[int]) -> None:
         cache.rollback(lengths)
@@ -178,7 +187,7 @@ class Target:
         where = f"{wrong} holds NaN or infinity" if wrong else f"they overflow in {self.dtype}"
         raise ValueError(
             f"model={self.spec.name} ({self.spec.architecture}) must give finite logits, and gives"
-            f" NaN or infinity: {where}; check the weights, or use another hardware.decode_dtype"
+            f" NaN or infinity: {where}; check the weights, or use another hardware.dtype"
         )
 
     def _check_rotation(self) -> None:

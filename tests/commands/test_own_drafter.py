@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafttrain.core.placed_batch import positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -26,7 +27,6 @@ from drafttrain.drafters.base import (
     DraftState,
     TrainingChance,
     last_of,
-    positions_to_predict,
 )
 
 
@@ -82,10 +82,12 @@ class Recurrent(Drafter[RecurrentState]):
     ) -> None:
         state.hidden = last_of(self.cell(state.readout, tokens, features.final_hidden), counts)
 
-    def expand(self, state: RecurrentState, newest: Tensor | None) -> Tensor:
+    def expand(
+        self, state: RecurrentState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
         if newest is not None:
-            state.hidden = self.cell(state.readout, newest[:, None], state.hidden)
-        return self.logits(state.readout, state.hidden)[:, 0]
+            state.hidden = self.cell(state.readout, newest, state.hidden)
+        return self.logits(state.readout, state.hidden)
 
     def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
         state.hidden = None if state.hidden is None else state.hidden[list(rows)]

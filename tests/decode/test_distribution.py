@@ -28,7 +28,16 @@ from distribution_support import (
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.loop import is_lossless
-from drafttrain.decode.verify import Lenience, Rejection, Rule, Typical, one_step_distribution
+from drafttrain.decode.policy import DynamicTree, Policy, StaticTree, tree_of_ranks
+from drafttrain.decode.verify import (
+    LOSSLESS,
+    Block,
+    Lenience,
+    Rejection,
+    Rule,
+    Typical,
+    one_step_distribution,
+)
 from drafttrain.drafters.base import Drafter
 
 
@@ -123,6 +132,17 @@ def test_lenience_of_one_is_rejection_sampling(name: str, smalls: dict[int, Smal
         certify(smalls[3], drafter, Case(sampling=sampling, rule=Lenience(1.0)), width=1000)
 
 
+@pytest.mark.parametrize("samplings", [(PLAIN, None), (TOP_2, PLAIN), (PLAIN, GREEDY)], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_block_verification_has_the_distribution_of_the_target(
+    name: str, samplings: tuple[Sampling, Sampling | None], smalls: dict[int, Small]
+) -> None:
+    sampling, drawn = samplings
+    case = Case(limit=3, sampling=sampling, draft_sampling=drawn, rule=Block())
+    replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
+    assert "partly accepted" in replayed.seen
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_limits_of_any_length_and_depth(name: str, smalls: dict[int, Small]) -> None:
     drafter = drafter_for(name, smalls[3])
@@ -194,7 +214,83 @@ def test_two_rows_of_a_batch_are_independent(
 def test_three_rows_of_a_batch_are_independent(smalls: dict[int, Small]) -> None:
     case = Case(((0, 1, 0, 1, 0), (1, 1), (0, 0, 1)), limit=2, depth=1, sampling=TOP_2)
     replayed = certify(smalls[3], drafter_for("ngram", smalls[3]), case, width=1)
-    assert replayed.num_walks > 100
+    assert replayed.num_walks > 20
+
+
+# --- trees ---
+
+BRANCHING = [name for name in DRAFTERS if name != "ngram"]  # whose shape is not the text's
+TWO_LEVELS = tree_of_ranks([(0,), (1,), (0, 0), (1, 0)])
+LOPSIDED = tree_of_ranks([(0,), (1,), (1, 0), (1, 1)])  # the first child has no children
+SHAPES = {
+    "without_replacement": (TWO_LEVELS, PLAIN),
+    "with_replacement": (replace(TWO_LEVELS, replacement=True), PLAIN),
+    "chosen": (TWO_LEVELS, GREEDY),
+    "lopsided": (LOPSIDED, PLAIN),
+    "warped": (LOPSIDED, Sampling(1.0, 2, 1.0)),  # two tokens can be drawn: then any other
+    "dynamic": (DynamicTree(depth=2, width=2, num_nodes=4), GREEDY),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", BRANCHING)
+def test_trees_have_the_distribution_of_the_target(
+    name: str, shape: tuple[Policy, Sampling], smalls: dict[int, Small]
+) -> None:
+    policy, drawn = shape
+    case = Case(limit=3, policy=policy, sampling=TOP_2, draft_sampling=drawn)
+    replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1000)
+    assert replayed.seen >= {"first rejected", "partly accepted", "another child accepted"}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["eagle3", slow("medusa"), slow("two_model"), slow("eagle")])
+def test_trees_of_two_rows_are_independent(
+    name: str, shape: tuple[Policy, Sampling], smalls: dict[int, Small]
+) -> None:
+    """One walk at a time: each row has a tree of its own, and accepts a path of its own."""
+    policy, drawn = shape
+    if isinstance(policy, StaticTree):
+        policy = replace(policy, parents=(-1, -1))
+    drawn = drawn if drawn.greedy else TOP_2
+    case = Case(TWO, limit=2, policy=policy, sampling=TOP_2, draft_sampling=drawn)
+    replayed = certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
+    assert replayed.seen >= {"rows accept differently", "a row has left"}
+
+
+@pytest.mark.parametrize("rule", [LOSSLESS, Lenience(1.0)], ids=["choices", "draws"])
+@pytest.mark.parametrize("sampling", [PLAIN, TOP_2, GREEDY], ids=str)
+def test_trees_of_what_followed_before_have_the_distribution_of_the_target(
+    sampling: Sampling, rule: Rule, smalls: dict[int, Small]
+) -> None:
+    """The suffix 0 1 was followed by 0, and before that by 1; the rows' trees differ."""
+    prompts = ((0, 1, 1, 0, 1, 0, 0, 1), (1, 0, 1))
+    policy = DynamicTree(depth=2, width=2, num_nodes=4)
+    for chosen in (prompts[:1], prompts):
+        case = Case(chosen, 2, 2, policy, sampling, GREEDY, rule)
+        replayed = certify(smalls[3], drafter_for("ngram", smalls[3]), case, width=len(chosen))
+        if sampling == PLAIN:
+            assert "another child accepted" in replayed.seen
+
+
+@pytest.mark.parametrize("policy", [LOPSIDED, SHAPES["dynamic"][0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", BRANCHING)
+def test_at_temperature_zero_a_tree_gives_the_targets_own_text(
+    name: str, policy: Policy, smalls: dict[int, Small]
+) -> None:
+    case = Case(TWO, limit=12, policy=policy, sampling=GREEDY)
+    certify(smalls[6], drafter_for(name, smalls[6]), case, width=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", BRANCHING)
+def test_trees_over_every_token_have_the_distribution_of_the_target(
+    name: str, shape: tuple[Policy, Sampling], smalls: dict[int, Small]
+) -> None:
+    policy, drawn = shape
+    case = Case(limit=2, policy=policy, sampling=PLAIN, draft_sampling=drawn)
+    certify(smalls[4], drafter_for(name, smalls[4]), case, width=1000)
 
 
 # --- rules that say they are lossy ---
@@ -302,8 +398,8 @@ class Misled(Drafter):
             features = TargetFeatures(captured, hidden, features.readout)
         self.inner.observe(state, tokens, counts, features)
 
-    def expand(self, state: Any, newest: Any) -> Any:
-        return self.inner.expand(state, newest)
+    def expand(self, state: Any, newest: Any, parents: Any = None) -> Any:
+        return self.inner.expand(state, newest, parents)
 
     def select(self, state: Any, rows: Any) -> None:
         self.inner.select(state, rows)

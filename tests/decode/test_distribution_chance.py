@@ -15,7 +15,7 @@ from distribution_support import Case, Distribution, Small, drafter_for, target_
 from scipy import stats
 
 from drafttrain.core.chance import Purpose, SeededChance, draw_of
-from drafttrain.decode import verify
+from drafttrain.decode import loop
 from drafttrain.decode.loop import speculative_decode_batch
 
 COUNT = 20_000
@@ -91,7 +91,7 @@ def emitted_by_seeded_chance(small: Small, name: str, case: Case, count: int) ->
         small.target,
         drafter_for(name, small),
         case.prompts * count,
-        depth=case.depth,
+        policy=case.depth,
         sampling=case.sampling,
         max_new_tokens=case.limit,
         chance=SeededChance(0),
@@ -124,5 +124,5 @@ def test_the_seeded_loop_samples_the_exact_distribution(
     sample = partial(emitted_by_seeded_chance, small, name, case, 6000)
     assert len(distribution) > 30
     assert fit(sample(), distribution) > 0.01
-    monkeypatch.setattr(verify, "residual", lambda target_probs, draft_probs: target_probs)
+    monkeypatch.setattr(loop, "probabilities", lambda logits, sampling: (1.2 * logits).softmax(-1))
     assert fit(sample(), distribution) < 1e-6

@@ -6,8 +6,11 @@ import pytest
 from distribution_controls import CONTROLS, Control
 from distribution_replay import EXACT, deviation
 from distribution_support import Small, drafter_for
+from tree_controls import TREE_CONTROLS
 
 from drafttrain.decode.verify import LOSSLESS
+
+EVERY = [*CONTROLS, *TREE_CONTROLS]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +19,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return Small.make(tmp_path_factory.mktemp("controls"), 3)
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda c: c.name.replace(" ", "_"))
+@pytest.mark.parametrize("control", EVERY, ids=lambda c: c.name.replace(" ", "_"))
 def test_the_mistake_is_caught(
     control: Control, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,7 +29,7 @@ def test_the_mistake_is_caught(
 
 
 def test_without_a_mistake_each_of_these_settings_is_exact(small: Small) -> None:
-    settings = {(c.drafter, replace(c.case, rule=LOSSLESS), c.width) for c in CONTROLS}
+    settings = {(c.drafter, replace(c.case, rule=LOSSLESS), c.width) for c in EVERY}
     assert len(settings) > 10
     for name, case, width in settings:
         assert deviation(small, drafter_for(name, small), case, width) <= EXACT

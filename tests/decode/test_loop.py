@@ -15,7 +15,7 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Proposal
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
-from drafttrain.decode.verify import LOSSLESS, residual, verify_chain, verify_greedy
+from drafttrain.decode.verify import LOSSLESS, residual, verify_draws, verify_greedy
 from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.target.model import Target, load_target
@@ -75,7 +75,7 @@ def plain_text(target: Target, length: int) -> list[int]:
 
 
 def decode(target: Target, drafter: Drafter, **settings: Any) -> Any:
-    values = {"depth": 4, "sampling": GREEDY, "max_new_tokens": 21, "chance": SeededChance(0)}
+    values = {"policy": 4, "sampling": GREEDY, "max_new_tokens": 21, "chance": SeededChance(0)}
     return speculative_decode(target, drafter, PROMPT, **{**values, "stop_tokens": [], **settings})
 
 
@@ -141,7 +141,7 @@ def test_an_empty_proposal_is_a_plain_step_and_no_draft(target: Target) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"depth": 0}, r"depth must be at least 1 for drafter=oracle, got 0"),
+        ({"policy": 0}, r"depth must be at least 1, got 0"),
         ({"max_new_tokens": 0}, r"max_new_tokens must be at least 1, got 0"),
         ({"max_new_tokens": 5000}, r"must fit in the 512 positions"),
     ],
@@ -189,7 +189,7 @@ def test_greedy_rule_equals_rejection_with_point_masses() -> None:
         tokens = torch.where(torch.rand(3, 3, generator=generator) < 0.7, agreeing, tokens)
         proposal = Proposal(tokens, torch.tensor([3, 2, 3]), None)
         greedy = verify_greedy(proposal, logits.argmax(-1))
-        sampled = verify_chain(
+        sampled = verify_draws(
             LOSSLESS, proposal, probabilities(logits, GREEDY), SeededChance(0), [0, 1, 2], [7, 7, 7]
         )
         assert torch.equal(greedy.num_accepted, sampled.num_accepted)

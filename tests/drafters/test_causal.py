@@ -19,6 +19,7 @@ from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import TargetFeatures
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.policy import tree_of_widths
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
 from drafttrain.target.model import Target, load_target
@@ -80,6 +81,15 @@ def test_the_loop_emits_exactly_the_distribution_of_the_target(
     assert distance(replayed.distribution, target_distribution(small, case)) <= EXACT
 
 
+def test_a_tree_may_draw_a_token_that_reads_as_two(small: Small) -> None:
+    """Top-1 drafts leave nothing for the second child: it is any of the target's tokens."""
+    only, policy = Sampling(1.0, 1, 1.0), tree_of_widths([2, 2])
+    sampling = Sampling(1.0, 2, 1.0)
+    case = Case(((0, 1, 2, 3),), 2, policy=policy, sampling=sampling, draft_sampling=only)
+    replayed = replay(small, intersecting(small.target), case, 1000)
+    assert distance(replayed.distribution, target_distribution(small, case)) <= EXACT
+
+
 class Watched:
     """Asks the drafter's model itself, without a cache, whatever the drafter answers."""
 
@@ -100,7 +110,7 @@ class Watched:
 
         def watched_expand(state: Any, newest: torch.Tensor | None) -> Any:
             if newest is not None:
-                for drafted, token in zip(self.drafted, newest.tolist(), strict=True):
+                for drafted, (token,) in zip(self.drafted, newest.tolist(), strict=True):
                     drafted.append(token)
             found = expand(state, newest)
             for row, (text, drafted) in enumerate(zip(self.texts, self.drafted, strict=True)):
@@ -111,7 +121,7 @@ class Watched:
                 ]
                 logits = drafter.model(torch.tensor([own])).logits[0, -1]
                 # What the target calls a, b and c.
-                torch.testing.assert_close(found[row], logits[[4, 2, 1]])
+                torch.testing.assert_close(found[row, 0], logits[[4, 2, 1]])
                 self.asked += 1
             return found
 
@@ -133,7 +143,7 @@ def test_every_answer_is_the_models_own_after_the_text(
             drafter,
             prompt,
             row=row,
-            depth=3,
+            policy=3,
             sampling=Sampling(1.0, 0, 1.0),
             max_new_tokens=50,
             chance=SeededChance(1),
@@ -161,7 +171,7 @@ def test_observing_costs_no_forward(small_target: Target, monkeypatch: pytest.Mo
     assert calls == []
     drafter.expand(state, None)
     for token in (2, 0):
-        drafter.expand(state, torch.tensor([token]))
+        drafter.expand(state, torch.tensor([[token]]))
     assert calls == [5, 1, 1]
     # Of three drafted tokens two were read; all accepted, the third is read with the bonus.
     drafter.observe(state, torch.tensor([[2, 0, 1, 3]]), [4], features.slice(0, 4))
@@ -330,7 +340,7 @@ def test_architectures_of_other_kinds_draft_as_they_say(
     state = drafter.begin(small_target.readout, torch.tensor([0, 3]), 32)
     drafter.observe(state, torch.tensor([[1, 2, 3], [2, 0, 0]]), [3, 1], features)
     drafter.expand(state, None)
-    logits = drafter.expand(state, torch.tensor([4, 1]))
+    logits = drafter.expand(state, torch.tensor([[4], [1]]))[:, 0]
     for row, text in enumerate(([0, 1, 2, 3, 4], [3, 2, 1])):
         with torch.no_grad():
             expected = drafter.model(torch.tensor([text])).logits[0, -1]

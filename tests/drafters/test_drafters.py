@@ -19,6 +19,8 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec, wei
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
+from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
+from drafttrain.decode.verify import Lenience
 from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
 from drafttrain.target.model import Target, load_target
 
@@ -35,6 +37,7 @@ OURS = [name for name, file in YAML.items() if file.is_relative_to(ROOT)]
 ALL = sorted(name for name in YAML if name != "admitted")
 STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
 PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5]]
+POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree(3, 3, 8)]
 
 
 def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
@@ -103,10 +106,18 @@ def sums(terms: Losses) -> dict[str, float]:
     return {name: float(term.sum) for name, term in terms.items()}
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+def skip_unless_it_branches(drafter: Drafter, policy: Policy) -> None:
+    if policy.branches and not drafter.branches:
+        pytest.skip(f"{drafter.config.name} drafts chains only")
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.describe())
 @pytest.mark.parametrize("name", ALL)
-def test_greedy_speculative_output_is_greedy_output(name: str, depth: int, target: Target) -> None:
+def test_greedy_speculative_output_is_greedy_output(
+    name: str, policy: Policy, target: Target
+) -> None:
     drafter = random_drafter(name, target)
+    skip_unless_it_branches(drafter, policy)
     for prompt in PROMPTS:
         settings: dict[str, Any] = {
             "sampling": GREEDY,
@@ -115,21 +126,24 @@ def test_greedy_speculative_output_is_greedy_output(name: str, depth: int, targe
             "stop_tokens": [],
         }
         plain = autoregressive_decode(target, prompt, **settings)
-        drafted = speculative_decode(target, drafter, prompt, depth=depth, **settings)
+        drafted = speculative_decode(target, drafter, prompt, policy=policy, **settings)
         assert drafted.tokens == plain.tokens
 
 
+@pytest.mark.parametrize("policy", POLICIES[2:], ids=lambda policy: policy.describe())
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 0.9)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_batch_says_what_its_rows_say_alone(
-    name: str, sampling: Sampling, target: Target
+    name: str, sampling: Sampling, policy: Policy, target: Target
 ) -> None:
     """Unequal prompts, unequal acceptance, rows that leave early: tokens and counters stay."""
     drafter = random_drafter(name, target)
+    skip_unless_it_branches(drafter, policy)
     settings: dict[str, Any] = {
         "sampling": sampling,
         "chance": SeededChance(3),
-        "depth": 3,
+        "policy": policy,
+        "draft_sampling": GREEDY if isinstance(policy, DynamicTree) else sampling,
         "max_new_tokens": 24,
         "stop_tokens": STOPS,
     }
@@ -147,13 +161,32 @@ def test_a_batch_says_what_its_rows_say_alone(
         assert one.stats.untrimmed == other.stats.untrimmed
         assert one.stats.cycles == other.stats.cycles
         assert one.stats.num_target_passes == other.stats.num_target_passes
-    del settings["depth"]
+    del settings["policy"], settings["draft_sampling"]
     plain = autoregressive_decode_batch(target, PROMPTS, rows=range(len(PROMPTS)), **settings)
     for row, prompt in enumerate(PROMPTS):
         one = autoregressive_decode(target, prompt, row=row, **settings)
         assert plain[row].tokens == one.tokens
         if sampling.greedy:
             assert together[row].tokens == one.tokens
+
+
+def test_rows_of_a_batch_do_not_move_each_others_tests(target: Target) -> None:
+    """Under a lossy rule siblings are tested one by one, and rows have trees of their own."""
+    settings: dict[str, Any] = {
+        "sampling": Sampling(1.0, 0, 1.0),
+        "policy": DynamicTree(3, 3, 8),
+        "draft_sampling": GREEDY,
+        "rule": Lenience(0.5),
+        "chance": SeededChance(3),
+        "max_new_tokens": 24,
+    }
+    texts = [prompt * 3 for prompt in PROMPTS]  # so that lookup finds trees
+    drafter = random_drafter("ngram", target)
+    rows = range(len(texts))
+    together = speculative_decode_batch(target, drafter, texts, rows=rows, **settings)
+    for row, text in enumerate(texts):
+        alone = speculative_decode(target, drafter, text, row=row, **settings)
+        assert alone.tokens == together[row].tokens
 
 
 def test_every_depth_of_training_is_tested_by_some_drafter(target: Target) -> None:
@@ -171,8 +204,8 @@ def stepped_logits(
     drafter.observe(state, prefix[:, 1:], [root], features)
     logits = drafter.expand(state, None)
     for level in range(1, depth):
-        logits = drafter.expand(state, torch.tensor([tokens[root + level]]))
-    return logits
+        logits = drafter.expand(state, torch.tensor([[tokens[root + level]]]))
+    return logits[:, 0]
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -349,7 +382,7 @@ def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
         target,
         drafter,
         prompt,
-        depth=3,
+        policy=3,
         sampling=GREEDY,
         max_new_tokens=len(output),
         chance=SeededChance(0),
@@ -373,7 +406,7 @@ def test_teacher_forced_replay_accepts_what_the_loop_accepted(
         "chance": SeededChance(0),
         "stop_tokens": [],
     }
-    decoded = speculative_decode(target, drafter, prompt, depth=depth, **settings)
+    decoded = speculative_decode(target, drafter, prompt, policy=depth, **settings)
     # Past the limit the loop still verifies: the recorded text must reach as far.
     settings["max_new_tokens"] = limit + depth + 1
     text = [*prompt, *autoregressive_decode(target, prompt, **settings).tokens]

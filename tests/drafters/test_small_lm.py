@@ -61,7 +61,7 @@ def test_all_layers_of_the_target_are_the_target(target: Target) -> None:
         target,
         drafter,
         TOKENS,
-        depth=4,
+        policy=4,
         sampling=GREEDY,
         max_new_tokens=21,
         chance=SeededChance(0),
@@ -442,7 +442,7 @@ def test_two_model_drafts_with_the_export_as_the_drafter_itself_does(
     other = build("two_model", target.spec, path=str(tmp_path / "out"))
     other.attach(target.tokenizer)
     settings: dict[str, Any] = {
-        "depth": 3,
+        "policy": 3,
         "sampling": GREEDY,
         "max_new_tokens": 24,
         "stop_tokens": [],

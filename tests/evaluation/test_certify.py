@@ -51,6 +51,12 @@ def checks_of(
         ("eagle3", {"top_p": 0.8}),
         ("medusa", {"draft_temperature": 0.3}),
         ("ngram", {}),
+        ("eagle3", {"policy": "static_tree"}),
+        ("medusa", {"policy": "dynamic_tree", "tree_nodes": 8}),
+        pytest.param("two_model", {"policy": "dynamic_tree"}, marks=pytest.mark.slow),
+        pytest.param(
+            "eagle", {"policy": "static_tree", "tree_replacement": True}, marks=pytest.mark.slow
+        ),
         pytest.param("eagle3", {"draft_temperature": 0.3}, marks=pytest.mark.slow),
         pytest.param("medusa", {}, marks=pytest.mark.slow),
         pytest.param("medusa", {"top_p": 0.8}, marks=pytest.mark.slow),
@@ -97,12 +103,20 @@ def test_a_cache_that_is_not_rolled_back_fails_its_check_and_the_greedy_one(
     assert checks["greedy output, float32"].passed is False
 
 
+def test_block_verification_is_certified_by_its_text(target: Target, prompts: Any) -> None:
+    checks = checks_of(target, prompts[:4], rule="block")
+    assert checks["one-step distribution"].passed is None
+    assert "whole chains" in checks["one-step distribution"].text
+    others = [check for name, check in checks.items() if name != "one-step distribution"]
+    assert all(check.passed is not False for check in others), checks
+
+
 @pytest.mark.slow
 def test_draft_distributions_that_were_not_drawn_from_fail_the_distribution_of_the_text(
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is recorded is flatter than the truth: every closed form is fine, the text is not."""
-    real = loop.draft_chain
+    real = loop.draft
 
     def misrecorded(*arguments: Any) -> Any:
         proposal = real(*arguments)
@@ -111,7 +125,7 @@ def test_draft_distributions_that_were_not_drawn_from_fail_the_distribution_of_t
         flat = torch.full_like(proposal.draft_probs, 1 / proposal.draft_probs.shape[-1])
         return replace(proposal, draft_probs=flat)
 
-    monkeypatch.setattr(loop, "draft_chain", misrecorded)
+    monkeypatch.setattr(loop, "draft", misrecorded)
     checks = checks_of(target, prompts, max_new_tokens=120, draft_temperature=0.3)
     assert checks["one-step distribution"].passed
     assert checks["distribution of the sampled text"].passed is False
@@ -121,14 +135,14 @@ def test_draft_distributions_that_are_no_distributions_fail_the_one_step_distrib
     target: Target, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are drawn from what is normalised once; acceptance goes by what was recorded."""
-    real = loop.draft_chain
+    real = loop.draft
 
     def halved(*arguments: Any) -> Any:
         proposal = real(*arguments)
         distributions = proposal.draft_probs
         return replace(proposal, draft_probs=None if distributions is None else distributions / 2)
 
-    monkeypatch.setattr(loop, "draft_chain", halved)
+    monkeypatch.setattr(loop, "draft", halved)
     assert checks_of(target, prompts[:3])["one-step distribution"].passed is False
 
 

@@ -72,7 +72,7 @@ def results_of(
 ) -> list[PromptResult]:
     """Results of one point, under the names of reports."""
     ordered = {name: drafters[name] for name in ("ngram", "eagle3")}
-    methods = methods_of(ordered, [config.depth], config.depth)
+    methods = methods_of(ordered, config)
     values: dict[str, Any] = {
         "sampling": config.sampling,
         "batch_size": config.batch_size,

@@ -12,9 +12,11 @@ from test_drafters import random_drafter
 
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import Costs, measure_costs
 from drafttrain.evaluation.tune import (
+    CHAIN,
     acceptance_lengths,
     choose,
     in_order,
@@ -107,9 +109,15 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert chosen["8"].all == ChosenDepth(depth=1, speedup=0.9, speculate=False)
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
     assert tuned_depth(tmp_path, 1) is None
-    write_tuned(tmp_path, predictions, COSTS, {"threads": 1})
+    told = {"policy": CHAIN, "weights": "step-000010"}
+    write_tuned(tmp_path, predictions, COSTS, {"threads": 1}, **told)
     assert tuned_depth(tmp_path, 1) == 2
     assert tuned_depth(tmp_path, 7) == 1  # the nearest batch that was weighed
+    assert tuned_depth(tmp_path, 1, weights="step-000010") == 2
+    with pytest.raises(ValueError, match=r"chosen for the weights of step-000020, but it was"):
+        tuned_depth(tmp_path, 1, weights="step-000020")
+    with pytest.raises(ValueError, match=r"chosen under eval\.policy=dynamic_tree, but it was"):
+        tuned_depth(tmp_path, 1, policy="eval.policy=dynamic_tree")
     written = json.loads((tmp_path / "tuned.json").read_text())
     assert written["costs_ms"]["plain"][0] == {"batch": 1, "context": 10, "ms": 1000.0}
     (tmp_path / "tuned.json").write_text("{}")
@@ -117,13 +125,20 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
         tuned_depth(tmp_path, 1)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "ngram"])
-def test_costs_are_measured_for_every_cell(name: str, tiny_target_dir: Path) -> None:
+TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [*((name, {1: chain(1), 3: chain(3)}) for name in ("eagle3", "medusa", "ngram")),
+     *((name, TREES) for name in ("eagle3", "medusa"))],
+)  # fmt: skip
+def test_costs_are_measured_for_every_cell(
+    name: str, policies: dict[int, Policy], tiny_target_dir: Path
+) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
     settings: dict[str, Any] = {"batches": [1, 3], "contexts": [8, 16], "rounds": 2}
-    costs = measure_costs(
-        target, random_drafter(name, target), depths=[1, 3], show=False, **settings
-    )
+    costs = measure_costs(target, random_drafter(name, target), policies, show=False, **settings)
     assert set(costs.plain) == {(1, 8), (1, 16), (3, 8), (3, 16)}
     assert set(costs.verify) == {(d, *cell) for d in (1, 3) for cell in costs.plain}
     assert set(costs.draft) == set(costs.verify)

@@ -414,7 +414,7 @@ def measured(target: Target, lookup: Drafter) -> list[PromptResult]:
             messages.append(Message("user", text))
             tokens = prompt_tokens(messages, target.tokenizer, BY_TEMPLATE)
             plain = autoregressive_decode(target, tokens, **told)
-            drafted = speculative_decode(target, lookup, tokens, depth=DEPTH, **told)
+            drafted = speculative_decode(target, lookup, tokens, policy=DEPTH, **told)
             for method, decoded in (("autoregressive", plain), ("ngram", drafted)):
                 length = len(tokens)
                 results.append(

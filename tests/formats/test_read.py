@@ -69,8 +69,8 @@ def drafted_logits(
     drafter.observe(state, ids[:, 1 : count + 1], [count], features)
     logits, drafted = [], None
     for depth in range(DEPTH):
-        logits.append(drafter.expand(state, drafted)[0])
-        drafted = ids[:, count + 1 + depth]
+        logits.append(drafter.expand(state, drafted)[0, 0])
+        drafted = ids[:, count + 1 + depth, None]
     return torch.stack(logits)
 
 
@@ -109,7 +109,7 @@ def test_greedy_output_with_a_published_drafter_is_the_plain_loops(
     settings: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 24, "stop_tokens": []}
     settings["chance"] = SeededChance(0)
     plain = autoregressive_decode(target, PROMPT, **settings)
-    drafted = speculative_decode(target, theirs.drafter, PROMPT, depth=DEPTH, **settings)
+    drafted = speculative_decode(target, theirs.drafter, PROMPT, policy=DEPTH, **settings)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.untrimmed.num_drafts > 0
 

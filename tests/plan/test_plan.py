@@ -62,6 +62,7 @@ from drafttrain.plan.shapes import Shape, inflated, shape_of
 from drafttrain.plan.shapes import settings_of as configuration_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.run_folder import write_config
 from drafttrain.target.model import load_target
 from drafttrain.target.pretrained.config import ModelConfig
@@ -122,9 +123,8 @@ def traced(
     config: DrafterConfig, of: Shape, dtype: torch.dtype = torch.float32, share: float = 0.75
 ) -> DrafterCost:
     """What a drafter takes, of a micro batch of four rows of 256 tokens on a CPU."""
-    name = str(dtype).removeprefix("torch.")
     sizes = sized(**{key: getattr(of, key) for key in SIZES})
-    load = Load(4, 256, 1, 1, 1024, share, name, False, False, True)
+    load = Load(4, 256, 1, 1, 1024, share, dtype_name(dtype), False, False, True)
     return trace(config, of, lambda: configuration_of(sizes), load)
 
 
@@ -223,9 +223,8 @@ class Step:
         captured = {layer: draw(rows, length, width) for layer in self.drafter.captures}
         self.features = TargetFeatures(captured, draw(rows, length, width), readout)
         trained = int((mask & (self.batch.positions >= 2)).sum())
-        name_of = str(dtype).removeprefix("torch.")
-        share = trained / mask.numel()
-        self.load = Load(rows, length, 1, 1, mask.numel(), share, name_of, False, False, True)
+        share, name = trained / mask.numel(), dtype_name(dtype)
+        self.load = Load(rows, length, 1, 1, mask.numel(), share, name, False, False, True)
 
     @cached_property
     def parts(self) -> DrafterCost:
@@ -668,7 +667,7 @@ class TwoLayers(Drafter):
         state["last"] = self._states(features)[:, -1:]
 
     def expand(self, state: Any, newest: Any) -> Tensor:
-        return self.head(state["last"])[:, 0]
+        return self.head(state["last"])
 
     def select(self, state: Any, rows: Any) -> None:
         state["last"] = state["last"][list(rows)]

@@ -18,10 +18,11 @@ from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Proposal, Verdict
-from drafttrain.decode import draft, loop, verify
-from drafttrain.decode.draft import draft_chain
+from drafttrain.decode import draft as drafting
+from drafttrain.decode import loop, verify
+from drafttrain.decode.policy import Policy
 from drafttrain.decode.rows import Rows, Stops
-from drafttrain.decode.verify import Rejection, Rule, verify_chain, verify_greedy
+from drafttrain.decode.verify import Rejection, Rule, verify_draws, verify_greedy
 from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.target import model as target
 
@@ -137,42 +138,52 @@ class ChangedChance:
         return self.real.choose(self.of_choice(probs), rows, starts, draw)
 
 
-def _recorded_raw(drafter: Drafter, state: DraftState, depth: int, *rest: Any) -> Proposal:
+def _recorded_raw(policy: Policy, drafter: Drafter, state: DraftState, *rest: Any) -> Proposal:
     """draft_probs are the softmax of the logits, however the token was chosen."""
     seen: list[Tensor] = []
     real = drafter.expand
 
-    def expand(state: DraftState, newest: Tensor | None) -> Tensor:
-        seen.append(real(state, newest))
+    def expand(state: DraftState, newest: Tensor | None, parents: Tensor | None = None) -> Tensor:
+        seen.append(real(state, newest, parents))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter, "expand", expand)
-        proposal = draft_chain(drafter, state, depth, *rest)
-    return replace(proposal, draft_probs=torch.stack(seen, dim=1).softmax(-1))
+        proposal = drafting.draft(policy, drafter, state, *rest)
+    return replace(proposal, draft_probs=torch.cat(seen, dim=1).softmax(-1))
 
 
 def _recorded_whole(
-    drafter: Drafter, state: DraftState, depth: int, sampling: Sampling, chance: Chance, *rest: Any
+    policy: Policy,
+    drafter: Drafter,
+    state: DraftState,
+    sampling: Sampling,
+    chance: Chance,
+    *rest: Any,
 ) -> Proposal:
     """Tokens are drawn from bfloat16, draft_probs recorded in full precision."""
     chance = ChangedChance(chance, Tensor.bfloat16)
-    return draft_chain(drafter, state, depth, sampling, chance, *rest)
+    return drafting.draft(policy, drafter, state, sampling, chance, *rest)
 
 
 def _draft_ids(
-    drafter: Drafter, state: DraftState, depth: int, sampling: Sampling, chance: Chance, *rest: Any
+    policy: Policy,
+    drafter: Drafter,
+    state: DraftState,
+    sampling: Sampling,
+    chance: Chance,
+    *rest: Any,
 ) -> Proposal:
     """The place of a token in the draft vocabulary is offered as its id."""
     assert drafter.vocab is not None
     ids = drafter.vocab.target_ids
     chance = ChangedChance(chance, lambda probs: probs[:, ids])
-    return draft_chain(drafter, state, depth, sampling, chance, *rest)
+    return drafting.draft(policy, drafter, state, sampling, chance, *rest)
 
 
 def _cut_by_probability(*arguments: Any) -> Proposal:
     """Nodes are cut once it is known what was drawn."""
-    proposal = draft_chain(*arguments)
+    proposal = drafting.draft(*arguments)
     assert proposal.draft_probs is not None
     sure = proposal.draft_probs.gather(2, proposal.tokens[..., None])[..., 0] > 0.45
     return replace(proposal, num_nodes=sure.int().cumprod(1).sum(1))
@@ -192,7 +203,7 @@ def _first_accepted(
 ) -> Verdict:
     """The first drafted token is accepted whatever its probability."""
     always = draw_of(0, Purpose.ACCEPT)
-    return verify_chain(rule, proposal, target_probs, ChangedChance(chance, always=always), *rest)
+    return verify_draws(rule, proposal, target_probs, ChangedChance(chance, always=always), *rest)
 
 
 def _after_a_rejection(
@@ -225,7 +236,7 @@ def _all_matches(proposal: Proposal, choices: Tensor) -> Verdict:
 
 def _bonus_of_last_node(rule: Rule, proposal: Proposal, probs: Tensor, *rest: Any) -> Verdict:
     """After full acceptance the bonus comes from the last node's own distribution."""
-    return verify_chain(rule, proposal, torch.cat([probs[:, :-1], probs[:, -2:-1]], 1), *rest)
+    return verify_draws(rule, proposal, torch.cat([probs[:, :-1], probs[:, -2:-1]], 1), *rest)
 
 
 # --- ends ---
@@ -269,38 +280,38 @@ CONTROLS = [
     # transformers #47932: the candidate's logits were recorded before they were processed.
     Control(
         "draft_probs recorded from raw logits",
-        sets(loop, "draft_chain", _recorded_raw),
+        sets(loop, "draft", _recorded_raw),
         Case(sampling=COLD),
     ),
     Control(
         "draft_probs recorded before top-p",
-        sets(loop, "draft_chain", _recorded_raw),
+        sets(loop, "draft", _recorded_raw),
         Case(draft_sampling=TOP_P),
     ),
     Control(
         "top-p without renormalising draft_probs",
-        sets(draft, "probabilities", _unnormalised),
+        sets(drafting, "probabilities", _unnormalised),
         Case(draft_sampling=TOP_P),
     ),
     # DeepSpec #31.
     Control(
         "drawn from bfloat16, recorded in full precision",
-        sets(loop, "draft_chain", _recorded_whole),
+        sets(loop, "draft", _recorded_whole),
         at_least=1e-5,
     ),
     Control(
         "draft ids taken for target ids",
-        sets(loop, "draft_chain", _draft_ids),
+        sets(loop, "draft", _draft_ids),
         drafter="eagle3",
     ),
     # The guides' q = softmax for a draft that was the argmax; EAGLE #171, #183, #221.
     Control(
         "a greedy draft judged by its softmax probability",
-        sets(loop, "draft_chain", _recorded_raw),
+        sets(loop, "draft", _recorded_raw),
         Case(draft_sampling=GREEDY),
     ),
     # DSpark, appendix A: which nodes are verified may not depend on what was drawn.
-    Control("nodes cut after they were drawn", sets(loop, "draft_chain", _cut_by_probability)),
+    Control("nodes cut after they were drawn", sets(loop, "draft", _cut_by_probability)),
     Control(
         "target distribution not warped",
         sets(loop, "probabilities", lambda logits, sampling: logits.softmax(-1)),
@@ -324,11 +335,11 @@ CONTROLS = [
     Control("5 % more accepted", nothing, Case(rule=AdditiveSlack())),
     Control(
         "the first draft always accepted",
-        sets(loop, "verify_chain", _first_accepted),
+        sets(loop, "verify_draws", _first_accepted),
     ),
     Control(
         "accepting continues after a rejection",
-        sets(loop, "verify_chain", _after_a_rejection),
+        sets(loop, "verify_draws", _after_a_rejection),
     ),
     Control(
         "greedy matches counted after a mismatch",
@@ -338,7 +349,7 @@ CONTROLS = [
     ),
     Control(
         "bonus from the distribution of the last node",
-        sets(loop, "verify_chain", _bonus_of_last_node),
+        sets(loop, "verify_draws", _bonus_of_last_node),
         Case(depth=1),
     ),
     Control(

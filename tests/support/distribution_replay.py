@@ -14,6 +14,7 @@ import torch
 from distribution_support import Case, Distribution, Small, target_distribution
 from torch import Tensor
 
+from drafttrain.core.chance import Draw
 from drafttrain.decode import loop
 from drafttrain.decode.autoregressive import autoregressive_decode_batch
 from drafttrain.decode.loop import Cycle
@@ -54,24 +55,28 @@ class Replay:
         return answer
 
     def accept(
-        self, probability: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probability: Tensor, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Tensor:
+        draws = [draw] * len(rows) if isinstance(draw, int) else draw
         answers = [
-            self._answer(row, start, draw, (0.0, p, 1.0)) == 0
-            for row, start, p in zip(rows, starts, probability.tolist(), strict=True)
+            self._answer(row, start, number, (0.0, p, 1.0)) == 0
+            for row, start, number, p in zip(rows, starts, draws, probability.tolist(), strict=True)
         ]
         return torch.tensor(answers)
 
     def choose(
-        self, probs: Tensor, rows: Sequence[int], starts: Sequence[int], draw: int
+        self, probs: Tensor, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Tensor:
+        draws = [draw] * len(rows) if isinstance(draw, int) else draw
         cumulative = probs.double().cumsum(-1)
         edges = torch.cat(
             [torch.zeros_like(cumulative[:, :1]), cumulative / cumulative[:, -1:]], dim=1
         )
         answers = [
-            self._answer(row, start, draw, row_edges)
-            for row, start, row_edges in zip(rows, starts, edges.tolist(), strict=True)
+            self._answer(row, start, number, row_edges)
+            for row, start, number, row_edges in zip(
+                rows, starts, draws, edges.tolist(), strict=True
+            )
         ]
         return torch.tensor(answers)
 
@@ -87,11 +92,22 @@ class Seen(set[str]):
         """Take in one verification."""
         case, verdict, proposal = self.case, cycle.verdict, cycle.proposal
         accepted = verdict.num_accepted
-        nodes = torch.arange(proposal.tokens.shape[1])
-        ends = torch.isin(proposal.tokens, self.ends) & (nodes < accepted[:, None])
-        first = [len(case.prompts[row % len(case.prompts)]) for row in cycle.rows]
-        said = torch.tensor(cycle.starts) - torch.tensor(first)
-        full = accepted == proposal.num_nodes
+        tokens, path = proposal.tokens, verdict.path
+        if path is not None:
+            tokens = tokens.gather(1, path)
+        ends = torch.isin(tokens, self.ends)
+        ends &= torch.arange(tokens.shape[1]) < accepted[:, None]
+        lengths = [len(case.prompts[row % len(case.prompts)]) for row in cycle.rows]
+        said = torch.tensor(cycle.starts) - torch.tensor(lengths)
+        full = accepted == proposal.num_nodes.clamp(max=proposal.depth)
+        other = torch.zeros_like(full)
+        if proposal.tree is not None and path is not None:
+            first = proposal.tree.children[:, :, 0].expand(len(path), -1)
+            came = torch.cat([torch.zeros_like(path[:, :1]), path[:, :-1] + 1], dim=1)
+            other = (first.gather(1, came) != path) & (
+                torch.arange(path.shape[1]) < accepted[:, None]
+            )
+            other = other.any(-1)
         self |= {
             name
             for name, happened in {
@@ -99,6 +115,7 @@ class Seen(set[str]):
                 "first rejected": (accepted == 0) & ~full,
                 "partly accepted": (accepted > 0) & ~full,
                 "all accepted": (accepted > 0) & full,
+                "another child accepted": other,
                 "end inside an accepted run": ends.any(-1),
                 "limit inside an accepted run": said + accepted + 1 > case.limit,
             }.items()
@@ -149,7 +166,7 @@ def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Rep
                 small.target,
                 drafter,
                 prompts,
-                depth=case.depth,
+                policy=case.policy or case.depth,
                 draft_sampling=case.draft_sampling,
                 rule=case.rule,
                 record=seen,

@@ -28,6 +28,7 @@ from transformers import (
 
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.describe import describe
@@ -160,7 +161,8 @@ class Case:
 
     prompts: tuple[Text, ...] = ((0, 1, 0, 1, 0),)  # prompt lookup finds something in it
     limit: int = 3
-    depth: int = 2
+    depth: int = 2  # of a chain
+    policy: Policy | None = None
     sampling: Sampling = PLAIN
     draft_sampling: Sampling | None = None
     rule: Rule = LOSSLESS
@@ -253,8 +255,8 @@ def draft_distribution(
         ).double()  # fmt: skip
     logits = drafter.expand(state, None)
     for token in drafted:
-        logits = drafter.expand(state, torch.tensor([token]))
-    distribution = probabilities(logits, case.draft_sampling or case.sampling)
+        logits = drafter.expand(state, torch.tensor([[token]]))
+    distribution = probabilities(logits[:, 0], case.draft_sampling or case.sampling)
     return distribution if drafter.vocab is None else drafter.vocab.scatter(distribution)
 
 

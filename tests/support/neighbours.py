@@ -293,6 +293,10 @@ def neighbours(name: str, folder: Path, times: int, seed: int) -> dict[str, Any]
         seen[here.pair(alone, f"pair{number}", delay)] += 1
         if not here.kind.reads:
             seen[here.third_after_a_kill(alone, f"killed{number}", chance.uniform(0, life))] += 1
+    for number in range(3):  # a busy machine may look for the place's holder too late
+        if seen["told"] + seen["waited"] + seen["beside"]:
+            break
+        seen[here.pair(alone, f"again{number}", None)] += 1
     return {"kind": name, **seen}
 
 

@@ -54,7 +54,7 @@ def check_decoding(target: Target) -> None:
     # Every third draft is wrong: what follows it is rolled back.
     drafts = [(token + (place % 3 == 0)) % VOCAB for place, token in enumerate(plain)]
     oracle = Oracle(prompt + drafts)
-    found = speculative_decode(target, oracle, prompt, depth=DEPTH, **settings(count))
+    found = speculative_decode(target, oracle, prompt, policy=DEPTH, **settings(count))
     assert found.tokens == plain
     assert found.stats.trimmed.num_accepted_tokens > 0
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def check_decoding(target: Target) -> None:
     drafter.prepare(torch.ones(VOCAB, dtype=torch.long), target.readout)
     prompts = [prompt, prompt[:3]]
     rows = speculative_decode_batch(
-        target, drafter, prompts, rows=[0, 1], depth=DEPTH, **settings(count)
+        target, drafter, prompts, rows=[0, 1], policy=DEPTH, **settings(count)
     )
     assert rows[0].tokens == plain
     check_text(target, prompts[1], rows[1].tokens)

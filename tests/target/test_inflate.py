@@ -174,7 +174,7 @@ def test_the_drafter_grows_by_the_same_ratio_and_accepts_the_same(
             target,
             drafter,
             PROMPT,
-            depth=3,
+            policy=3,
             sampling=Sampling(1.0, 0, 1.0),
             max_new_tokens=60,
             chance=SeededChance(2),

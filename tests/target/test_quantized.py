@@ -68,7 +68,7 @@ def test_a_quantised_target_and_a_quantised_drafter_decode_losslessly() -> None:
     drafter.to("cpu", torch.bfloat16).to(torch.bfloat16)  # as evaluation moves every drafter
     assert num_quantized(drafter) == 2 * 7
     plain = autoregressive_decode(target, [1, 3, 6, 20], **SETTINGS)
-    drafted = speculative_decode(target, drafter, [1, 3, 6, 20], depth=3, **SETTINGS)
+    drafted = speculative_decode(target, drafter, [1, 3, 6, 20], policy=3, **SETTINGS)
     assert drafted.tokens == plain.tokens
     exact = load_target(model_config(Path(folder)), torch.float32, "cpu")
     tokens = torch.arange(6, 30)[None]
@@ -82,7 +82,7 @@ def test_weights_that_come_quantised_stay_so(quantized_dir: Path) -> None:
     target = load_target(model_config(quantized_dir), torch.float32, "cpu")
     drafter = build("two_model", target.spec, path=str(quantized_dir))
     assert num_quantized(target.model) == num_quantized(drafter) == 2 * 7
-    drafted = speculative_decode(target, drafter, [1, 3, 6, 20], depth=3, **SETTINGS)
+    drafted = speculative_decode(target, drafter, [1, 3, 6, 20], policy=3, **SETTINGS)
     counters = drafted.stats.untrimmed
     assert counters.num_accepted_tokens == counters.num_draft_tokens, "it is the target itself"
 

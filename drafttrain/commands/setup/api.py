@@ -131,9 +131,9 @@ def generate(
 ) -> Generated:
     """Answer a text or the messages of a chat; drafter None decodes token by token.
 
-    settings: keys of `eval` that say how to decode (depth, temperature, top_p, rule, stop_strings,
-    max_new_tokens), and template, template_kwargs, template_date. template="none" takes the text as
-    it is, for a target without a chat template.
+    settings: keys of `eval` that say how to decode (depth, policy, temperature, top_p, rule,
+    stop_strings, max_new_tokens), and template, template_kwargs, template_date. template="none"
+    takes the text as it is, for a target without a chat template.
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
@@ -149,7 +149,9 @@ def generate(
     else:
         _check_pair(target, drafter)
         told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule}
-        decoded = speculative_decode(target, drafter, tokens, depth=how.depth, **told)
+        decoded = speculative_decode(
+            target, drafter, tokens, policy=how.policy_at(how.depth), **told
+        )
     text = target.tokenizer.decode(decoded.tokens, skip_special_tokens=True)
     return Generated(decoded.tokens, decoded.stats, text)
 

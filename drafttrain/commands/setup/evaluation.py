@@ -34,10 +34,15 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
-from drafttrain.evaluation.measure import check_depths, check_settings, skip_long
+from drafttrain.evaluation.measure import (
+    check_depths,
+    check_settings,
+    reference_settings,
+    skip_long,
+)
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import require_same, settings_of
-from drafttrain.evaluation.tune import tuned_depth
+from drafttrain.evaluation.tune import CHAIN, tuned_depth
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
@@ -61,7 +66,8 @@ class Setup:
     prompts: list[Prompt]
     template: Template
     checkpoint: Path | None  # of the run that trained the drafter
-    origin: str  # names the drafter's weights
+    origin: str  # identifies the drafter's weights
+    weights: str  # names them
     conditions: dict[str, Any]  # what a measurement depends on besides `settings`
     timing: TimingInfo
     about_prompts: dict[str, Any]
@@ -145,6 +151,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     overlap = overlap_record(file) if file is not None and ours else None
     loaded = loaded or load(config, settings)
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
+    if not tunes:
+        tuned(config.eval, folder, given.weights)
     drafter = given.drafter
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     references = reference_drafters(settings, drafter, target, draft_dtype)
@@ -168,8 +176,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         )
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
-    for each in everyone:
-        check_settings(prompts, target, each, template, settings)
+    check_settings(prompts, target, drafter, template, settings)
+    for each in references.values():
+        check_settings(prompts, target, each, template, reference_settings(settings, each))
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
@@ -187,6 +196,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         template=template,
         checkpoint=given.checkpoint,
         origin=given.origin,
+        weights=given.weights,
         conditions={
             "checkpoint": given.origin,
             # A drafter without a checkpoint is identified by its settings.
@@ -241,14 +251,18 @@ def measured(
     )
 
 
-def tuned(settings: Tuned, folder: Path) -> Tuned:
-    """Return the settings, at the depth that `tune` chose if they ask for it."""
+def tuned(settings: Tuned, folder: Path, weights: str | None = None) -> Tuned:
+    """Return the settings, at the depth that `tune` chose if they ask for it.
+
+    ValueError if it chose for other weights (None: they are not known yet).
+    """
     if not settings.tuned:
         return settings
-    section, key, batch_size = "export", "num_speculative_tokens", 1
+    section, key, batch_size, policy = "export", "num_speculative_tokens", 1, CHAIN
     if isinstance(settings, EvalConfig):
         section, key, batch_size = "eval", "depth", settings.batch_size
-    depth = tuned_depth(folder, batch_size)
+        policy = settings.policy_settings
+    depth = tuned_depth(folder, batch_size, policy=policy, weights=weights)
     if depth is None:
         raise ValueError(
             f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "

@@ -253,6 +253,11 @@ class GivenDrafter:
     lines: tuple[str, ...]  # what to print about it
     fingerprint: str | None = None  # of the target it was trained on, where its files say so
 
+    @property
+    def weights(self) -> str:
+        """The name of the weights: of the checkpoint, wherever its run lies."""
+        return self.origin if self.checkpoint is None else self.checkpoint.name
+
 
 def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) -> GivenDrafter:
     """Return the drafter that an evaluation is to measure, before the target's weights are read.

@@ -120,14 +120,17 @@ class _Rotated(torch.autograd.Function):
         return _rotated(grad, cos, -sin), None, None
 
 
-def document_mask(document: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 seq seq"] | None:
+def document_mask(
+    document: Int[Tensor, "batch seq"], on_host: Int[Tensor, "batch seq"] | None = None
+) -> Bool[Tensor, "batch 1 seq seq"] | None:
     """Return which keys each query may see, or None where a causal mask is enough.
 
     Padding is on the right of the document, so a causal mask alone hides it from a row's only
-    document; a row that holds several needs the block-diagonal mask.
+    document; a row that holds several needs the block-diagonal mask. on_host: the same numbers on
+    the CPU, if they are there: without them the host waits for the device.
     """
-    real = document >= 0
-    if bool(((document == document[:, :1]) | ~real).all()):
+    known = document if on_host is None else on_host
+    if bool(((known == known[:, :1]) | (known < 0)).all()):
         return None
     same = document[:, None, :, None] == document[:, None, None, :]
     causal = torch.ones(document.shape[1], document.shape[1], device=document.device).tril().bool()

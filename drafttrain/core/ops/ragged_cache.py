@@ -1,7 +1,9 @@
 """The key-value cache of decoding, preallocated, with rows of different lengths.
 
 It serves decoders of Transformers, which call it layer by layer, and a drafter's own layer, which
-is its layer 0. A pass is `begin_pass`, `update` by every layer, `end_pass`.
+is its layer 0. A pass is `begin_pass`, `update` by every layer, `end_pass`. Tokens of a tree are
+appended like others; `branches` says what the next pass's tokens see, and `keep` moves the accepted
+ones together.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from drafttrain.core.tree import Branches
 
 BAND = 32  # the band of masks is made for passes of at least this many tokens
 ROOM = 64  # positions added, at least, when the room is used up
@@ -56,6 +60,12 @@ class RaggedLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :total] for room in self.room)
         return self.keys, self.values
 
+    def keep(self, rows: Tensor, old: Tensor, new: Tensor) -> None:
+        """Copy each row's positions `old` to its positions `new`."""
+        for room in self.room or ():
+            index, source, place = (part.to(room.device) for part in (rows, old, new))
+            room[index, :, place] = room[index, :, source]
+
     def get_seq_length(self) -> int:
         """Return the length of the longest row."""
         return max(self.owner.lengths, default=0)
@@ -91,6 +101,7 @@ class RaggedCache(DynamicCache):
         self.reach = 0
         self.past = 0  # length of the longest row before the current pass
         self.spots: tuple[Tensor, Tensor] | None = None  # where uneven rows write in this pass
+        self.branches: Branches | None = None  # of the next pass; None: its tokens are in a row
         # Transformers calls it without arguments for each new layer.
         self.layer_class_to_replicate = partial(RaggedLayer, self)  # type: ignore[assignment]
 
@@ -108,22 +119,31 @@ class RaggedCache(DynamicCache):
             self.lengths = [0] * rows
         self.past, self.spots = max(self.lengths), None
         if self.even:
+            if self.branches is not None:
+                return self.of_tree(self.branches)
             return self.causal(new, device) if self.past and new > 1 else None
-        places = self.positions(new, device)
+        places = self._starts(device) + torch.arange(new, device=device)
         self.spots = torch.arange(rows, device=device)[:, None].expand_as(places), places
-        return self.visible(places)
+        return self.visible(places) if self.branches is None else self.of_tree(self.branches)
 
     def end_pass(self, counts: Sequence[int]) -> None:
         """Add `counts` tokens of the pass to the rows' lengths; what follows them is garbage."""
+        self.branches = None
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def positions(self, new: int, device: torch.device) -> Int[Tensor, "rows new"]:
-        """Return the positions of the next `new` tokens; even rows share them."""
+        """Return the positions of the next `new` tokens; even rows share them, if trees do."""
+        if self.branches is not None:
+            return self._starts(device) - self.branches.num_before + self.branches.depth
         if self.even:
             past = max(self.lengths, default=0)
             return torch.arange(past, past + new, device=device)[None]
-        starts = torch.tensor(self.lengths, device=device)
-        return starts[:, None] + torch.arange(new, device=device)
+        return self._starts(device) + torch.arange(new, device=device)
+
+    def _starts(self, device: torch.device) -> Int[Tensor, "rows 1"]:
+        """Return the length of each row; even rows share it."""
+        lengths = self.lengths[:1] or [0]
+        return torch.tensor(lengths if self.even else self.lengths, device=device)[:, None]
 
     def causal(self, new: int, device: torch.device) -> Bool[Tensor, "1 1 new total"]:
         """Return the mask of `new` tokens after `past` positions, if rows are even.
@@ -141,6 +161,28 @@ class RaggedCache(DynamicCache):
         """Return the mask of new tokens at `places`: they see their row's past and themselves."""
         total = self.past + places.shape[1]
         return torch.arange(total, device=places.device) <= places[:, None, :, None]
+
+    def of_tree(self, branches: Branches) -> Bool[Tensor, "rows 1 new total"]:
+        """Return the mask of a tree's tokens: they see what precedes the tree, and their path."""
+        seen = branches.seen
+        new, in_tree = seen.shape[1:]
+        before = self._starts(seen.device) - branches.num_before
+        total = self.past + new
+        if self.even:
+            earlier = torch.ones(1, dtype=torch.bool, device=seen.device)
+            return torch.cat([earlier.expand(*seen.shape[:2], total - in_tree), seen], 2)[:, None]
+        mask = (torch.arange(total, device=seen.device) < before)[:, None].expand(-1, new, -1)
+        places = (before + torch.arange(in_tree, device=seen.device))[:, None].expand(-1, new, -1)
+        return mask.scatter(2, places, seen.expand(len(mask), -1, -1))[:, None]
+
+    def keep(self, starts: Sequence[int], path: Int[Tensor, "batch kept"]) -> None:
+        """Move each row's tokens start + path[0], start + path[1], ... to start, start + 1, ..."""
+        first = torch.tensor(starts, device=path.device)[:, None]
+        rows = torch.arange(len(path), device=path.device)[:, None]
+        new = first + torch.arange(path.shape[1], device=path.device)
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer)
+            layer.keep(rows, first + path, new)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Drop the positions past these lengths, one per row."""
@@ -174,7 +216,9 @@ def run_decoder(
     mask = cache.begin_pass(rows, new, tokens.device)
     if mask is not None and eager:
         mask = additive(mask, next(decoder.parameters()).dtype)
-    positions = cache.spots[1] if cache.spots else cache.positions(new, tokens.device)
+    positions = cache.positions(new, tokens.device)
+    if cache.spots is not None and cache.branches is None:
+        positions = cache.spots[1]
     output = decoder(
         input_ids=tokens,
         position_ids=positions,

@@ -12,6 +12,7 @@ from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.ops.ragged_cache import Ragged, RaggedCache, padded_rows, run_decoder
 from drafttrain.core.readout import Readout
+from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, last_of
@@ -26,16 +27,19 @@ class CausalState(DraftState):
     counts: list[int]  # how many of `unread` are real
     cache: RaggedCache = field(default_factory=RaggedCache)
     drafted: int = 0  # drafted tokens at the end of the cache, equally many in every row
+    level: Branches | None = None  # the newest level of a tree
 
 
 class CausalDrafter(Drafter[CausalState]):
     """Drafts the model's continuation of the text; the target's features are not used.
 
     A token is read when the next one is drafted. So the last token of a fully accepted chain is not
-    in the cache, and is read together with the bonus.
+    in the cache, and is read together with the bonus. After a tree all accepted tokens are read
+    again.
     """
 
     captures = ()
+    branches = True
     # Buffers, None if all ids are the same in both models: the ids that are drafted, the model's
     # columns for them, and the own id that stands for each target id (-1: several ids).
     target_ids: Tensor | None
@@ -143,7 +147,8 @@ class CausalDrafter(Drafter[CausalState]):
         self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
     ) -> None:
         """Roll back drafted tokens that were not accepted; keep tokens not yet in the cache."""
-        kept = [min(count - 1, state.drafted) for count in counts]
+        kept = [0 if state.level else min(count - 1, state.drafted) for count in counts]
+        state.level = None
         if state.drafted:
             lengths = zip(state.cache.lengths, kept, strict=True)
             state.cache.rollback([length - state.drafted + keep for length, keep in lengths])
@@ -151,23 +156,33 @@ class CausalDrafter(Drafter[CausalState]):
         new = self._in_own_ids(*without_first(tokens, counts, kept))
         state.unread, state.counts = joined((state.unread, state.counts), new)
 
-    def expand(self, state: CausalState, newest: Tensor | None) -> Tensor:
-        """Read the unread tokens, or each row's newest node, and return the next token's logits."""
+    def expand(
+        self, state: CausalState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        """Read the unread tokens, or each row's newest nodes, and return the logits after them."""
         if newest is None:
             assert min(state.counts) > 0, "observe comes before expand"
             tokens, counts = state.unread, state.counts
             state.unread, state.counts = tokens[:, :0], [0] * len(tokens)
-        else:
-            tokens, counts = self._in_own_ids(newest[:, None], [1] * len(newest))
-            state.drafted += 1
-        return self.read(state.cache, tokens, counts)
+            return self.read(state.cache, tokens, counts)[:, None]
+        # Drafted tokens are shared ones, but for draws of a tree after all of these (`without`): of
+        # such a token any id may be read, as what is drafted after it is recorded.
+        tokens = newest if self.reading is None else self.reading[newest].clamp(min=0)
+        if parents is not None:
+            state.cache.branches = state.level = Branches.level(state.level, parents)
+        state.drafted += tokens.shape[1]
+        return self._read(state.cache, tokens, None)
 
     def read(
         self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
     ) -> Float[Tensor, "batch draft_vocab"]:
         """Append own tokens to the cache; return the logits after each row's last real one."""
+        return self._read(cache, tokens, counts)[:, 0]
+
+    def _read(self, cache: RaggedCache, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
+        """Append own tokens; without counts, all are real and logits follow each of them."""
         output = run_decoder(self._decoder[0], cache, tokens, counts, self.eager)
-        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))[:, 0]
+        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from its decoder's output, as its own forward does."""

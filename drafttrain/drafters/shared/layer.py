@@ -14,6 +14,7 @@ from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.layers import Attention, Rotation, rotation
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
+from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
 from drafttrain.runtime.settings import require
@@ -138,11 +139,12 @@ class LayerState(DraftState):
     cache: RaggedCache
     table: Rotation
     committed: list[int]  # per row
-    hidden: Float[Tensor, "batch 1 hidden"] | None = None  # the input of the next node
+    hidden: Float[Tensor, "batch width hidden"] | None = None  # the newest level's
+    level: Branches | None = None  # the newest level of a tree
 
     def turn(self, num_tokens: int) -> Rotation:
         """Return the rotation of the next `num_tokens` positions of each row."""
-        if self.cache.even:
+        if self.cache.even and self.cache.branches is None:
             places: slice | Tensor = slice(start := self.cache.lengths[0], start + num_tokens)
         else:
             places = self.cache.positions(num_tokens, self.table.cos.device)
@@ -154,6 +156,7 @@ class LayerDrafter(Drafter[LayerState]):
 
     config: LayerConfig
     embed_tokens: nn.Embedding | None
+    branches = True
 
     def __init__(self, config: LayerConfig, spec: TargetSpec, width: int) -> None:
         super().__init__()
@@ -166,14 +169,17 @@ class LayerDrafter(Drafter[LayerState]):
 
     @abstractmethod
     def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int]
-    ) -> Float[Tensor, "batch 1 hidden"]:
-        """Append pairs of tokens and hidden states; return the output of each row's last pair."""
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
+    ) -> Float[Tensor, "batch width hidden"]:
+        """Append pairs of tokens and hidden states; return the output of each row's last pair.
+
+        counts: how many pairs of each row are real; None returns the outputs of all of them.
+        """
 
     @abstractmethod
     def logits(
-        self, readout: Readout, hidden: Float[Tensor, "batch 1 hidden"]
-    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        self, readout: Readout, hidden: Float[Tensor, "batch width hidden"]
+    ) -> Float[Tensor, "batch width draft_vocab"]:
         """Return logits from the output of `advance`."""
 
     def own_embedding(self) -> nn.Embedding | None:
@@ -200,17 +206,23 @@ class LayerDrafter(Drafter[LayerState]):
     ) -> None:
         """Replace the drafter's own nodes by pairs of true features, the last token's included."""
         state.cache.rollback(state.committed)
+        state.level = None
         state.hidden = self.advance(state, tokens, self.read(features), list(counts))
         state.committed = [old + new for old, new in zip(state.committed, counts, strict=True)]
         state.cache.rollback(state.committed)  # the rest was padding
 
-    def expand(self, state: LayerState, newest: Tensor | None) -> Tensor:
-        """Return the next logits; the drafter's own hidden state replaces the target's."""
+    def expand(
+        self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        """Return the next logits; the drafter's own hidden states replace the target's."""
         assert state.hidden is not None, "observe comes before expand"
         if newest is not None:
-            ones = [1] * len(newest)
-            state.hidden = self.advance(state, newest[:, None], state.hidden, ones)
-        return self.logits(state.readout, state.hidden)[:, 0]
+            hidden = state.hidden
+            if parents is not None:
+                state.cache.branches = state.level = Branches.level(state.level, parents)
+                hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
+            state.hidden = self.advance(state, newest, hidden, None)
+        return self.logits(state.readout, state.hidden)
 
     def select(self, state: LayerState, rows: Sequence[int]) -> None:
         state.cache.select(rows)

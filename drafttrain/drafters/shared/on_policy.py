@@ -10,6 +10,7 @@ import torch
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
+from drafttrain.core.placed_batch import host_of, placed
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PAD_DOCUMENT, Batch
@@ -34,7 +35,8 @@ class Answer:
 def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[Answer]:
     """Return one answer of each of about `fraction` of the conversations, chosen at random."""
     found: list[list[Answer]] = []
-    document, mask = batch.document.cpu(), batch.loss_mask.cpu()
+    host = host_of(batch)
+    document, mask = host.document.cpu(), host.loss_mask.cpu()
     for row in range(len(document)):
         for conversation in document[row].unique_consecutive().tolist():
             if conversation == PAD_DOCUMENT:
@@ -88,16 +90,16 @@ def in_own_words(
         written = continue_texts(drafter, batch, answers, temperature, chance)
     finally:
         drafter.train(training)
-    new = Batch(*(tensor.clone() for tensor in vars(batch).values()))
+    new = Batch(*(tensor.cpu().clone() for tensor in vars(host_of(batch)).values()))
     for answer, tokens in zip(answers, written, strict=True):
         row, stop = answer.row, answer.start + len(tokens)
-        new.tokens[row, answer.start : stop] = torch.tensor(tokens, device=new.tokens.device)
+        new.tokens[row, answer.start : stop] = torch.tensor(tokens)
         new.loss_mask[row, answer.start : stop] = True
         new.tokens[row, stop : answer.stop] = 0
         new.loss_mask[row, stop : answer.stop] = False
         new.positions[row, stop : answer.stop] = 0
         new.document[row, stop : answer.stop] = PAD_DOCUMENT
-    return new
+    return placed(new, batch.tokens.device)
 
 
 def continue_texts(
@@ -108,7 +110,7 @@ def continue_texts(
     written: list[list[int]] = [[] for _ in answers]
     active = list(range(len(answers)))
     cache = RaggedCache()
-    before = [batch.tokens[a.row, a.first : a.start].tolist() for a in answers]
+    before = [host_of(batch).tokens[a.row, a.first : a.start].tolist() for a in answers]
     logits = drafter.read(cache, *padded_rows(before, device))
     while True:
         probs = probabilities(logits, Sampling(temperature, 0, 1.0))

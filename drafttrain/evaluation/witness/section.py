@@ -175,7 +175,7 @@ def witness_section(
         )
 
     def decoded(one: WitnessPrompt) -> Decoded:
-        settings: dict[str, Any] = {"depth": depth, "max_new_tokens": limit, "sampling": GREEDY}
+        settings: dict[str, Any] = {"policy": depth, "max_new_tokens": limit, "sampling": GREEDY}
         chance = SeededChance(seed)
         return speculative_decode(exact, parts.drafter, one.tokens, chance=chance, **settings)
 

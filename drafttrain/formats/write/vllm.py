@@ -253,5 +253,5 @@ def probe(drafter: Drafter) -> Tensor:
     logits, drafted = [], None
     for depth in range(min(PROBE_DEPTH, drafter.max_depth or PROBE_DEPTH)):
         logits.append(drafter.expand(state, drafted))
-        drafted = tokens[:, PROBE_LENGTH + 1 + depth]
-    return torch.stack(logits, dim=1)
+        drafted = tokens[:, PROBE_LENGTH + 1 + depth, None]
+    return torch.cat(logits, dim=1)
