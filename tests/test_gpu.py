@@ -43,7 +43,7 @@ def test_greedy_speculative_output_is_greedy_output_on_the_gpu(name: str, target
     for prompt in PROMPTS:
         plain = autoregressive_decode(target, prompt, **settings)
         assert (
-            speculative_decode(target, drafter, prompt, depth=3, **settings).tokens == plain.tokens
+            speculative_decode(target, drafter, prompt, policy=3, **settings).tokens == plain.tokens
         )
 
 
