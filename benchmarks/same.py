@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,38 +61,46 @@ def lines_of(file: Path) -> list[Any]:
     return [steady(json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def recorded(checkout: Path, place: Path) -> dict[str, Any]:
-    """Run every command of a checkout in a folder; return what it computed, by name."""
+def run(checkout: Path, place: Path, *arguments: str) -> None:
+    """Run a command of a checkout in a folder; exit with its error if it fails."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     environment |= {
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    command = [sys.executable, "-m", "drafttrain", *arguments]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{checkout}: {' '.join(arguments)}\n{done.stderr}")
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short name of the commit that a checkout has."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(command, text=True).strip()
+
+
+def recorded(checkout: Path, place: Path) -> dict[str, Any]:
+    """Run every command of a checkout in a folder; return what it computed, by name."""
     found: dict[str, Any] = {}
-
-    def call(*arguments: str) -> None:
-        command = [sys.executable, "-m", "drafttrain", *arguments]
-        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{checkout}: {' '.join(arguments)}\n{done.stderr}")
-
+    call = partial(run, checkout, place)
     for family in FAMILIES:
-        run = f"run.dir=run-{family}"
-        told = [run, f"drafter={family}", "data.cache_dir=selfgen"]
+        own = f"run.dir=run-{family}"
+        told = [own, f"drafter={family}", "data.cache_dir=selfgen"]
         told += f"{CPU} {DATA} {TRAINER}".split()
         if family == "small_lm":
             told += ["drafter.layers=[0,5]"]
         call("train", *told, "trainer.max_steps=6")
-        call("train", run, "run.resume=true", "trainer.max_steps=10")
+        call("train", own, "run.resume=true", "trainer.max_steps=10")
         folder = place / f"run-{family}"
         found[f"{family}: curve"] = lines_of(folder / "metrics.jsonl")
         last = max((folder / "checkpoints").glob("step-*"))
         found[f"{family}: weights"] = digest((last / "drafter.safetensors").read_bytes())
-        call("export", run, "export=vllm")
+        call("export", own, "export=vllm")
         for name in ("model.safetensors", "config.json"):
             found[f"{family}: export {name}"] = digest((folder / "export" / name).read_bytes())
-        call("evaluate", run, *EVAL.split(), *CPU.split()[1:])
+        call("evaluate", own, *EVAL.split(), *CPU.split()[1:])
         evaluation = folder / "evaluations/default"
         found[f"{family}: report"] = steady(json.loads((evaluation / "report.json").read_text()))
         print(f"{checkout.name}: {family}", flush=True)
@@ -127,11 +136,7 @@ def main() -> None:
     for checkout in (arguments.old.resolve(), arguments.new.resolve()):
         with tempfile.TemporaryDirectory() as place:
             records.append(recorded(checkout, Path(place)))
-        said = subprocess.run(
-            ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        commits.append(said.stdout.strip())
+        commits.append(commit_of(checkout))
     found = differences(*records)
     print("\n".join(found) or f"{len(records[0])} records are the same in {' and '.join(commits)}")
     if arguments.out:

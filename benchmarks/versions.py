@@ -3,21 +3,21 @@
     python benchmarks/versions.py OLD_CHECKOUT NEW_CHECKOUT [--turns 5] [--out FILE.json]
 
 Measured are the wall time of `plan`, of a short `train` and of `evaluate`, each from the start of
-its process to its end, and what the last two report of themselves: the step time of training, the
-tokens per second of both decoding loops. Both evaluate the run that the old one trained. A ratio is
-the median over turns of new time over old time within a turn: below 1 the new one is faster.
+its process to its end, and what the last two report of themselves: the time of a trained token, and
+of a decoded one with the drafter and with every method beside it. Both evaluate the run that the
+old one trained. A ratio is the median over turns of new time over old time within a turn: below 1
+the new one is faster.
 """
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from same import commit_of, run
 
 CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32"
 TRAIN = (
@@ -31,13 +31,8 @@ EVALUATE = f"run.dir=fixed {CPU} eval.prompts_per_task=1 eval.max_new_tokens=64 
 
 def seconds(checkout: Path, place: Path, *arguments: str) -> float:
     """Run a command of a checkout; return the wall time of its process."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "drafttrain", *arguments]
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{checkout}: {' '.join(arguments)}\n{done.stderr}")
+    run(checkout, place, *arguments)
     return time.perf_counter() - started
 
 
@@ -54,7 +49,7 @@ def measured(checkout: Path, place: Path) -> dict[str, float]:
     speeds = [row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row]
     found["a trained token"] = 1 / statistics.median(speeds[1:])
     report = json.loads((place / "fixed/evaluations/default/report.json").read_text())
-    for name, method in report["methods"].items():
+    for name, method in {**report["methods"], report["drafter"]: report}.items():
         *_, speed = method["summary"]["tokens_per_second"].values()
         found[f"a token, {name}"] = 1 / speed
     return found
@@ -90,12 +85,7 @@ def main() -> None:
         spread = " ".join(f"{new / old:.2f}" for old, new in pairs)
         print(f"{what:<24}{old:10.4f} s{new:10.4f} s   {ratio:.3f}   ({spread})")
     if arguments.out:
-        commits = {
-            name: subprocess.check_output(
-                ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], text=True
-            ).strip()
-            for name, checkout in checkouts.items()
-        }
+        commits = {name: commit_of(checkout) for name, checkout in checkouts.items()}
         kept = {"commits": commits, "ratios": ratios, "turns": turns}
         arguments.out.write_text(json.dumps(kept, indent=1) + "\n")
 
