@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, held_setup, measured, tuned
+from drafttrain.commands.setup.evaluation import Setup, held_setup, measured
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
@@ -21,11 +21,10 @@ def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
     folder = Path(config.run.dir)
     place = folder / "evaluations" / config.eval.name
-    config = replace(config, eval=tuned(config.eval, folder))
     result, overwrite = place / "report.json", config.eval.overwrite
     ways = "keep both by eval.name=OTHER_NAME, or replace it by eval.overwrite=true"
     with held_setup(config, place, "eval.name", result, overwrite, ways) as setup:
-        evaluate_held(config, setup, place)
+        evaluate_held(replace(config, eval=setup.settings), setup, place)
 
 
 def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:

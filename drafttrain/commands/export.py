@@ -1,11 +1,12 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import tuned
+from drafttrain.commands.setup.evaluation import chosen_by_tune
 from drafttrain.commands.setup.target_and_drafter import load_drafter, recorded_spec
 from drafttrain.config.sections import ExportConfig
+from drafttrain.evaluation.config import AUTO
 from drafttrain.formats.write.hub import check_push, plan_push, push
 from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.card import CardData, read_run, served_as
@@ -18,13 +19,17 @@ from drafttrain.target.pretrained.models import load_tokenizer
 def export(config: ExportConfig) -> None:
     """Write a run's drafter as serving engines load it, check it, and push it if asked."""
     run = Path(config.run.dir)
-    settings = tuned(config.export, run)
+    settings, wanted = config.export, f"export.num_speculative_tokens={AUTO}"
+    if settings.num_speculative_tokens == AUTO:
+        depth = chosen_by_tune(run, wanted).depth
+        settings = replace(settings, num_speculative_tokens=depth)
     place = Path(settings.dir or run / "export")
     require_writable(place.parent, "export.dir")
     if settings.push is not None and not settings.dry_run:
         check_push(settings.push, settings.private)
     drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
-    tuned(config.export, run, checkpoint.name if checkpoint else None)
+    if config.export.num_speculative_tokens == AUTO:  # for these very weights?
+        chosen_by_tune(run, wanted, weights=checkpoint.name if checkpoint else None)
     record, reports = read_run(run)
     name = served_as(config.model)
     card = CardData(

@@ -17,6 +17,7 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
+from drafttrain.evaluation.config import AUTO
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
     TORCH_DTYPES,
@@ -69,6 +70,11 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
             "choose another drafter"
+        )
+    if config.eval.depth == AUTO:
+        raise ValueError(
+            f"eval.depth must be a number for `train`, which validates with it, got {AUTO}: `tune` "
+            "chooses when a drafter is trained"
         )
     with stop.at_once():
         ranks = join_ranks(choose_device(config.hardware))

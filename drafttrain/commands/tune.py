@@ -6,8 +6,10 @@ from drafttrain.commands.setup.evaluation import Setup, held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
+from drafttrain.evaluation.config import AUTO
 from drafttrain.evaluation.record import keep, settings_of
-from drafttrain.evaluation.tune import TUNED, choose, tune_drafter, write_tuned
+from drafttrain.evaluation.tune import choose, costs_ms, tune_drafter
+from drafttrain.evaluation.tuned import TUNED, write_tuned
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.tuning import headline, tune_tables, write_tuning
 from drafttrain.runtime.terminal import console
@@ -24,7 +26,7 @@ def tune(config: TuneConfig) -> None:
 
 def tune_held(config: TuneConfig, setup: Setup) -> None:
     """Predict, measure and choose from what is set up, while this command holds the lock."""
-    predictions, costs = tune_drafter(
+    predictions, costs, trees = tune_drafter(
         setup.parts,
         setup.prompts,
         setup.template,
@@ -36,22 +38,26 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     )
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
+    choices = choose(predictions)
     file = write_tuned(
         setup.folder,
+        choices,
         predictions,
-        costs,
+        costs_ms(costs),
         setup.conditions,
         policy=setup.settings.policy_settings,
         weights=setup.weights,
+        trees={size: {d: each.paths for d, each in found.items()} for size, found in trees.items()},
     )
-    choices = choose(predictions)
     console.print(headline(choices))
     for table in tune_tables(predictions, choices):
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
     page = write_tuning(setup.folder, title, predictions, choices, setup.notes)
     console.print(f"chosen depths: {file}; details: {page}")
-    console.print(
-        f"next: {follow_up('evaluate', f'run.dir={setup.folder}', 'eval.tuned=true')}, "
-        f"or {follow_up('export', f'run.dir={setup.folder}', 'export.tuned=true')}"
+    run, auto = f"run.dir={setup.folder}", f"eval.depth={AUTO}"
+    same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()
+    then = (
+        "" if same else f", or {follow_up('export', run, f'export.num_speculative_tokens={AUTO}')}"
     )
+    console.print(f"next: {follow_up('evaluate', run, *same, auto)}{then}")

@@ -15,6 +15,7 @@ from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
+GONE = {"eval": ("tuned",)}  # keys that older versions wrote
 # Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
 
@@ -99,6 +100,7 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
         now = read_choice(conf_dir() / "train.yaml")["run"]
     else:
         now = content_of(group, _counterpart(group, section))
+    section = {key: value for key, value in section.items() if key not in GONE.get(group, ())}
     # The folder may come from anyone: the user must allow its code anew for each command.
     kept = {key: value for key, value in section.items() if key not in WITHHELD}
     withheld = {key: value for key, value in WITHHELD.items() if key in section}

@@ -116,8 +116,9 @@ Rows are paired by prompt, and so are the intervals of their differences; seeds 
 grouped. Runs must have been evaluated on the same prompts.""",
     "tune": """\
 It times passes of target and drafter on this machine, predicts the speedup of every depth and
-batch size, measures it as well, and writes the choice where eval.tuned=true and export.tuned=true
-find it.""",
+batch size, measures it as well, and writes the choice where eval.depth=auto and
+export.num_speculative_tokens=auto find it. With eval.policy=optimal_tree it makes the
+fastest tree of each depth first.""",
     "regenerate": """\
 Answers come from Transformers, from vLLM (regenerate.backend=vllm) or from any OpenAI-compatible
 endpoint (regenerate.backend=openai). They are written row by row, and the same command resumes.

@@ -1,10 +1,12 @@
 """How proposals grow: which nodes are drafted, in which shape. A chain is the simplest tree."""
 
+import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 from jaxtyping import Int
@@ -97,6 +99,15 @@ class StaticTree(Policy):
                 )
             )
         return tuple(found)
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The nodes, each named by the ranks on its path; the opposite of `tree_of_ranks`."""
+        found: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.parents):
+            rank = self.parents[:node].count(parent)
+            found.append((*(found[parent] if parent >= 0 else ()), rank))
+        return found
 
     @cached_property
     def depth(self) -> int:  # type: ignore[override]
@@ -205,7 +216,7 @@ def tree_of_widths(widths: Sequence[int], replacement: bool = False) -> StaticTr
     return StaticTree(tuple(parents), replacement)
 
 
-def tree_of_ranks(paths: Sequence[Sequence[int]]) -> StaticTree:
+def tree_of_ranks(paths: Sequence[Sequence[int]], replacement: bool = False) -> StaticTree:
     """Return the static tree of these nodes, each named by the ranks on its path, as Medusa's are.
 
     Every prefix of a path must be among them, and so must the siblings of lower rank.
@@ -216,5 +227,46 @@ def tree_of_ranks(paths: Sequence[Sequence[int]]) -> StaticTree:
         needed = [path[:-1]] * (len(path) > 1) + [(*path[:-1], path[-1] - 1)] * (path[-1] > 0)
         for other in needed:
             if other not in places:
-                raise ValueError(f"a tree with the node {path} must have the node {other} too")
-    return StaticTree(tuple(places.get(path[:-1], -1) for path in ordered))
+                raise ValueError(
+                    f"tree must have the node {list(other)} where it has {list(path)}, got none"
+                )
+    return StaticTree(tuple(places.get(path[:-1], -1) for path in ordered), replacement)
+
+
+def spine(depth: int, width: int) -> StaticTree:
+    """Return the tree of the first choices, each with its siblings: it sees every rank's luck."""
+    levels = range(depth)
+    return tree_of_ranks([(*[0] * level, rank) for level in levels for rank in range(width)])
+
+
+def most_accepted(acceptance: Sequence[Sequence[float]], num_nodes: int) -> list[Sequence[int]]:
+    """Return the nodes, by the ranks on their paths, that are most often accepted, best first.
+
+    acceptance[d][k]: how often child k of an accepted node at depth d is accepted. A node is
+    accepted as often as all of its path is, so that the first n nodes are the best tree of n (the
+    rank of a node tells its acceptance: Sequoia, Chen et al., 2024, section 3.1; here by depth
+    too). A child that is accepted more often than an earlier one, by the noise of counting, counts
+    as that one does.
+    """
+    falling = [[min(ranks[: rank + 1]) for rank in range(len(ranks))] for ranks in acceptance]
+    chosen: list[Sequence[int]] = []
+    # A node comes in with its first child and its next sibling, which are accepted no more often.
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-falling[0][0], (0,))]
+    while waiting and len(chosen) < num_nodes:
+        cost, path = heapq.heappop(waiting)
+        if not cost:
+            break
+        chosen.append(path)
+        above, rank = path[:-1], path[-1]
+        depth = len(above)
+        if depth + 1 < len(falling):
+            heapq.heappush(waiting, (cost * falling[depth + 1][0], (*path, 0)))
+        if rank + 1 < len(falling[depth]):
+            ratio = falling[depth][rank + 1] / falling[depth][rank]
+            heapq.heappush(waiting, (cost * ratio, (*above, rank + 1)))
+    return chosen
+
+
+def accepted_along(acceptance: Sequence[Sequence[float]], path: Sequence[int]) -> float:
+    """Return how often a node, named by the ranks on its path, is accepted."""
+    return prod(acceptance[depth][rank] for depth, rank in enumerate(path))

@@ -19,7 +19,8 @@ from drafttrain.report.config import VerdictSettings
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "block", "typical", "lenience")
 LOSSY = ("typical", "lenience")
-POLICIES = ("chain", "static_tree", "dynamic_tree")
+POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree")
+AUTO = "auto"  # a depth: the one that `tune` chose
 MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
 REPORTED = (
@@ -46,9 +47,9 @@ class EvalConfig(Settings):
     task_by: str
     prompts_per_task: int | None
     skip_long_prompts: bool
-    depth: int
+    depth: Any  # a number, or AUTO until it is chosen
     policy: str
-    tree: list[int]
+    tree: list[Any]  # widths by level, or nodes by the ranks on their paths
     tree_replacement: bool
     tree_nodes: int
     tree_width: int
@@ -72,7 +73,6 @@ class EvalConfig(Settings):
     resamples: int
     before: bool
     two_model: str | None
-    tuned: bool
     engine: str
     vllm_python: str | None
     vllm_batch_sizes: list[int]
@@ -87,7 +87,9 @@ class EvalConfig(Settings):
         folder_name(self.name, "eval.name")
         for temperature in self.temperatures:
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
-        for key in ("depth", "max_new_tokens", "blocks", "batch_size"):
+        known = type(self.depth) is int and self.depth >= 1
+        self.require("depth", known or self.depth == AUTO, f"be a number of at least 1, or {AUTO}")
+        for key in ("max_new_tokens", "blocks", "batch_size"):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
         for key in ("depths", "batch_sizes", "temperatures"):
             values = getattr(self, key)
@@ -124,17 +126,16 @@ class EvalConfig(Settings):
     def _check_tree(self) -> None:
         deepest = max(self.every_depth)
         if self.policy == "static_tree":
-            every = bool(self.tree) and min(self.tree) >= 1
-            self.require("tree", every, "be numbers of at least 1")
-            needs = f"have a number for each level of the deepest tree, {deepest}"
-            self.require("tree", len(self.tree) >= deepest, needs)
-            nodes = sum(prod(self.tree[: level + 1]) for level in range(deepest))
-            self.require("tree", nodes <= MOST_NODES, f"make at most {MOST_NODES:,} nodes")
-        if self.policy == "dynamic_tree":
+            self._check_static_tree(deepest)
+        if self.policy in ("dynamic_tree", "optimal_tree"):
             allowed = f"be in {deepest}..{MOST_NODES}, at least one node for each level"
             self.require("tree_nodes", deepest <= self.tree_nodes <= MOST_NODES, allowed)
             narrow, allowed = 1 <= self.tree_width <= self.tree_nodes, "be in 1..eval.tree_nodes"
             self.require("tree_width", narrow, f"{allowed} ({self.tree_nodes})")
+        if self.policy == "optimal_tree":
+            drawn = "be false with eval.policy=optimal_tree, whose children all differ"
+            self.require("tree_replacement", not self.tree_replacement, drawn)
+        if self.policy == "dynamic_tree":
             allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
             allowed += "probability, which is not lossless for nodes that are drawn by chance"
             self.require("draft_temperature", not self.draft_temperature, allowed)
@@ -154,12 +155,28 @@ class EvalConfig(Settings):
                 f"got {self.policy}"
             )
 
+    def _check_static_tree(self, deepest: int) -> None:
+        words = "be numbers of at least 1, one for each level, or nodes such as [[0],[1],[0,0]]"
+        if self.tree and all(isinstance(node, list) for node in self.tree):
+            ranks = [rank for node in self.tree for rank in node]
+            whole = all(self.tree) and all(type(rank) is int and rank >= 0 for rank in ranks)
+            self.require("tree", whole, words)
+            nodes, levels = len(self.tree), max(map(len, self.tree))
+        else:
+            every = all(type(width) is int and width >= 1 for width in self.tree)
+            self.require("tree", bool(self.tree) and every, words)
+            levels = len(self.tree)
+            nodes = sum(prod(self.tree[: level + 1]) for level in range(min(deepest, levels)))
+        self.require("tree", nodes <= MOST_NODES, f"make at most {MOST_NODES:,} nodes")
+        self.require("tree", levels >= deepest, f"have {deepest} levels, as deep as the deepest")
+
     @property
     def policy_settings(self) -> str:
         """The settings of the policy, as on the command line, but for the depth."""
         of_it = {
             "static_tree": ("tree", "tree_replacement"),
             "dynamic_tree": ("tree_nodes", "tree_width"),
+            "optimal_tree": ("tree_nodes", "tree_width"),
         }
         keys = ("policy", *of_it.get(self.policy, ()))
         told = [f"eval.{key}={str(getattr(self, key)).replace(' ', '')}" for key in keys]
@@ -174,7 +191,12 @@ class EvalConfig(Settings):
         """The policy of the drafter, at a depth of the sweep."""
         from drafttrain.decode import policy  # this imports torch
 
-        if self.policy == "static_tree":
+        if self.policy in ("static_tree", "optimal_tree"):
+            if isinstance(self.tree[0], list):
+                nodes = [path for path in self.tree if len(path) <= depth]
+                return policy.tree_of_ranks(nodes, self.tree_replacement)
+            if self.policy == "optimal_tree":  # not chosen yet: acceptance is counted with this one
+                return policy.spine(depth, self.tree_width)
             return policy.tree_of_widths(self.tree[:depth], self.tree_replacement)
         if self.policy == "dynamic_tree":
             return policy.DynamicTree(depth, self.tree_width, self.tree_nodes)
@@ -242,7 +264,8 @@ class EvalConfig(Settings):
     @property
     def every_depth(self) -> list[int]:
         """The depths to measure, ascending: eval.depth and those of the sweep."""
-        return sorted({self.depth, *self.depths})
+        chosen = [] if self.depth == AUTO else [self.depth]
+        return sorted({*chosen, *self.depths}) or [1]
 
     @property
     def points(self) -> list[tuple[float, int]]:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.sampling_config import GREEDY
-from drafttrain.decode.autoregressive import clock_of
+from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.decode.autoregressive import clock_of, emit
 from drafttrain.decode.draft import draft
-from drafttrain.decode.loop import keep_path
+from drafttrain.decode.loop import keep_path, verify
 from drafttrain.decode.policy import Policy
-from drafttrain.decode.verify import verify_greedy
+from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
@@ -44,11 +44,17 @@ class Costs:
         """Return the seconds of a plain step, interpolated between measurements."""
         return self._between(lambda batch, length: self.plain[batch, length], rows, context)
 
+    def draft_s(self, depth: int, rows: int, context: float) -> float:
+        """Return the drafter's seconds in a cycle at a measured depth, interpolated."""
+        return self._between(lambda b, c: self.draft[depth, b, c], rows, context)
+
+    def verify_s(self, depth: int, rows: int, context: float) -> float:
+        """Return the target's seconds in a cycle at a measured depth, interpolated."""
+        return self._between(lambda b, c: self.verify[depth, b, c], rows, context)
+
     def cycle_s(self, depth: int, rows: int, context: float) -> float:
         """Return the seconds of a cycle at a measured depth, interpolated."""
-        return self._between(lambda b, c: self.draft[depth, b, c], rows, context) + self._between(
-            lambda b, c: self.verify[depth, b, c], rows, context
-        )
+        return self.draft_s(depth, rows, context) + self.verify_s(depth, rows, context)
 
     def _between(self, value: Callable[[int, int], float], rows: int, context: float) -> float:
         by_batch = [
@@ -61,8 +67,11 @@ class Costs:
 def measure_costs(
     target: Target,
     drafter: Drafter,
-    policies: Mapping[int, Policy],
+    policies: Callable[[int], Mapping[int, Policy]],
     *,
+    sampling: Sampling = GREEDY,
+    draft_sampling: Sampling = GREEDY,
+    rule: Rule = LOSSLESS,
     batches: Sequence[int],
     contexts: Sequence[int],
     rounds: int,
@@ -70,7 +79,7 @@ def measure_costs(
 ) -> Costs:
     """Return the costs of target passes and drafter cycles, each timed in turn, `rounds` times.
 
-    policies: those to time, by depth.
+    policies: those to time at a batch size, by depth.
 
     The context is random tokens: the cost of a pass does not depend on the text, except for a
     drafter that looks up suffixes.
@@ -81,14 +90,18 @@ def measure_costs(
     now = clock_of(target)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
         for batch, context in product(batches, contexts):
-            cell = Cell(target, drafter, batch, context, list(policies.values()))
+            timed = policies(batch)
+            cell = Cell(target, drafter, batch, context, list(timed.values()))
             for turn in range(WARM_UP + rounds):
-                steps = cell.steps(now)
-                cycles = {depth: cell.cycles(policy, now) for depth, policy in policies.items()}
+                steps = cell.steps(sampling, now)
+                cycles = {
+                    depth: cell.cycles(policy, sampling, draft_sampling, rule, now)
+                    for depth, policy in timed.items()
+                }
                 if turn < WARM_UP:
                     continue
                 plain[batch, context] += steps
-                for depth in policies:
+                for depth in timed:
                     draft[depth, batch, context] += [drafted for drafted, _ in cycles[depth]]
                     verify[depth, batch, context] += [verified for _, verified in cycles[depth]]
             tick(1)
@@ -114,7 +127,7 @@ class Cell:
         policies: Sequence[Policy],
     ) -> None:
         self.target, self.drafter, self.batch, self.context = target, drafter, batch, context
-        self.starts = [context] * batch
+        self.rows, self.starts = range(batch), [context] * batch
         generator = torch.Generator().manual_seed(0)
         most = max(policy.num_nodes for policy in policies)
         shape = (batch, context + max(most + 1, BURST))
@@ -126,20 +139,27 @@ class Cell:
         self.deepest = max(policy.depth for policy in policies)
 
     @torch.inference_mode()
-    def steps(self, now: Callable[[], float]) -> list[float]:
+    def steps(self, sampling: Sampling, now: Callable[[], float]) -> list[float]:
         """Return the seconds of plain steps, taken one after another as in the plain loop."""
         seconds = []
         for place in range(BURST):
             new = self.tokens[:, self.context + place, None]
             started = now()
             logits, _ = self.target.step(self.cache, new)
-            logits[:, -1].argmax(-1).tolist()
+            emit(logits[:, -1], sampling, SeededChance(0), self.rows, self.starts).tolist()
             seconds.append(now() - started)
         self.target.rollback(self.cache, self.starts)
         return seconds[SETTLING:]
 
     @torch.inference_mode()
-    def cycles(self, policy: Policy, now: Callable[[], float]) -> list[tuple[float, float]]:
+    def cycles(
+        self,
+        policy: Policy,
+        sampling: Sampling,
+        draft_sampling: Sampling,
+        rule: Rule,
+        now: Callable[[], float],
+    ) -> list[tuple[float, float]]:
         """Return the drafter's and the target's seconds of cycles, taken one after another.
 
         Rows accept unequally, from nothing to the longest path, as in decoding.
@@ -152,10 +172,8 @@ class Cell:
         seconds = []
         for turn in range(BURST):
             started = now()
-            proposal = draft(
-                *(policy, self.drafter, state, GREEDY, SeededChance(0)),
-                *(range(self.batch), self.starts),
-            )
+            keys = SeededChance(0), self.rows, self.starts
+            proposal = draft(policy, self.drafter, state, draft_sampling, *keys)
             drafted = now()
             width = proposal.tokens.shape[1]
             fed = self.tokens[:, self.context : self.context + 1 + width]
@@ -163,9 +181,9 @@ class Cell:
             logits, features = self.target.step(
                 self.cache, fed, self.drafter.captures, branches=proposal.branches
             )
-            verify_greedy(proposal, logits.argmax(-1)).num_accepted.tolist()
+            verify(rule, proposal, logits, sampling, *keys).num_accepted.tolist()
             verified = now()
-            counts = [1 + (row + turn) % (proposal.depth + 1) for row in range(self.batch)]
+            counts = [1 + (row + turn) % (proposal.depth + 1) for row in self.rows]
             if tree is not None:
                 reached = torch.tensor(counts, device=fed.device)[:, None] - 1
                 path = tree.path_to((tree.depth >= reached).int().argmax(1))[:, : max(counts) - 1]

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any
@@ -38,12 +38,16 @@ class DraftMethod:
     name: str
     drafter: Drafter
     policy: Policy
+    of_task: Mapping[str, Policy] = field(default_factory=dict)  # tasks that have one of their own
 
 
-def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
+def methods_of(
+    drafters: Mapping[str, Drafter], config: EvalConfig, of_task: Mapping[str, Policy]
+) -> list[DraftMethod]:
     """Return the main drafter (the last one) at every depth, the others at the report's depth.
 
-    A reference that cannot branch drafts chains beside another's trees.
+    A reference that cannot branch drafts chains beside another's trees. of_task: the main drafter's
+    policies on tasks that have one of their own, at the report's depth.
     """
     *references, main = drafters
     policies = {
@@ -55,7 +59,12 @@ def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[Draf
         for name, policy in policies.items()
     ]
     return methods + [
-        DraftMethod(f"{main}@{depth}", drafters[main], config.policy_at(depth))
+        DraftMethod(
+            f"{main}@{depth}",
+            drafters[main],
+            config.policy_at(depth),
+            of_task if depth == config.depth else {},
+        )
         for depth in config.every_depth
     ]
 
@@ -93,7 +102,7 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
         config.policy_at(deepest).check(drafter, config.draft_sampling)
     except ValueError as error:
         word, _, rest = str(error).partition(" ")
-        width = "tree_width" if config.policy == "dynamic_tree" else "tree"
+        width = "tree" if config.policy == "static_tree" else "tree_width"
         named = {"depth": key, "width": width}.get(word, word)
         raise ValueError(f"eval.{named} {rest}") from None
     positions, who = context_of(drafter.spec, [drafter])
@@ -197,6 +206,14 @@ def decoders(
     return decode
 
 
+def of_task(
+    decode: Mapping[str, Decode], methods: Sequence[DraftMethod], task: str
+) -> dict[str, Decode]:
+    """Return the loops for the prompts of a task: some methods have a policy for it."""
+    own = {each.name: each.of_task[task] for each in methods if task in each.of_task}
+    return {**decode, **{name: partial(decode[name], policy=own[name]) for name in own}}
+
+
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
     """Return prompts, with their places, in batches of one task; a task's last may be smaller."""
     placed = list(enumerate(prompts))
@@ -253,7 +270,8 @@ def measure(
         block, place = key
         shift = (done + block) % len(names)
         order = names[shift:] + names[:shift]
-        measured[key] = _group(target, decode, order, groups[place], template, block)
+        here = of_task(decode, methods, groups[place][0][1].task)
+        measured[key] = _group(target, here, order, groups[place], template, block)
         if journal:
             journal.add(key, measured[key])
         gc.collect(0)  # new objects only; a full collection takes half a second

@@ -1,9 +1,10 @@
 """`tune`: the predicted speedup of each depth on this machine, and the measured one."""
 
+import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,33 @@ from typing import Any
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
+from drafttrain.decode.policy import Policy
+from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig, TuneSettings
 from drafttrain.evaluation.cost import BURST, Costs, measure_costs
 from drafttrain.evaluation.evaluate import Parts
-from drafttrain.evaluation.measure import PLAIN, DraftMethod, check_settings, measure
+from drafttrain.evaluation.measure import (
+    PLAIN,
+    DraftMethod,
+    check_settings,
+    first_turn,
+    measure,
+)
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.evaluation.optimal_tree import (
+    OptimalTree,
+    count_ranks,
+    fastest_trees,
+    predicted_times,
+    samples,
+)
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
-from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed, shown
+from drafttrain.runtime.untrusted_input import UntrustedError, read_typed
+from drafttrain.target.model import Target
 
-TUNED = "tuned.json"
-CHAIN = "eval.policy=chain"
+TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
 
 
 def tune_drafter(
@@ -35,14 +51,21 @@ def tune_drafter(
     folder: Path,
     conditions: Mapping[str, Any],
     seed: int,
-) -> tuple[list[DepthPrediction], Costs]:
+) -> tuple[list[DepthPrediction], Costs, TreesBySize]:
     """Return the predicted, and if requested measured, speedup of every depth and batch size.
+
+    Also the costs behind it, and under eval.policy=optimal_tree the trees by batch size and depth.
 
     The prompts are decoded one at a time at the greatest depth for the acceptance of all depths;
     with settings.measure also at every depth and batch size. A stopped measurement resumes.
     """
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
+    if config.policy == "optimal_tree" and type(timed).propose is not Drafter.propose:
+        raise ValueError(
+            f"eval.policy must not be optimal_tree for drafter={parts.drafter_name}, which finds "
+            "its proposals in a shape of their own; use chain or dynamic_tree"
+        )
     needed = max(settings.contexts) + (BURST + 1) * (depths[-1] + 1)
     if needed > target.spec.max_positions:
         raise ValueError(
@@ -50,25 +73,42 @@ def tune_drafter(
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
     check_settings(prompts, target, timed, template, replace(config, depths=depths))
-    policies = {depth: config.policy_at(depth) for depth in depths}
-    costs = measure_costs(
-        target,
-        timed,
-        policies,
-        batches=sorted(settings.batch_sizes),
-        contexts=sorted(settings.contexts),
-        rounds=settings.rounds,
-    )
+    timing: dict[str, Any] = {
+        "sampling": config.sampling,
+        "draft_sampling": config.draft_sampling,
+        "rule": config.acceptance_rule,
+        "contexts": sorted(settings.contexts),
+        "rounds": settings.rounds,
+    }
+    sizes = sorted(settings.batch_sizes)
+    point = {**conditions, **config.conditions, "depths": depths}
+    trees: TreesBySize = {}
+    kept: Kept | None = None
+    if config.policy == "optimal_tree":
+        kept = Kept(folder, point | {"tune": vars(settings)})
+        trees = kept.known or optimal_trees(
+            target, timed, prompts, template, config, depths, sorted({1, *sizes}), timing, seed
+        )
+        kept.write(trees)
+
+    def policies(size: int) -> dict[int, Policy]:
+        if not trees:
+            return {depth: config.policy_at(depth) for depth in depths}
+        return {depth: found.tree for depth, found in trees[size].items()}
+
+    costs = measure_costs(target, timed, policies, batches=sizes, **timing)
     measured_depths = depths if settings.measure else depths[-1:]
     names = {depth: f"{parts.drafter_name}@{depth}" for depth in depths}
-    point = {**conditions, **config.conditions, "depths": measured_depths}
     journals: list[Measurements] = []
 
     def results_at(batch_size: int) -> list[PromptResult]:
-        journals.append(Measurements(folder, f"batch{batch_size}", point))
+        shapes = {depth: found.paths for depth, found in trees.get(batch_size, {}).items()}
+        told = point | {"depths": measured_depths} | ({"trees": shapes} if shapes else {})
+        journals.append(Measurements(folder, f"batch{batch_size}", told))
+        here = policies(batch_size)
         return measure(
             target,
-            [DraftMethod(names[depth], timed, policies[depth]) for depth in measured_depths],
+            [DraftMethod(names[depth], timed, here[depth]) for depth in measured_depths],
             prompts,
             template,
             config,
@@ -80,15 +120,66 @@ def tune_drafter(
 
     alone = results_at(1)
     predictions: list[DepthPrediction] = []
-    for size in sorted(settings.batch_sizes):
-        here = predict(in_order(alone, prompts), names[depths[-1]], costs, depths, size)
+    for size in sizes:
+        expected = {depth: found.lengths for depth, found in trees.get(size, {}).items()}
+        decoded = in_order(alone, prompts)
+        here = predict(decoded, names[depths[-1]], costs, depths, size, expected)
         if settings.measure:
             results = alone if size == 1 else results_at(size)
             here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
         predictions += here
     for journal in journals:  # only now: a tune that stops resumes from all that it measured
         journal.finish()
-    return predictions, costs
+    if kept is not None:
+        kept.finish()
+    return predictions, costs, trees
+
+
+def optimal_trees(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    template: Template,
+    config: EvalConfig,
+    depths: Sequence[int],
+    sizes: Sequence[int],
+    timing: Mapping[str, Any],
+    seed: int,
+) -> TreesBySize:
+    """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
+    deepest, most = depths[-1], config.tree_nodes
+    counts = count_ranks(target, drafter, prompts, template, config, depth=deepest, seed=seed)
+    kinds = samples(deepest, most)
+    numbered = dict(enumerate(kinds.values()))
+    costs = measure_costs(target, drafter, lambda _: numbered, batches=sizes, **timing)
+    lengths = [len(first_turn(prompt, target, template)) for prompt in prompts]
+    context = sum(lengths) / len(lengths) + config.max_new_tokens / 2
+    return {
+        size: fastest_trees(
+            counts, predicted_times(costs, list(kinds), size, context), depths, most
+        )
+        for size in sizes
+    }
+
+
+class Kept:
+    """The trees of a `tune` that has not ended, on disk: a stopped one measures the same ones."""
+
+    def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
+        text = json.dumps(conditions, sort_keys=True)
+        self.file = folder / f"trees.{hashlib.sha256(text.encode()).hexdigest()[:8]}.partial.json"
+        self.known: TreesBySize = {}
+        with suppress(UntrustedError, OSError):
+            self.known = read_typed(_Trees, self.file).trees
+
+    def write(self, trees: TreesBySize) -> None:
+        """Write the trees; they are on the disk when this returns."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.file, json.dumps({"trees": as_data(trees)}) + "\n")
+
+    def finish(self) -> None:
+        """Remove the file, so that the next `tune` starts afresh."""
+        self.file.unlink(missing_ok=True)
 
 
 def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list[PromptResult]:
@@ -121,6 +212,7 @@ def predict(
     costs: Costs,
     depths: Sequence[int],
     batch_size: int,
+    expected: Mapping[int, Mapping[str, float]] | None = None,
 ) -> list[DepthPrediction]:
     """Return the predicted speedup of every depth at a batch size, by task and in all.
 
@@ -128,7 +220,14 @@ def predict(
     the lengths of outputs and acceptance. predicted = t_plain / (t_draft + t_verify) per token,
     where the rows of a batch leave as they end: a plain batch costs one step for each token of its
     longest row, a speculative one a cycle for each acceptance_length tokens of each row.
+    expected: the acceptance lengths by depth and task, where they are known otherwise.
     """
+
+    def lengths_of(results: Sequence[PromptResult], task: str) -> dict[int, float]:
+        if expected:
+            return {depth: expected[depth][task] for depth in depths}
+        return acceptance_lengths(_accepted(results), depths)
+
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.method == deepest]
     predictions = []
@@ -136,14 +235,15 @@ def predict(
     for task in dict.fromkeys(result.task for result in plain):
         rows = [result for result in plain if result.task == task]
         chains = [result for result in drafted if result.task == task]
-        lengths = acceptance_lengths(_accepted(chains), depths)
+        lengths = lengths_of(chains, task)
         for depth in depths:
-            ours, theirs = _seconds(rows, chains, batch_size, depth, depths[-1], costs)
+            length = lengths[depth] if expected else None
+            ours, theirs = _seconds(rows, chains, batch_size, depth, depths[-1], costs, length)
             totals[depth][0] += ours
             totals[depth][1] += theirs
             found = DepthPrediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
             predictions.append(found)
-    lengths = acceptance_lengths(_accepted(drafted), depths)
+    lengths = lengths_of(drafted, "all")
     predictions += [
         DepthPrediction("all", batch_size, depth, lengths[depth], theirs / ours, None)
         for depth, (ours, theirs) in totals.items()
@@ -162,12 +262,16 @@ def _seconds(
     depth: int,
     deepest: int,
     costs: Costs,
+    expected: float | None,
 ) -> tuple[float, float]:
-    """Return the predicted decoding seconds, speculative and plain, of a task's turns."""
+    """Return the predicted decoding seconds, speculative and plain, of a task's turns.
+
+    expected: the acceptance length; None: of each output by itself.
+    """
     cycles = {}  # predicted for each output at this depth, from those of the deepest
     for result in drafted:
         lengths = acceptance_lengths(result.stats.trimmed, [depth, deepest])
-        taken = result.stats.num_target_passes * lengths[deepest] / lengths[depth]
+        taken = result.stats.num_target_passes * lengths[deepest] / (expected or lengths[depth])
         cycles[result.prompt_id, result.turn] = taken
     speculative = plain = 0.0
     for turn in sorted({row.turn for row in rows}):
@@ -220,89 +324,20 @@ def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
     return chosen
 
 
-def write_tuned(
-    folder: Path,
-    predictions: Sequence[DepthPrediction],
-    costs: Costs,
-    conditions: Mapping[str, Any],
-    *,
-    policy: str,
-    weights: str,
-) -> Path:
-    """Write the choice and the data behind it where `evaluate` and `export` find it.
-
-    policy: its settings, as on the command line. weights: names those of the drafter.
-    """
-    file, names = folder / TUNED, ("depth", "batch", "context")
-    record = {
-        "policy": policy,
-        "weights": weights,
-        "batches": as_data(choose(predictions)),
-        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
-        "costs_ms": {
-            "plain": _cells(costs.plain, names[1:]),
-            "verify": _cells(costs.verify, names),
-            "draft": _cells(costs.draft, names),
-        },
-        "conditions": dict(conditions),
+def costs_ms(costs: Costs) -> dict[str, list[dict[str, int | float]]]:
+    """Return the costs as records in milliseconds."""
+    names = ("depth", "batch", "context")
+    return {
+        "plain": _cells(costs.plain, names[1:]),
+        "verify": _cells(costs.verify, names),
+        "draft": _cells(costs.draft, names),
     }
-    write_whole(file, json.dumps(record, indent=2) + "\n")
-    return file
 
 
 def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:
     return [dict(zip((*names, "ms"), (*key, 1000 * s), strict=True)) for key, s in values.items()]
 
 
-SIZE = re.compile(r"[1-9]\d{0,8}", re.ASCII)
-
-
 @dataclass(frozen=True)
-class _Choice:
-    depth: Count
-
-
-@dataclass(frozen=True)
-class _Choices:
-    all: _Choice  # over all tasks
-
-
-@dataclass(frozen=True)
-class _Tuned:
-    batches: dict[str, _Choices]  # by batch size
-    policy: str = CHAIN
-    weights: str | None = None  # older versions did not say
-
-
-def tuned_depth(
-    run: Path, batch_size: int, *, policy: str = CHAIN, weights: str | None = None
-) -> int | None:
-    """Return the depth that `tune` chose for a run at a batch size (or the nearest one tried).
-
-    ValueError if it was chosen under another policy, or for other weights (None: not known yet).
-    """
-    file = run / TUNED
-    if not file.is_file():
-        return None
-    try:
-        found = read_typed(_Tuned, file)
-        batches = found.batches
-        sizes = {int(size): choices for size, choices in batches.items() if SIZE.fullmatch(size)}
-        if not sizes:
-            raise UntrustedError("it must hold a depth by batch size")
-        depth = sizes[min(sizes, key=lambda size: abs(size - batch_size))].all.depth
-    except UntrustedError as error:
-        raise ValueError(
-            f"{file} must be what `tune` wrote, but cannot be read ({error}); run tune again, or "
-            "remove it"
-        ) from error
-    for what, chosen, here in (
-        ("under", found.policy, policy),
-        ("for the weights of", found.weights, weights),
-    ):
-        if chosen is not None and here is not None and chosen != here:
-            raise ValueError(
-                f"{file} must hold a depth chosen {what} {here}, but it was chosen {what} "
-                f"{shown(chosen)}; run tune again"
-            )
-    return depth
+class _Trees:
+    trees: TreesBySize

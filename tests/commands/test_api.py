@@ -146,7 +146,7 @@ WRONG: list[tuple[str, Callable[[Target, Drafter], object]]] = [
         lambda t, d: drafttrain.generate(t, d, "Hi", dept=3),
     ),
     (
-        "eval.depth must be an integer, got four",
+        "eval.depth must be a number of at least 1, or auto, got four",
         lambda t, d: drafttrain.generate(t, d, "Hi", depth="four"),
     ),
     (r"depth must be in 1\.\.4", lambda t, d: drafttrain.generate(t, d, "Hi", depth=5)),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1]"]
-    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1", "eval.tuned=true"]
+    arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1", "eval.depth=auto"]
     real = tune.measure
 
     def stops(*given: Any, **settings: Any) -> Any:
@@ -214,6 +215,8 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
     arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
     assert main([*arguments, "eval.max_new_tokens=220"]) == 2
     assert "eval.prompts: talk may need" in capsys.readouterr().err
+    assert main([*arguments, "tune.depths=[1]", "eval.policy=optimal_tree"]) == 2
+    assert "eval.policy must not be optimal_tree for drafter=ngram" in capsys.readouterr().err
 
 
 def test_a_lossy_rule_says_so_wherever_it_appears(
@@ -235,9 +238,9 @@ def test_a_lossy_rule_says_so_wherever_it_appears(
 def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.tuned=true"]
+    missing = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.depth=auto"]
     assert main(missing) == 2
-    assert "eval.tuned=true takes the depth from" in capsys.readouterr().err
+    assert "eval.depth=auto takes what `tune` chose from" in capsys.readouterr().err
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "tune.depths=[1,2,9]"]
     arguments += ["tune.batch_sizes=[1,2]", "tune.contexts=[8]", "tune.rounds=1"]
     assert main(arguments) == 0
@@ -253,8 +256,58 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     report = json.loads((run / "evaluations/tuned/report.json").read_text())
     assert report["depth"] == depth
     capsys.readouterr()
-    assert main(["export", f"run.dir={run}", "export.tuned=true"]) == 0
+    assert main(["export", f"run.dir={run}", "export.num_speculative_tokens=auto"]) == 0
     assert f'"num_speculative_tokens": {depth}' in capsys.readouterr().out.replace("\n", "")
+
+
+def test_tune_makes_the_fastest_trees_and_evaluate_takes_them_task_by_task(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = ["eval.policy=optimal_tree", "eval.tree_nodes=6", "eval.tree_width=2"]
+    common = [f"run.dir={run}", prompts_of(run), *SHORT, *policy]
+    arguments = ["tune", *common, "tune.depths=[1,2]", "tune.batch_sizes=[1,2]"]
+    arguments += ["tune.contexts=[8]", "tune.rounds=1", "tune.overwrite=true"]
+    assert main(arguments) == 0
+    assert not list((run / "tune").glob("trees.*"))  # only of a tune that has not ended
+    file = run / "tuned.json"
+    tuned = json.loads(file.read_text())
+    for size, depth in product("12", "12"):
+        tree = tuned["trees"][size][depth]
+        assert len(tree) <= 6
+        assert max(map(len, tree)) == int(depth)
+        assert max(rank for path in tree for rank in path) < 2
+    tuned["batches"]["1"]["all"]["depth"] = 2
+    tuned["batches"]["1"]["tasks"] = {
+        "math": {"depth": 1, "speedup": 1.0, "speculate": True},
+        "chat": {"depth": 2, "speedup": 1.0, "speculate": True},
+    }
+    tuned["trees"]["1"] = {"1": [[0], [1]], "2": [[0], [1], [0, 0], [1, 0]]}
+    file.write_text(json.dumps(tuned))
+    capsys.readouterr()
+    arguments = ["evaluate", *common, "eval.name=trees", "eval.depth=auto"]
+    assert main(arguments) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "tasks drafted as `tune` chose for them: math: static tree of 2 nodes" in told
+    report = json.loads((run / "evaluations/trees/report.json").read_text())
+    assert report["depth"] == 2
+    assert report["tree"] == "static tree of 2 + 2 nodes"
+    [measured] = (run / "evaluations/trees").glob("*.measurements.jsonl")
+    drafted = {
+        result["task"]: {nodes for _, nodes, _ in result["stats"]["cycles"]}
+        for line in measured.read_text().splitlines()
+        for result in json.loads(line).get("results", [])
+        if result["method"] != "autoregressive" and not result["method"].startswith("ngram")
+    }
+    assert max(drafted["math"]) == 2
+    assert max(drafted["chat"]) == 4
+    assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"]
+    assert main([*arguments, "eval.tree_nodes=5", "eval.name=other"]) == 2
+    assert "it was chosen under eval.policy=optimal_tree" in capsys.readouterr().err
+    assert main([*arguments[:-1], "eval.depth=3", "eval.name=other"]) == 2
+    assert "eval.depth must be auto or one that `tune` made a tree for, 1, 2" in (
+        capsys.readouterr().err
+    )
+    file.unlink()
 
 
 def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: Path) -> None:
@@ -264,6 +317,7 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
     for key in ("inflate", "quantization"):
         del saved["model"][key]
     del saved["drafter"]["losses"]
+    saved["eval"]["tuned"] = False  # a key that there was
     try:
         file.write_text(yaml.safe_dump(saved))
         arguments = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.name=old"]
@@ -284,7 +338,7 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
             ["eval.rule=typical", "eval.temperatures=[0,1]", "eval.lossless_prompts=0"],
             "eval.lossless_prompts must be at least 1 with eval.rule=typical, got 0",
         ),
-        (["eval.depth=0"], "eval.depth must be at least 1, got 0"),
+        (["eval.depth=0"], "eval.depth must be a number of at least 1, or auto, got 0"),
         (["eval.temperature=-1"], "eval.temperature must be in [0, 10], got -1"),
         (["eval.temperatures=[0,99]"], "eval.temperatures: temperature must be in [0, 10], got 99"),
         (["eval.top_p=0"], "eval.top_p must be in (0, 1], got 0"),
@@ -296,8 +350,11 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
             "eval.rule must not be block with eval.policy=static_tree",
         ),
         (["eval.rule=block", "eval.engine=vllm"], "eval.rule must not be block with eval.engine"),
-        (["eval.policy=bush"], "eval.policy must be one of chain, static_tree, dynamic_tree, got"),
-        (["eval.policy=static_tree", "eval.tree=[2]"], "eval.tree must have a number for each"),
+        (
+            ["eval.policy=bush"],
+            "eval.policy must be one of chain, static_tree, dynamic_tree, optimal_tree, got",
+        ),
+        (["eval.policy=static_tree", "eval.tree=[2]"], "eval.tree must have 3 levels"),
         (["eval.policy=static_tree", "eval.tree=[0,1,1]"], "eval.tree must be numbers of at least"),
         (
             ["eval.policy=static_tree", "eval.tree=[99,99,1]"],

@@ -15,15 +15,8 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import Costs, measure_costs
-from drafttrain.evaluation.tune import (
-    CHAIN,
-    acceptance_lengths,
-    choose,
-    in_order,
-    predict,
-    tuned_depth,
-    write_tuned,
-)
+from drafttrain.evaluation.tune import acceptance_lengths, choose, costs_ms, in_order, predict
+from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned, write_tuned
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction
 from drafttrain.target.model import load_target
 
@@ -108,21 +101,23 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert chosen["1"].all == ChosenDepth(depth=2, speedup=1.3, speculate=True)
     assert chosen["8"].all == ChosenDepth(depth=1, speedup=0.9, speculate=False)
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
-    assert tuned_depth(tmp_path, 1) is None
-    told = {"policy": CHAIN, "weights": "step-000010"}
-    write_tuned(tmp_path, predictions, COSTS, {"threads": 1}, **told)
-    assert tuned_depth(tmp_path, 1) == 2
-    assert tuned_depth(tmp_path, 7) == 1  # the nearest batch that was weighed
-    assert tuned_depth(tmp_path, 1, weights="step-000010") == 2
+    assert read_tuned(tmp_path, 1) is None
+    told: dict[str, Any] = {"policy": CHAIN, "weights": "step-000010"}
+    told["trees"] = {1: {2: [[0], [1], [0, 0]]}}
+    write_tuned(tmp_path, chosen, predictions, costs_ms(COSTS), {"threads": 1}, **told)
+    expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]})
+    assert read_tuned(tmp_path, 1) == expected
+    assert read_tuned(tmp_path, 7) == Chosen(1, {}, {})  # the nearest batch that was weighed
+    assert read_tuned(tmp_path, 1, weights="step-000010") == expected
     with pytest.raises(ValueError, match=r"chosen for the weights of step-000020, but it was"):
-        tuned_depth(tmp_path, 1, weights="step-000020")
+        read_tuned(tmp_path, 1, weights="step-000020")
     with pytest.raises(ValueError, match=r"chosen under eval\.policy=dynamic_tree, but it was"):
-        tuned_depth(tmp_path, 1, policy="eval.policy=dynamic_tree")
+        read_tuned(tmp_path, 1, policy="eval.policy=dynamic_tree")
     written = json.loads((tmp_path / "tuned.json").read_text())
     assert written["costs_ms"]["plain"][0] == {"batch": 1, "context": 10, "ms": 1000.0}
     (tmp_path / "tuned.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tuned\.json must be what `tune` wrote"):
-        tuned_depth(tmp_path, 1)
+        read_tuned(tmp_path, 1)
 
 
 TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
@@ -138,7 +133,9 @@ def test_costs_are_measured_for_every_cell(
 ) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
     settings: dict[str, Any] = {"batches": [1, 3], "contexts": [8, 16], "rounds": 2}
-    costs = measure_costs(target, random_drafter(name, target), policies, show=False, **settings)
+    costs = measure_costs(
+        target, random_drafter(name, target), lambda _: policies, show=False, **settings
+    )
     assert set(costs.plain) == {(1, 8), (1, 16), (3, 8), (3, 16)}
     assert set(costs.verify) == {(d, *cell) for d in (1, 3) for cell in costs.plain}
     assert set(costs.draft) == set(costs.verify)

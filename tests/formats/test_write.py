@@ -406,7 +406,10 @@ def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
             {"dtype": "float16"},
             "export.dtype must be one of auto, float32, bfloat16, got 'float16'",
         ),
-        ({"num_speculative_tokens": 0}, "export.num_speculative_tokens must be at least 1, got 0"),
+        (
+            {"num_speculative_tokens": 0},
+            "export.num_speculative_tokens must be at least 1, or auto, got 0",
+        ),
         ({"push": "tiny"}, "export.push must be user/repo, got 'tiny'; for example"),
         ({"dry_run": True}, "export.dry_run=true must come with export.push=user/repo"),
         ({"license": "The MIT"}, "export.license must be a licence id of the Hub"),

@@ -19,7 +19,7 @@ from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.types import DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import read_run
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.tune import TUNED, tuned_depth
+from drafttrain.evaluation.tuned import TUNED, read_tuned
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest
 from drafttrain.training.engine.engine import Engine
@@ -82,7 +82,7 @@ def test_what_tune_chose(fence: Fence, data: st.DataObject) -> None:
     one = {"all": {"depth": 4, "speedup": 1.5}, "tasks": {"math": {"depth": 2}}}
     plain = {"batches": {"1": one, "8": {"all": {"depth": 2}}}}
     (folder / TUNED).write_bytes(data.draw(damaged(edited(plain))))
-    fence.holds(lambda: tuned_depth(folder, 4))
+    fence.holds(lambda: read_tuned(folder, 4))
 
 
 @pytest.fixture(scope="session")

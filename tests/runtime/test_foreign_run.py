@@ -16,7 +16,7 @@ from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.data.evaluation_prompts import overlap_path, overlap_record
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.tune import TUNED, tuned_depth
+from drafttrain.evaluation.tuned import TUNED, read_tuned
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
 
@@ -114,7 +114,7 @@ def test_what_a_run_recorded_of_its_target_is_typed(text: str, tmp_path: Path) -
 def test_what_tune_wrote_is_typed(text: str, tmp_path: Path) -> None:
     (tmp_path / TUNED).write_text(text)
     with pytest.raises(ValueError, match=r"must be what `tune` wrote") as caught:
-        tuned_depth(tmp_path, 1)
+        read_tuned(tmp_path, 1)
     assert str(caught.value).isprintable()
 
 

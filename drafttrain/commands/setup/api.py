@@ -33,6 +33,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
+from drafttrain.evaluation.config import AUTO
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
@@ -137,7 +138,7 @@ def generate(
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
-    how = config.eval
+    how, depth = config.eval, _depth_of(config)
     told: dict[str, Any] = {
         "sampling": how.sampling,
         "max_new_tokens": how.max_new_tokens,
@@ -149,9 +150,7 @@ def generate(
     else:
         _check_pair(target, drafter)
         told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule}
-        decoded = speculative_decode(
-            target, drafter, tokens, policy=how.policy_at(how.depth), **told
-        )
+        decoded = speculative_decode(target, drafter, tokens, policy=how.policy_at(depth), **told)
     text = target.tokenizer.decode(decoded.tokens, skip_special_tokens=True)
     return Generated(decoded.tokens, decoded.stats, text)
 
@@ -178,6 +177,7 @@ def evaluate(
     _check_pair(target, drafter)
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     device, dtype = str(target.device), dtype_name(target.dtype)
+    _depth_of(config)
     config = replace(
         config,
         model=_config_of(target),
@@ -207,6 +207,18 @@ def evaluate(
 def _composed(*chosen: str, **settings: object) -> EvaluateConfig:
     told = [f"{key}={spelled(value)}" for key, value in settings.items()]
     return typed(compose("evaluate", [*chosen, *told]), EvaluateConfig)
+
+
+def _depth_of(config: EvaluateConfig) -> int:
+    """Return the depth; what `tune` chose is known to commands, which know the run's folder."""
+    how = config.eval
+    wanted = "policy=optimal_tree" if how.policy == "optimal_tree" else f"depth={how.depth}"
+    if how.depth == AUTO or how.policy == "optimal_tree":
+        raise UsageError(
+            f"{wanted} takes what `tune` chose for a run, and is for `evaluate`; give "
+            "depth=NUMBER, or policy='static_tree' and tree=NODES (tuned.json holds them)"
+        )
+    return int(how.depth)
 
 
 def _keys(section: str, settings: Mapping[str, object]) -> dict[str, object]:

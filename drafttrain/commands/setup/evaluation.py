@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,9 +30,10 @@ from drafttrain.data.evaluation_prompts import (
 )
 from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.data.template import Template
+from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
-from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.config import AUTO, EvalConfig
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import (
     check_depths,
@@ -42,8 +43,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import require_same, settings_of
-from drafttrain.evaluation.tune import CHAIN, tuned_depth
-from drafttrain.formats.write.config import ExportSettings
+from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
@@ -52,7 +52,6 @@ from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.size import parameters
 
-Tuned = TypeVar("Tuned", EvalConfig, ExportSettings)
 SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
 
 
@@ -122,22 +121,31 @@ def held_setup(
     with `overwrite`. ways: what else the user can do.
     """
     require_free(place, key)
-    require_same(place, result, settings_of(config, {}), overwrite, ways)
-    setup = set_up(config)
-    with hold(place, key, "tune" if isinstance(config, TuneConfig) else "evaluate", console.print):
-        require_same(place, result, settings_of(config, setup.subject), overwrite, ways)
+    tunes = isinstance(config, TuneConfig)
+    settings, of_task = (config.eval, {}) if tunes else as_tuned(config.eval, config.run.dir)
+    chosen = replace(config, eval=settings)
+    require_same(place, result, settings_of(chosen, {}), overwrite, ways)
+    setup = set_up(chosen, of_task=of_task)
+    if not tunes:  # for these very weights?
+        as_tuned(config.eval, config.run.dir, setup.weights)
+    with hold(place, key, "tune" if tunes else "evaluate", console.print):
+        require_same(place, result, settings_of(chosen, setup.subject), overwrite, ways)
         yield setup
 
 
-def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
+def set_up(
+    config: EvaluateConfig,
+    loaded: Loaded | None = None,
+    of_task: Mapping[str, Policy] | None = None,
+) -> Setup:
     """Return what is to be measured, loaded unless `loaded` is given, and print notes on it.
 
-    ValueError for whatever does not fit.
+    of_task: the drafter's policies on tasks that have one of their own. ValueError for whatever
+    does not fit.
     """
-    folder, model = Path(config.run.dir), config.model
-    # `tune` chooses the depth; it only times, so it needs no target in float32.
-    tunes = isinstance(config, TuneConfig)
-    settings = config.eval if tunes else tuned(config.eval, folder)
+    folder, model, settings = Path(config.run.dir), config.model, config.eval
+    tunes = isinstance(config, TuneConfig)  # it only times, so it needs no target in float32
+    of_task = of_task or {}
     source = settings.source
     prompts, skipped = load_prompts(source)
     if source.path is not None and skipped.counts:
@@ -151,8 +159,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     overlap = overlap_record(file) if file is not None and ours else None
     loaded = loaded or load(config, settings)
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
-    if not tunes:
-        tuned(config.eval, folder, given.weights)
     drafter = given.drafter
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
     references = reference_drafters(settings, drafter, target, draft_dtype)
@@ -168,6 +174,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
+    if of_task:
+        told = ", ".join(f"{task}: {policy.describe()}" for task, policy in of_task.items())
+        lines.append(f"tasks drafted as `tune` chose for them: {told}")
     size = target.num_parameters
     if size < SMALL_TARGET:
         lines.append(
@@ -191,7 +200,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     return Setup(
         folder=folder,
         settings=settings,
-        parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
+        parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references, of_task),
         prompts=prompts,
         template=template,
         checkpoint=given.checkpoint,
@@ -207,6 +216,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
             "template": asdict(template),
+            "of_task": {task: policy.describe() for task, policy in of_task.items()},
         },
         timing=TimingInfo(blocks=settings.blocks, **timing),
         about_prompts={
@@ -251,25 +261,58 @@ def measured(
     )
 
 
-def tuned(settings: Tuned, folder: Path, weights: str | None = None) -> Tuned:
-    """Return the settings, at the depth that `tune` chose if they ask for it.
+def as_tuned(
+    settings: EvalConfig, folder: str, weights: str | None = None
+) -> tuple[EvalConfig, dict[str, Policy]]:
+    """Return the settings with what `tune` chose, where they ask for it; and the tasks' policies.
 
-    ValueError if it chose for other weights (None: they are not known yet).
+    Only of those tasks that have a policy of their own. ValueError if it chose for other weights
+    (None: they are not known yet).
     """
-    if not settings.tuned:
-        return settings
-    section, key, batch_size, policy = "export", "num_speculative_tokens", 1, CHAIN
-    if isinstance(settings, EvalConfig):
-        section, key, batch_size = "eval", "depth", settings.batch_size
-        policy = settings.policy_settings
-    depth = tuned_depth(folder, batch_size, policy=policy, weights=weights)
-    if depth is None:
+    wanted = [f"eval.depth={AUTO}"] * (settings.depth == AUTO)
+    wanted += ["eval.policy=optimal_tree"] * (settings.policy == "optimal_tree")
+    if not wanted:
+        return settings, {}
+    if settings.policy == "optimal_tree" and settings.depths:
         raise ValueError(
-            f"{section}.tuned=true takes the depth from {folder}/tuned.json, which is not there; "
-            f"write it with {follow_up('tune', f'run.dir={folder}')}"
+            "eval.depths must be empty with eval.policy=optimal_tree, whose trees were chosen "
+            f"depth by depth, got {settings.depths}; `tune` measures them all"
         )
-    chosen: dict[str, Any] = {key: depth}
-    return replace(settings, **chosen)
+    policy = settings.policy_settings
+    chosen = chosen_by_tune(folder, wanted[0], settings.batch_size, policy, weights)
+
+    def at(depth: int) -> EvalConfig:
+        if settings.policy != "optimal_tree":
+            return replace(settings, depth=depth)
+        if depth not in chosen.trees:
+            raise ValueError(
+                f"eval.depth must be {AUTO} or one that `tune` made a tree for, "
+                f"{', '.join(map(str, chosen.trees)) or 'none'}, got {depth}"
+            )
+        return replace(settings, depth=depth, tree=chosen.trees[depth])
+
+    if settings.depth != AUTO:
+        return at(settings.depth), {}
+    own = {task: depth for task, depth in chosen.tasks.items() if depth != chosen.depth}
+    return at(chosen.depth), {task: at(depth).policy_at(depth) for task, depth in own.items()}
+
+
+def chosen_by_tune(
+    folder: str | Path,
+    wanted: str,
+    batch_size: int = 1,
+    policy: str = CHAIN,
+    weights: str | None = None,
+) -> Chosen:
+    """Return what `tune` chose for a run; wanted: the setting that asks for it, for messages."""
+    chosen = read_tuned(Path(folder), batch_size, policy=policy, weights=weights)
+    if chosen is None:
+        more = [] if policy == CHAIN else policy.split()
+        raise ValueError(
+            f"{wanted} takes what `tune` chose from {folder}/tuned.json, which is not there; write "
+            f"it with {follow_up('tune', f'run.dir={folder}', *more)}"
+        )
+    return chosen
 
 
 def reference_drafters(

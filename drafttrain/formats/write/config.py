@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from drafttrain.runtime.settings import require
 
@@ -16,8 +17,7 @@ class ExportSettings:
     name: str
     dir: str | None
     dtype: str
-    num_speculative_tokens: int
-    tuned: bool
+    num_speculative_tokens: Any  # a number, or "auto" until it is chosen
     license: str
     overwrite: bool
     push: str | None
@@ -27,7 +27,8 @@ class ExportSettings:
     def __post_init__(self) -> None:
         dtypes, depth = f"be one of {', '.join(DTYPES)}", self.num_speculative_tokens
         require(self.dtype in DTYPES, "export.dtype", dtypes, repr(self.dtype))
-        require(depth >= 1, "export.num_speculative_tokens", "be at least 1", depth)
+        known = depth == "auto" or (type(depth) is int and depth >= 1)
+        require(known, "export.num_speculative_tokens", "be at least 1, or auto", depth)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"
         known = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license) is not None
         require(known, "export.license", licence, repr(self.license))

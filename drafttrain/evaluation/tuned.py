@@ -1,0 +1,116 @@
+"""What `tune` chose, on disk: the depth by task at each batch size, and the trees behind it."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafttrain.report.tuning import DepthPrediction, TunedChoice
+from drafttrain.report.write import as_data
+from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed, shown
+
+TUNED = "tuned.json"
+CHAIN = "eval.policy=chain"
+SIZE = re.compile(r"[1-9]\d{0,8}", re.ASCII)
+
+Paths = list[list[int]]  # of a tree's nodes: the ranks on the way to each
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choice at one batch size: the depth in all and by task, and a tree by depth if it has."""
+
+    depth: int
+    tasks: dict[str, int]
+    trees: dict[int, Paths]
+
+
+def write_tuned(
+    folder: Path,
+    choices: Mapping[str, TunedChoice],
+    predictions: Sequence[DepthPrediction],
+    costs_ms: Mapping[str, Any],
+    conditions: Mapping[str, Any],
+    *,
+    policy: str,
+    weights: str,
+    trees: Mapping[int, Mapping[int, Paths]],
+) -> Path:
+    """Write the choice and the data behind it where `evaluate` and `export` find it.
+
+    policy: its settings, as on the command line. weights: names those of the drafter. trees: by
+    batch size and depth, where `tune` made them.
+    """
+    file = folder / TUNED
+    record = {
+        "policy": policy,
+        "weights": weights,
+        "batches": as_data(choices),
+        "trees": as_data(trees),
+        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
+        "costs_ms": costs_ms,
+        "conditions": dict(conditions),
+    }
+    write_whole(file, json.dumps(record, indent=2) + "\n")
+    return file
+
+
+@dataclass(frozen=True)
+class _Depth:
+    depth: Count
+
+
+@dataclass(frozen=True)
+class _Choice:
+    all: _Depth  # over all tasks
+    tasks: dict[str, _Depth] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    batches: dict[str, _Choice]  # by batch size
+    trees: dict[str, dict[str, list[list[Count]]]] = field(default_factory=dict)
+    policy: str = CHAIN
+    weights: str | None = None  # older versions did not say
+
+
+def read_tuned(
+    run: Path, batch_size: int, *, policy: str = CHAIN, weights: str | None = None
+) -> Chosen | None:
+    """Return what `tune` chose for a run at a batch size (or the nearest one tried).
+
+    ValueError if it was chosen under another policy, or for other weights (None: not known yet).
+    """
+    file = run / TUNED
+    if not file.is_file():
+        return None
+    try:
+        found = read_typed(_Tuned, file)
+        sizes = {int(size): each for size, each in found.batches.items() if SIZE.fullmatch(size)}
+        if not sizes:
+            raise UntrustedError("it must hold a depth by batch size")
+        nearest = min(sizes, key=lambda size: abs(size - batch_size))
+        choice, trees = sizes[nearest], found.trees.get(str(nearest), {})
+        chosen = Chosen(
+            choice.all.depth,
+            {task: each.depth for task, each in choice.tasks.items()},
+            {int(depth): paths for depth, paths in trees.items() if SIZE.fullmatch(depth)},
+        )
+    except UntrustedError as error:
+        raise ValueError(
+            f"{file} must be what `tune` wrote, but cannot be read ({error}); run tune again, or "
+            "remove it"
+        ) from error
+    for what, then, here in (
+        ("under", found.policy, policy),
+        ("for the weights of", found.weights, weights),
+    ):
+        if then is not None and here is not None and then != here:
+            raise ValueError(
+                f"{file} must hold a depth chosen {what} {here}, but it was chosen {what} "
+                f"{shown(then)}; run tune again"
+            )
+    return chosen
