@@ -2,16 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
-import numpy as np
 import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode.autoregressive import clock_of, emit
+from drafttrain.decode.costs import Costs
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import keep_path, verify
 from drafttrain.decode.policy import Policy
@@ -25,43 +24,6 @@ from drafttrain.target.model import Target
 BURST = 8
 SETTLING = 2
 WARM_UP = 2  # rounds before the first one that counts
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Median seconds by batch and context: a plain step, and per depth a draft and a pass over it.
-
-    `draft` is the drafter's part of a cycle: a proposal, and reading the accepted tokens.
-    """
-
-    batches: Sequence[int]
-    contexts: Sequence[int]
-    plain: dict[tuple[int, int], float]  # batch, context
-    verify: dict[tuple[int, int, int], float]  # depth, batch, context
-    draft: dict[tuple[int, int, int], float]
-
-    def plain_s(self, rows: int, context: float) -> float:
-        """Return the seconds of a plain step, interpolated between measurements."""
-        return self._between(lambda batch, length: self.plain[batch, length], rows, context)
-
-    def draft_s(self, depth: int, rows: int, context: float) -> float:
-        """Return the drafter's seconds in a cycle at a measured depth, interpolated."""
-        return self._between(lambda b, c: self.draft[depth, b, c], rows, context)
-
-    def verify_s(self, depth: int, rows: int, context: float) -> float:
-        """Return the target's seconds in a cycle at a measured depth, interpolated."""
-        return self._between(lambda b, c: self.verify[depth, b, c], rows, context)
-
-    def cycle_s(self, depth: int, rows: int, context: float) -> float:
-        """Return the seconds of a cycle at a measured depth, interpolated."""
-        return self.draft_s(depth, rows, context) + self.verify_s(depth, rows, context)
-
-    def _between(self, value: Callable[[int, int], float], rows: int, context: float) -> float:
-        by_batch = [
-            float(np.interp(context, self.contexts, [value(batch, c) for c in self.contexts]))
-            for batch in self.batches
-        ]
-        return float(np.interp(rows, self.batches, by_batch))
 
 
 def measure_costs(
@@ -87,6 +49,7 @@ def measure_costs(
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
     verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    read: dict[tuple[int, int], list[float]] = defaultdict(list)
     now = clock_of(target)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
         for batch, context in product(batches, contexts):
@@ -104,6 +67,7 @@ def measure_costs(
                 for depth in timed:
                     draft[depth, batch, context] += [drafted for drafted, _ in cycles[depth]]
                     verify[depth, batch, context] += [verified for _, verified in cycles[depth]]
+            read[batch, context] = cell.reading
             tick(1)
     return Costs(
         batches,
@@ -111,6 +75,7 @@ def measure_costs(
         {key: median(values) for key, values in plain.items()},
         {key: median(values) for key, values in verify.items()},
         {key: median(values) for key, values in draft.items()},
+        {key: median(values) for key, values in read.items()},
     )
 
 
@@ -137,6 +102,7 @@ class Cell:
         read = self.tokens[:, :context]
         _, self.features = target.step(self.cache, read, drafter.captures, last_only=True)
         self.deepest = max(policy.depth for policy in policies)
+        self.reading: list[float] = []  # seconds of the drafter's reading of the context
 
     @torch.inference_mode()
     def steps(self, sampling: Sampling, now: Callable[[], float]) -> list[float]:
@@ -164,11 +130,13 @@ class Cell:
 
         Rows accept unequally, from nothing to the longest path, as in decoding.
         """
-        # One state for all rounds would grow; a new one costs a prefill, which is not timed.
+        # One state for all rounds would grow; a new one reads the context.
         capacity = self.context + (BURST + 1) * (self.deepest + 1)
+        began = now()
         state = self.drafter.begin(self.target.readout, self.tokens[:, 0], capacity)
         following = self.tokens[:, 1 : self.context + 1]
         self.drafter.observe(state, following, self.starts, self.features)
+        self.reading.append(now() - began)
         seconds = []
         for turn in range(BURST):
             started = now()
