@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
-from drafttrain.decode.autoregressive import clock_of
+from drafttrain.decode.clock import clock_of
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import keep_path
 from drafttrain.decode.policy import Policy
@@ -78,7 +78,7 @@ def measure_costs(
     plain: dict[tuple[int, int], list[float]] = defaultdict(list)
     verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    now = clock_of(target)
+    now = clock_of(target.device)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
         for batch, context in product(batches, contexts):
             cell = Cell(target, drafter, batch, context, list(policies.values()))
