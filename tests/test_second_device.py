@@ -1,7 +1,8 @@
 """What must hold on a device that is not a CPU: `pytest -m device`, in a process of its own."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from builders import model_config
 from safetensors.torch import load_file
 from second_device import NAME, Wait, counted, install
+from second_device import waits as noted
 from test_drafters import ALL, PROMPTS, STOPS, TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
 from test_init_from import conversations
@@ -22,8 +24,9 @@ from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Sample, weighted_sum
 from drafttrain.data.batches import Batches, collate
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
-from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
+from drafttrain.decode.loop import Cycle, speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
+from drafttrain.decode.verify import LOSSLESS, Block, Lenience, Rule, Typical
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
@@ -368,3 +371,77 @@ def test_drafts_are_decoded_as_on_the_cpu(
         together = speculative_decode_batch(target, drafter, FEW, rows=range(3), **settings)
         written.append([(one.tokens, one.stats.untrimmed) for one in (alone, *together)])
     assert written[0] == written[1]
+
+
+def lines_of(waits: Counter[Wait]) -> str:
+    """Each line that waited and how often, for messages."""
+    return "\n".join(
+        f"{count} at {wait.file}:{wait.line} {wait.function}: {wait.what}"
+        for wait, count in waits.most_common()
+    )
+
+
+WAITING = [chain(4), tree_of_widths([3, 2, 1]), DynamicTree(4, 3, 8)]
+
+
+@pytest.mark.parametrize("policy", WAITING, ids=lambda policy: policy.describe())
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("family", ALL)
+def test_the_host_waits_once_in_a_cycle(
+    family: str, sampling: str, policy: Policy, targets: dict[str, Target]
+) -> None:
+    assert_one_wait(family, DECODED[sampling], policy, LOSSLESS, targets)
+
+
+@pytest.mark.parametrize("rule", [Block(), Typical(0.3, 0.6), Lenience(0.5)], ids=lambda r: r.name)
+def test_the_host_waits_once_in_a_cycle_under_every_rule(
+    rule: Rule, targets: dict[str, Target]
+) -> None:
+    for policy in WAITING[: 1 if isinstance(rule, Block) else None]:
+        assert_one_wait("eagle3", DECODED["top_k"], policy, rule, targets)
+
+
+def assert_one_wait(
+    family: str, sampling: Sampling, policy: Policy, rule: Rule, targets: dict[str, Target]
+) -> None:
+    """From one verification to the next of the same rows; a cycle in which rows end may wait."""
+    target, drafter = targets[NAME], random_drafter(family, targets["cpu"]).to(NAME)
+    settings: dict[str, Any] = {"sampling": sampling, "chance": SeededChance(3), "rule": rule}
+    settings |= {"policy": policy, "max_new_tokens": 14, "stop_tokens": ()}
+    if isinstance(policy, DynamicTree):
+        settings["draft_sampling"] = GREEDY
+    for prompts in (FEW[:1], FEW):  # rows of one length, and of several
+        before: Sequence[int] = ()
+        num_cycles, found, seen = 0, Counter[Wait](), Counter[Wait]()
+
+        def count(cycle: Cycle) -> None:
+            nonlocal before, num_cycles, found, seen
+            now = Counter(noted)
+            if list(cycle.rows) == before:
+                num_cycles, found = num_cycles + 1, found + (now - seen)
+            before, seen = list(cycle.rows), now
+
+        names = range(len(prompts))
+        noted.clear()
+        speculative_decode_batch(target, drafter, prompts, rows=names, record=count, **settings)
+        assert num_cycles > 2
+        # Prompt lookup reads the committed tokens into its lists: a wait of its own.
+        allowed = num_cycles * (1 + (family == "ngram"))
+        assert found.total() <= allowed, f"in {num_cycles} cycles:\n{lines_of(found)}"
+
+
+@pytest.mark.parametrize("sampling", DECODED)
+def test_the_host_waits_once_for_a_token_of_the_plain_loop(
+    sampling: str, targets: dict[str, Target]
+) -> None:
+    for prompts in (FEW[:1], FEW):
+        counts = []
+        for limit in (6, 14):
+            settings = settings_of(sampling) | {"max_new_tokens": limit, "stop_tokens": ()}
+            with counted() as waits:
+                autoregressive_decode_batch(
+                    targets[NAME], prompts, rows=range(len(prompts)), **settings
+                )
+            counts.append(waits)
+        found = counts[1] - counts[0]
+        assert found.total() <= 8, f"for 8 tokens:\n{lines_of(found)}"

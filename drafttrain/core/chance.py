@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from drafttrain.core.transfer import send
+
 Draw = int | Sequence[int]  # the number of a choice within its cycle, of all rows or of each
 PerRow = Float[Tensor, " batch"]
 Probs = Float[Tensor, "batch vocab"]
@@ -48,7 +50,11 @@ class Chance(Protocol):
 
 
 class SeededChance:
-    """Counter-based randomness (Philox, Salmon et al. 2011): the same key gives the same choice."""
+    """Counter-based randomness (Philox, Salmon et al. 2011): the same key gives the same choice.
+
+    Uniforms are made on the host, which knows every key, and sent without a wait: on a GPU the ten
+    rounds of 64-bit products would be hundreds of kernels for a handful of numbers.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -71,23 +77,27 @@ class SeededChance:
         self, probability: PerRow, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Bool[Tensor, " batch"]:
         """Return True with the given probability (strictly: u < p, so p = 0 is never accepted)."""
-        uniforms = torch.from_numpy(self.uniforms(rows, starts, draw))
-        return (uniforms < probability.double().cpu()).to(probability.device)
+        return self._sent(rows, starts, draw, probability.device) < probability.double()
 
     def choose(
         self, probs: Probs, rows: Sequence[int], starts: Sequence[int], draw: Draw
     ) -> Int[Tensor, " batch"]:
         """Return ids drawn by inverting the cumulative distribution, in float64."""
-        uniforms = torch.from_numpy(self.uniforms(rows, starts, draw)).to(probs.device)
+        uniforms = self._sent(rows, starts, draw, probs.device)
         cumulative = probs.double().cumsum(-1)
-        total = cumulative[:, -1:]
-        ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(-1)
-        ids = ids.clamp_(max=probs.shape[-1] - 1)
-        if bool((probs.gather(-1, ids[:, None]) > 0).all()):
-            return ids
-        # Rounding may point past the last id with mass: then that id is chosen.
-        last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
-        return torch.minimum(ids, last)
+        if probs.device.type != "cpu":
+            # Sums of blocks, added in another order, may rise or fall where an id has no mass.
+            cumulative = torch.where(probs > 0, cumulative, 0.0).cummax(-1).values
+        total = cumulative[:, -1:].contiguous()
+        ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+        # Rounding may point past the last id with mass, at which the sum reaches the total.
+        ids = torch.minimum(ids, torch.searchsorted(cumulative, total)).squeeze(-1)
+        return ids.clamp_(max=probs.shape[-1] - 1)  # NaN is beyond every id
+
+    def _sent(
+        self, rows: Sequence[int], starts: Sequence[int], draw: Draw, device: torch.device
+    ) -> Float[Tensor, " batch"]:
+        return send(torch.from_numpy(self.uniforms(rows, starts, draw)), device)
 
 
 MANY_ROWS = 32  # from here on one vectorised Philox is faster than numpy's row by row

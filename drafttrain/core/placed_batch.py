@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor
 
+from drafttrain.core.transfer import send
 from drafttrain.core.types import Batch
 
 
@@ -32,13 +33,6 @@ def placed(batch: Batch, device: torch.device) -> Batch:
 def host_of(batch: Batch) -> Batch:
     """Return the batch to ask without a wait: the host's copy, if it has one."""
     return batch.host if isinstance(batch, PlacedBatch) else batch
-
-
-def send(tensor: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
-    """Return a tensor of the CPU on `device`; only page-locked memory is copied without a wait."""
-    if tensor.device.type == device.type:
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def positions_to_predict(

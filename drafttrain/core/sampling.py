@@ -55,7 +55,8 @@ def _nucleus(probs: Float[Tensor, "*shape vocab"], top_p: float) -> Bool[Tensor,
     num_above = probs.shape[-1] - torch.searchsorted(rising, lowest, right=True)
     num_not_below = probs.shape[-1] - torch.searchsorted(rising, lowest)
     kept = probs >= lowest
-    if bool((num_not_below > num_kept).any()):
+    # Elsewhere the host would wait for the answer: ties are counted whether there are any or not.
+    if probs.device.type != "cpu" or bool((num_not_below > num_kept).any()):
         ties = probs == lowest
         kept &= ~ties | (ties.cumsum(-1) <= num_kept - num_above)
     return kept

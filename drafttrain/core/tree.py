@@ -52,16 +52,17 @@ class Tree:
     """The shape of a proposal. `rows` is 1 where all rows share it.
 
     parents: of each node; -1 is the root. depth: 1 for the children of the root. seen: a node's
-    ancestors and itself. deepest: no node is deeper.
+    ancestors and itself. deepest: no node is deeper; widest: none has more children.
     """
 
     parents: Int[Tensor, "rows node"]
     depth: Int[Tensor, "rows node"]
     seen: Bool[Tensor, "rows node node"]
     deepest: int
+    widest: int
 
     @classmethod
-    def of(cls, parents: Int[Tensor, "rows node"], deepest: int) -> "Tree":
+    def of(cls, parents: Int[Tensor, "rows node"], deepest: int, widest: int) -> "Tree":
         """Return the shape in which each node follows its parent."""
         order = torch.arange(parents.shape[1], device=parents.device)
         seen = (order == order[:, None]).expand(len(parents), -1, -1)
@@ -69,7 +70,7 @@ class Tree:
         for _ in range(deepest - 1):
             seen = seen | (order == climbing[..., None])
             climbing = torch.where(climbing >= 0, parents.gather(1, climbing.clamp(min=0)), -1)
-        return cls(parents, seen.sum(-1), seen, deepest)
+        return cls(parents, seen.sum(-1), seen, deepest, widest)
 
     @cached_property
     def with_root(self) -> Branches:
@@ -81,15 +82,15 @@ class Tree:
     @cached_property
     def children(self) -> Int[Tensor, "rows place child"]:
         """The nodes that follow the root (place 0) and node j (place j + 1), in order, then -1."""
-        nodes = []
-        for row in self.parents.tolist():
-            below: list[list[int]] = [[] for _ in range(len(row) + 1)]
-            for node, parent in enumerate(row):
-                below[parent + 1].append(node)
-            nodes.append(below)
-        most = max(len(siblings) for row in nodes for siblings in row)
-        filled = [[each + [-1] * (most - len(each)) for each in row] for row in nodes]
-        return torch.tensor(filled, device=self.parents.device)
+        parents = self.parents
+        rows, num_nodes = parents.shape
+        room = (num_nodes + 1) * self.widest
+        rank = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)
+        # A row's padding also follows the root: what has no room there goes into a last spot.
+        spots = torch.where(rank < self.widest, (parents + 1) * self.widest + rank, room)
+        order = torch.arange(num_nodes, device=parents.device).expand(rows, -1)
+        filled = parents.new_full((rows, room + 1), -1).scatter_(1, spots, order)
+        return filled[:, :room].unflatten(1, (num_nodes + 1, self.widest))
 
     def path_to(self, nodes: Int[Tensor, " batch"]) -> Int[Tensor, "batch depth"]:
         """Return each row's path from the root to its node, that included, padded with 0."""

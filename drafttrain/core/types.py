@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches, Tree
 
 PAD_DOCUMENT = -1
@@ -97,7 +98,7 @@ class TargetFeatures:
 
     def rows(self, kept: Sequence[int]) -> "TargetFeatures":
         """Return the features of these rows."""
-        index = torch.tensor(kept, dtype=torch.long, device=self.final_hidden.device)
+        index = send_numbers(kept, self.final_hidden.device)
         return self._each(lambda hidden: hidden[index])
 
     def take(self, places: Int[Tensor, "batch new"]) -> "TargetFeatures":
@@ -155,11 +156,12 @@ class Proposal:
     """A drafter's proposal for verification: drafted tokens after the last committed one.
 
     tree: the shape; None is a chain. Rows are padded to the longest; num_nodes counts the real
-    ones. `draft_probs[:, j]` is a distribution that children were *really* drawn from (after
-    temperature, top-k and top-p, over target ids, in the precision of the draw): the first child
-    of its node, and the others with or without replacement. `sources[k]` is the j of the children
-    of place k (0 is the root, k is node k - 1); None: k itself, as in a chain. draft_probs None:
-    all tokens were chosen deterministically, and the children of a node differ.
+    ones, on the CPU: the host must know them without asking. `draft_probs[:, j]` is a distribution
+    that children were *really* drawn from (after temperature, top-k and top-p, over target ids, in
+    the precision of the draw): the first child of its node, and the others with or without
+    replacement. `sources[k]` is the j of the children of place k (0 is the root, k is node k - 1);
+    None: k itself, as in a chain. draft_probs None: all tokens were chosen deterministically, and
+    the children of a node differ.
     """
 
     tokens: Int[Tensor, "batch node"]

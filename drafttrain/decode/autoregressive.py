@@ -1,6 +1,5 @@
 """The plain loop: the baseline of every speedup and the oracle of every equivalence test."""
 
-import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -11,21 +10,11 @@ from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded
-from drafttrain.decode.rows import Rows, Stops, charge, check_room
+from drafttrain.decode.clock import Clock
+from drafttrain.decode.rows import Rows, Stops, check_room
 from drafttrain.target.model import Target
-
-
-def clock_of(target: Target) -> Callable[[], float]:
-    """Return a clock in seconds that first waits for the device's queued work."""
-    if target.device.type != "cuda":
-        return time.perf_counter
-
-    def now() -> float:
-        torch.cuda.synchronize(target.device)
-        return time.perf_counter()
-
-    return now
 
 
 def emit(
@@ -69,15 +58,15 @@ def autoregressive_decode_batch(
     """
     check_room(target, prompts, max_new_tokens, 0)
     stops = Stops(target, max_new_tokens, stop_tokens, stop_strings)
-    batch, now = Rows(prompts, rows), clock_of(target)
-    started = now()
+    batch, clock = Rows(prompts, rows), Clock(target.device)
+    started = clock.now()
     cache = target.begin()
     tokens, counts = padded_rows(prompts, target.device)
     logits, _ = target.step(cache, tokens, counts=counts, last_only=True)
     token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     new = token.tolist()
-    before = now()
-    charge(batch.active, prefill_s=before - started)
+    before = clock.now()
+    clock.charge(batch.active, prefill_s=[(started, before)])
     while True:
         active = batch.active
         _, kept = batch.commit([[value] for value in new], stops)
@@ -85,16 +74,17 @@ def autoregressive_decode_batch(
             break
         if len(kept) < len(active):
             target.select(cache, kept)
-            token = token[kept]
-        stepping = now()
+            token = token[send_numbers(kept, token.device)]
+        stepping = clock.now()
         logits, _ = target.step(cache, token[:, None])
-        stepped = now()
+        stepped = clock.now()
         token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
-        new = token.tolist()
-        after = now()
-        step_s = stepped - stepping
-        charge(batch.active, verify_s=step_s, other_s=after - before - step_s)
+        new = token.tolist()  # the only wait of the host
+        after = clock.now()
+        own = [(before, stepping), (stepped, after)]
+        clock.charge(batch.active, verify_s=[(stepping, stepped)], other_s=own)
         for row in batch.active:
             row.stats.num_target_passes += 1
         before = after
+    clock.settle()
     return batch.decoded()

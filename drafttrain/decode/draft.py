@@ -1,6 +1,7 @@
 """Grow every proposal: the only place where drafted tokens are chosen."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,7 @@ from torch import Tensor
 from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Tree
 from drafttrain.core.types import Proposal
 from drafttrain.core.vocab import DraftVocab
@@ -73,9 +75,9 @@ def grow_static(
         tokens.append(drafted)
         newest = drafted
         if policy.branches and level.expanded:
-            newest = drafted[:, level.expanded]
-            above = torch.tensor([level.parents[place] for place in level.expanded])
-            parents = above.to(drafted.device).expand(len(drafted), -1)
+            newest = drafted[:, placed(level.expanded, drafted.device)]
+            above = tuple(level.parents[place] for place in level.expanded)
+            parents = placed(above, drafted.device).expand(len(drafted), -1)
     drafted = torch.cat(tokens, dim=1)
     num_nodes = torch.full((len(drafted),), policy.num_nodes)
     drawn_from = torch.cat(draft_probs, dim=1) if draft_probs else None
@@ -89,8 +91,18 @@ def best_children(
     """Return the most likely tokens that a level asks for, as target ids."""
     most = max(level.ranks) + 1
     best = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most, dim=-1).indices
-    tokens = best[..., 0] if len(level.nodes) == 1 else best[:, level.parents, level.ranks]
+    if len(level.nodes) == 1:
+        tokens = best[..., 0]
+    else:
+        parents, ranks = placed(level.parents, best.device), placed(level.ranks, best.device)
+        tokens = best[:, parents, ranks]
     return tokens if vocab is None else vocab.target_ids[tokens]
+
+
+@lru_cache(maxsize=256)
+def placed(places: tuple[int, ...], device: torch.device) -> Int[Tensor, " place"]:
+    """Return places of a policy's shape on `device`, where they stay: they are sent once."""
+    return send_numbers(places, device)
 
 
 class Draws:
@@ -109,9 +121,10 @@ class Draws:
         drafted = torch.empty(len(probs), len(level.nodes), dtype=torch.long, device=probs.device)
         left = probs
         for rank in range(max(level.ranks) + 1):
-            places = [place for place, its in enumerate(level.ranks) if its == rank]
-            parents = [level.parents[place] for place in places]
-            numbers = [draw_of(level.nodes[place], Purpose.DRAFT) for place in places]
+            ranked = tuple(place for place, its in enumerate(level.ranks) if its == rank)
+            places = placed(ranked, probs.device)
+            parents = placed(tuple(level.parents[place] for place in ranked), probs.device)
+            numbers = [draw_of(level.nodes[place], Purpose.DRAFT) for place in ranked]
             tokens = self._choose(left[:, parents], numbers)
             drafted[:, places] = tokens
             if not self.replacement and rank < max(level.ranks):
@@ -159,5 +172,5 @@ def grow_dynamic(policy: DynamicTree, drafter: Drafter, state: DraftState) -> Pr
     above = parents.gather(1, kept)
     above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
     num_nodes = torch.full((batch,), kept.shape[1])
-    tree = Tree.of(above, policy.depth)
+    tree = Tree.of(above, policy.depth, policy.width)
     return Proposal(tokens.gather(1, kept), num_nodes, None, tree)

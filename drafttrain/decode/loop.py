@@ -12,11 +12,13 @@ from drafttrain.core.chance import Chance
 from drafttrain.core.ops.ragged_cache import RaggedCache, padded_rows
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
-from drafttrain.decode.autoregressive import clock_of, emit
+from drafttrain.decode.autoregressive import emit
+from drafttrain.decode.clock import Clock
 from drafttrain.decode.draft import draft
 from drafttrain.decode.policy import Policy, policy_of
-from drafttrain.decode.rows import Row, Rows, Stops, charge, check_room
+from drafttrain.decode.rows import Row, Rows, Stops, check_room
 from drafttrain.decode.verify import (
     LOSSLESS,
     Block,
@@ -119,69 +121,83 @@ def speculative_decode_batch(
         )
     capacity = check_room(target, prompts, max_new_tokens, policy.depth)
     stops = Stops(target, max_new_tokens, stop_tokens, stop_strings)
-    batch, now = Rows(prompts, rows), clock_of(target)
-    started = now()
+    batch, clock = Rows(prompts, rows), Clock(target.device)
+    started = clock.now()
     cache = target.begin()
     tokens, counts = padded_rows(prompts, target.device)
     logits, features = target.step(cache, tokens, drafter.captures, counts, last_only=True)
     last_token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
     state = drafter.begin(target.readout, tokens[:, 0], capacity)
     following = torch.cat([tokens[:, 1:], last_token[:, None]], dim=1)
-    following.scatter_(
-        1, torch.tensor(counts, device=last_token.device)[:, None] - 1, last_token[:, None]
-    )
+    last_places = send_numbers(counts, following.device)[:, None] - 1
+    following.scatter_(1, last_places, last_token[:, None])
     drafter.observe(state, following, counts, features)
     active = batch.active
     _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
     if kept and len(kept) < len(active):
         target.select(cache, kept)
         drafter.select(state, kept)
-        last_token = last_token[kept]
-    before = now()
-    charge(active, prefill_s=before - started)
+        last_token = last_token[send_numbers(kept, last_token.device)]
+    before = clock.now()
+    clock.charge(active, prefill_s=[(started, before)])
     while batch.active:
         active, names, starts = batch.active, batch.names, batch.starts
         lengths = cache.lengths
         proposal = draft(policy, drafter, state, draft_sampling, chance, names, starts)
-        t_verify = now()
+        t_verify = clock.now()
         drafted = torch.cat([last_token[:, None], proposal.tokens], dim=1)
         logits, features = target.step(cache, drafted, drafter.captures, branches=proposal.branches)
         verdict = verify(rule, proposal, logits, sampling, chance, names, starts)
-        accepted = verdict.num_accepted.tolist()
-        t_commit = now()
+        committed, accepted, new = committed_by(proposal, verdict)
+        t_commit = clock.now()
         if record is not None:
             record(Cycle(names, starts, proposal, logits, verdict))
         counts = [number + 1 for number in accepted]
-        tokens = proposal.tokens
         if verdict.path is not None:
             path = verdict.path[:, : max(accepted)]
-            tokens = tokens.gather(1, path)
             features = keep_path(target, cache, lengths, features, path)
         target.rollback(cache, [n + count for n, count in zip(lengths, counts, strict=True)])
         last_token, longest = verdict.bonus, max(counts)
-        committed = torch.cat([tokens, last_token[:, None]], dim=1)[:, :longest]
-        committed.scatter_(1, verdict.num_accepted[:, None], last_token[:, None])
-        new = [row[:count] for row, count in zip(committed.tolist(), counts, strict=True)]
         num_kept, kept = batch.commit(new, stops)
         for place, (row, nodes) in enumerate(zip(active, proposal.num_nodes.tolist(), strict=True)):
             _count(row, proposal, place, nodes, accepted[place], num_kept[place])
-        t_observe = now()
+        t_observe = clock.now()
         if kept:
-            features = features.slice(0, longest)
+            features, committed = features.slice(0, longest), committed[:, :longest]
             if len(kept) < len(active):
                 target.select(cache, kept)
                 drafter.select(state, kept)
-                features, committed = features.rows(kept), committed[kept]
-                last_token = last_token[kept]
+                places = send_numbers(kept, committed.device)
+                features, committed = features.rows(kept), committed[places]
+                last_token = last_token[places]
                 counts = [counts[place] for place in kept]
             drafter.observe(state, committed, counts, features)
-        after = now()
-        draft_s = (t_verify - before) + (after - t_observe)
-        verify_s = t_commit - t_verify
-        other_s = after - before - draft_s - verify_s
-        charge(active, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
+        after = clock.now()
+        clock.charge(
+            active,
+            draft_s=[(before, t_verify), (t_observe, after)],
+            verify_s=[(t_verify, t_commit)],
+            other_s=[(t_commit, t_observe)],
+        )
         before = after
+    clock.settle()
     return batch.decoded()
+
+
+def committed_by(
+    proposal: Proposal, verdict: Verdict
+) -> tuple[Int[Tensor, "batch new"], list[int], list[list[int]]]:
+    """Return what a verdict commits, the numbers of accepted tokens, and each row's new tokens.
+
+    Each row of the first is its accepted tokens and the bonus, then padding. All that the host must
+    know of a cycle comes in one transfer, its only wait.
+    """
+    tokens, path, bonus = proposal.tokens, verdict.path, verdict.bonus[:, None]
+    tokens = tokens if path is None else tokens.gather(1, path)
+    last_place = verdict.num_accepted[:, None]
+    committed = torch.cat([tokens, bonus], dim=1).scatter_(1, last_place, bonus)
+    told = torch.cat([last_place, committed], dim=1).tolist()
+    return committed, [number for number, *_ in told], [row[1 : row[0] + 2] for row in told]
 
 
 def keep_path(

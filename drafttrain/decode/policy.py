@@ -196,7 +196,7 @@ def shape_of(
         return None, None
     inner = sorted({parent + 1 for parent in policy.parents})
     order = [inner.index(place) if place in inner else -1 for place in range(policy.num_nodes + 1)]
-    tree = Tree.of(torch.tensor([policy.parents], device=device), policy.depth)
+    tree = Tree.of(torch.tensor([policy.parents], device=device), policy.depth, policy.width)
     return tree, torch.tensor(order, device=device)
 
 

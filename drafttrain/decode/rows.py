@@ -86,13 +86,6 @@ class Rows:
         return [Decoded(tuple(row.output), row.stats) for row in self.all]
 
 
-def charge(rows: Sequence[Row], **seconds: float) -> None:
-    """Charge seconds of a pass to rows in equal shares, which add up to the wall time."""
-    for row in rows:
-        for part, value in seconds.items():
-            setattr(row.stats, part, getattr(row.stats, part) + value / len(rows))
-
-
 def check_room(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, depth: int
 ) -> int:

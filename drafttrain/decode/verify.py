@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from drafttrain.core.chance import Chance, Purpose, draw_of
+from drafttrain.core.transfer import send
 from drafttrain.core.types import Proposal, Verdict
 
 Probs = Float[Tensor, "batch vocab"]
@@ -129,7 +130,7 @@ def verify_greedy(proposal: Proposal, choices: Int[Tensor, "batch positions"]) -
     agree = tokens == before
     if int(proposal.num_nodes.min()) < tokens.shape[1]:
         nodes = torch.arange(tokens.shape[1], device=agree.device)
-        agree &= nodes < proposal.num_nodes[:, None].to(agree.device)
+        agree &= nodes < send(proposal.num_nodes, agree.device)[:, None]
     if tree is None:
         num_accepted = agree.int().cumprod(-1).sum(-1)
         return Verdict(num_accepted, choices.gather(1, num_accepted[:, None]).squeeze(1))
@@ -162,7 +163,7 @@ def verify_choices(
         children, real = walk.children()
         met = real & walk.active[:, None] & (walk.tokens(children) == choice[:, None])
         walk.step(met.any(-1), children.gather(1, met.int().argmax(-1, keepdim=True)).squeeze(1))
-        if not bool(walk.active.any()):
+        if walk.known_to_end():
             break
     return walk.verdict()
 
@@ -208,7 +209,7 @@ def verify_draws(
             undecided = undecided & ~accepted
         walk.step(taken, node)
         left = torch.where(taken[:, None], walk.here(target_probs), left)
-        if not bool(walk.active.any()):
+        if walk.known_to_end():
             break
     walk.bonus = chance.choose(left, rows, starts, draw_of(0, Purpose.EMIT))
     return walk.verdict()
@@ -281,7 +282,7 @@ class Walk:
         self.bonus = torch.zeros_like(self.place)
         self.path: list[Tensor] = []
         self.num_accepted = torch.zeros_like(self.place)
-        self.num_nodes = proposal.num_nodes.to(device)[:, None]
+        self.num_nodes = send(proposal.num_nodes, device)[:, None]
 
     def children(self) -> tuple[Int[Tensor, "batch child"], Bool[Tensor, "batch child"]]:
         """Return the children of each row's place, and which of them are there."""
@@ -327,6 +328,10 @@ class Walk:
         self.path.append(node)
         self.num_accepted = self.num_accepted + taken
         self.active = taken
+
+    def known_to_end(self) -> bool:
+        """Whether all rows have stopped, on a CPU; the host does not wait for a device to say."""
+        return self.active.device.type == "cpu" and not bool(self.active.any())
 
     def verdict(self) -> Verdict:
         """Return the accepted path of every row, and its bonus."""

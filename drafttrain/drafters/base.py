@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
@@ -263,5 +264,5 @@ def last_of(
         return values
     if min(counts) == values.shape[1]:
         return values[:, -1:]
-    last = torch.tensor(counts, device=values.device) - 1
+    last = send_numbers(counts, values.device) - 1
     return values[torch.arange(len(values), device=values.device), last][:, None]

@@ -21,6 +21,7 @@ from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import LentLinear, within_calls
 from drafttrain.core.placed_batch import positions_to_predict
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
@@ -194,7 +195,7 @@ class Medusa(Drafter[MedusaState]):
 
     def select(self, state: MedusaState, rows: Sequence[int]) -> None:
         if state.hidden is not None:
-            state.hidden = state.hidden[list(rows)]
+            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
         state.logits = None
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

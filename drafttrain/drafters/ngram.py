@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send
 from drafttrain.core.tree import Tree
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
@@ -98,7 +99,7 @@ class Ngram(Drafter[NgramState]):
         trees = [merged(paths, width, num_nodes) for paths in found]
         tokens, counts = padded_rows([tokens for tokens, _ in trees], device)
         above = [parents + [-1] * (tokens.shape[1] - len(parents)) for _, parents in trees]
-        tree = Tree.of(torch.tensor(above, device=device), depth)
+        tree = Tree.of(send(torch.tensor(above), device), depth, width)
         return Proposal(tokens, torch.tensor(counts), None, tree)
 
     def _continuations(self, text: Text, depth: int, most: int) -> list[list[int]]:

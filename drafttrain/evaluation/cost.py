@@ -9,7 +9,8 @@ import torch
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY, Sampling
-from drafttrain.decode.autoregressive import clock_of, emit
+from drafttrain.decode.autoregressive import emit
+from drafttrain.decode.clock import clock_of
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import keep_path, verify
@@ -50,7 +51,7 @@ def measure_costs(
     verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     read: dict[tuple[int, int], list[float]] = defaultdict(list)
-    now = clock_of(target)
+    now = clock_of(target.device)
     with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
         for batch, context in product(batches, contexts):
             timed = policies(batch)

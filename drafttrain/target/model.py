@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
 from drafttrain.target.describe import open_target, read_out, with_fingerprint
@@ -125,7 +126,7 @@ class Target:
         final = output.last_hidden_state
         scored = final
         if last_only and counts is not None and min(counts) < new:
-            last = torch.tensor(counts, device=final.device) - 1
+            last = send_numbers(counts, final.device) - 1
             scored = final[torch.arange(len(final), device=final.device), last][:, None]
         elif last_only:
             scored = final[:, -1:]

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.tree import Branches
 
 BAND = 32  # the band of masks is made for passes of at least this many tokens
@@ -143,7 +144,7 @@ class RaggedCache(DynamicCache):
     def _starts(self, device: torch.device) -> Int[Tensor, "rows 1"]:
         """Return the length of each row; even rows share it."""
         lengths = self.lengths[:1] or [0]
-        return torch.tensor(lengths if self.even else self.lengths, device=device)[:, None]
+        return send_numbers(lengths if self.even else self.lengths, device)[:, None]
 
     def causal(self, new: int, device: torch.device) -> Bool[Tensor, "1 1 new total"]:
         """Return the mask of `new` tokens after `past` positions, if rows are even.
@@ -177,7 +178,7 @@ class RaggedCache(DynamicCache):
 
     def keep(self, starts: Sequence[int], path: Int[Tensor, "batch kept"]) -> None:
         """Move each row's tokens start + path[0], start + path[1], ... to start, start + 1, ..."""
-        first = torch.tensor(starts, device=path.device)[:, None]
+        first = send_numbers(starts, path.device)[:, None]
         rows = torch.arange(len(path), device=path.device)[:, None]
         new = first + torch.arange(path.shape[1], device=path.device)
         for layer in self.layers:
@@ -194,10 +195,9 @@ class RaggedCache(DynamicCache):
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
-        index = torch.tensor(rows, dtype=torch.long)
         for layer in self.layers:
             assert isinstance(layer, RaggedLayer)
-            layer.select(index.to(layer.device))
+            layer.select(send_numbers(rows, layer.device))
 
 
 def run_decoder(
@@ -245,4 +245,4 @@ def padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Ragged:
     counts = [len(row) for row in rows]
     longest = max(counts)
     filled = [[*row, *[0] * (longest - len(row))] for row in rows]
-    return torch.tensor(filled, dtype=torch.long, device=device), counts
+    return send(torch.tensor(filled, dtype=torch.long), device), counts

@@ -12,6 +12,7 @@ from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import device_of
 from drafttrain.core.ops.ragged_cache import Ragged, RaggedCache, padded_rows, run_decoder
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
@@ -227,7 +228,7 @@ class CausalDrafter(Drafter[CausalState]):
         return padded_rows(rows, tokens.device)
 
     def select(self, state: CausalState, rows: Sequence[int]) -> None:
-        state.unread = state.unread[list(rows)]
+        state.unread = state.unread[send_numbers(rows, state.unread.device)]
         state.counts = [state.counts[row] for row in rows]
         if state.cache.lengths:  # empty before anything was read
             state.cache.select(rows)
@@ -239,7 +240,7 @@ def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int])
     width = max(left)
     if min(dropped) == max(dropped):
         return tokens[:, dropped[0] : dropped[0] + width], left
-    starts = torch.tensor(dropped, device=tokens.device)
+    starts = send_numbers(dropped, tokens.device)
     places = starts[:, None] + torch.arange(width, device=tokens.device)
     return tokens.gather(1, places.clamp(max=tokens.shape[1] - 1)), left
 

@@ -14,6 +14,7 @@ from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.layers import Attention, Rotation, rotation
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
@@ -228,7 +229,7 @@ class LayerDrafter(Drafter[LayerState]):
         state.cache.select(rows)
         state.committed = [state.committed[row] for row in rows]
         if state.hidden is not None:
-            state.hidden = state.hidden[list(rows)]
+            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
 
     def serving_keys(self) -> dict[str, Any]:
         """Return the keys that serving configurations of one-layer drafters share."""
