@@ -101,6 +101,18 @@ class TargetFeatures:
         index = send_numbers(kept, self.final_hidden.device)
         return self._each(lambda hidden: hidden[index])
 
+    @classmethod
+    def joined(cls, parts: "Sequence[TargetFeatures]") -> "TargetFeatures":
+        """Return the features of parts that follow each other along the text."""
+        if len(parts) == 1:
+            return parts[0]
+        captured = {
+            layer: torch.cat([part.captured[layer] for part in parts], dim=1)
+            for layer in parts[0].captured
+        }
+        final = torch.cat([part.final_hidden for part in parts], dim=1)
+        return cls(captured, final, parts[0].readout)
+
     def take(self, places: Int[Tensor, "batch new"]) -> "TargetFeatures":
         """Return the features of these positions of each row."""
         rows = torch.arange(len(places), device=places.device)[:, None]

@@ -79,7 +79,8 @@ class Pace:
         """
         self.seconds = self._seconds_of(len(names), sum(starts) / len(starts))
         self.ahead = np.array([self._acceptance(name) for name in names])
-        self.sure = np.array([min(kept / said, 2.0) for kept, said in map(self.trust.get, names)])
+        told = [self.trust[name] for name in names]
+        self.sure = np.array([min(kept / said, 2.0) for kept, said in told])
         self.path = np.ones(len(names))
         self.promised: list[np.ndarray] = []
         rates = (len(names) + np.cumsum(self.ahead.cumprod(1).sum(0))) / self.seconds[1:]
@@ -109,18 +110,21 @@ class Pace:
         gained = float((self.path * self.ahead[:, depth]).sum())
         return gained > self.rate * (self.seconds[depth + 1] - self.seconds[depth])
 
-    def learn(self, names: Sequence[int], num_accepted: Sequence[int]) -> None:
+    def learn(
+        self, names: Sequence[int], num_accepted: Sequence[int], num_nodes: Sequence[int]
+    ) -> None:
         """Take in how far the drafts of a cycle came."""
-        drafted = len(self.promised)
-        for place, (name, count) in enumerate(zip(names, num_accepted, strict=True)):
+        told = zip(names, num_accepted, num_nodes, strict=True)
+        for place, (name, count, drafted) in enumerate(told):
             tested = min(count + 1, drafted)
             self.tested[name] *= DECAY
             self.accepted[name] *= DECAY
             self.tested[name][:tested] += 1
             self.accepted[name][:count] += 1
-            kept, said = self.trust[name]
-            promised = sum(float(each[place]) for each in self.promised[:tested])
-            self.trust[name] = (DECAY * kept + count, DECAY * said + promised)
+            if self.promised:  # not where the drafter proposes a whole chain at once
+                kept, said = self.trust[name]
+                promised = sum(float(each[place]) for each in self.promised[:tested])
+                self.trust[name] = (DECAY * kept + count, DECAY * said + promised)
 
     def _acceptance(self, name: int) -> np.ndarray:
         """Return how often each position is accepted, where the one before it was, for a row.

@@ -14,7 +14,8 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Tree
 from drafttrain.core.types import Proposal
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.decode.policy import DynamicTree, Level, Policy, StaticTree, shape_of
+from drafttrain.decode.adaptive import Adaptive, Pace
+from drafttrain.decode.policy import DynamicTree, Level, Policy, StaticTree, chain, shape_of
 from drafttrain.decode.verify import without
 from drafttrain.drafters.base import Drafter, DraftState
 
@@ -29,10 +30,12 @@ def draft(
     chance: Chance,
     rows: Sequence[int],
     starts: Sequence[int],
+    pace: Pace | None = None,
 ) -> Proposal:
     """Draft a proposal under a policy, by the drafter's choices or draws under `sampling`.
 
-    The recorded draft_probs are the distribution that each token was drawn from, after temperature,
+    pace: ends a chain. The recorded draft_probs are the distribution that each token was drawn
+    from, after temperature,
     top-k and top-p, over target ids; greedy drafts record none.
     """
     limits = (policy.width, policy.num_nodes) if policy.branches else ()
@@ -41,8 +44,10 @@ def draft(
         return whole
     if isinstance(policy, DynamicTree):
         return grow_dynamic(policy, drafter, state)
+    if isinstance(policy, Adaptive):
+        policy = chain(policy.depth)
     assert isinstance(policy, StaticTree)
-    return grow_static(policy, drafter, state, sampling, chance, rows, starts)
+    return grow_static(policy, drafter, state, sampling, chance, rows, starts, pace)
 
 
 def grow_static(
@@ -53,8 +58,13 @@ def grow_static(
     chance: Chance,
     rows: Sequence[int],
     starts: Sequence[int],
+    pace: Pace | None = None,
 ) -> Proposal:
-    """Draft a tree of a fixed shape, level by level; the k-th child is the k-th choice or draw."""
+    """Draft a tree of a fixed shape, level by level; the k-th child is the k-th choice or draw.
+
+    pace: ends a chain before its last level. It is asked with the tokens drafted so far, which
+    stay; none is taken back for what it turned out to be.
+    """
     newest: Tensor | None = None
     parents: Tensor | None = None
     tokens, draft_probs = [], []
@@ -78,11 +88,22 @@ def grow_static(
             newest = drafted[:, placed(level.expanded, drafted.device)]
             above = tuple(level.parents[place] for place in level.expanded)
             parents = placed(above, drafted.device).expand(len(drafted), -1)
+        if pace is not None:
+            known = draft_probs[-1] if draft_probs else logits.float().softmax(-1)
+            sure = known.amax(-1) if sampling.greedy else known.gather(-1, drafted[..., None])
+            if not pace.goes_on(sure.flatten().tolist()):
+                break
     drafted = torch.cat(tokens, dim=1)
-    num_nodes = torch.full((len(drafted),), policy.num_nodes)
+    num_nodes = torch.full((len(drafted),), drafted.shape[1])
     drawn_from = torch.cat(draft_probs, dim=1) if draft_probs else None
     tree, sources = shape_of(policy, drafted.device)
     return Proposal(drafted, num_nodes, drawn_from, tree, sources, policy.replacement)
+
+
+def nothing(rows: int, device: torch.device) -> Proposal:
+    """Return a proposal without nodes: its verification is a plain step."""
+    tokens = torch.empty(rows, 0, dtype=torch.long, device=device)
+    return Proposal(tokens, torch.zeros(rows, dtype=torch.long), None)
 
 
 def best_children(

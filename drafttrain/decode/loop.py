@@ -14,11 +14,13 @@ from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
+from drafttrain.decode.adaptive import Adaptive, Pace
 from drafttrain.decode.autoregressive import emit
 from drafttrain.decode.clock import Clock
-from drafttrain.decode.draft import draft
+from drafttrain.decode.draft import draft, nothing
 from drafttrain.decode.policy import Policy, policy_of
 from drafttrain.decode.rows import Row, Rows, Stops, check_room
+from drafttrain.decode.unread import Unread
 from drafttrain.decode.verify import (
     LOSSLESS,
     Block,
@@ -109,6 +111,8 @@ def speculative_decode_batch(
     logits become the distribution that drafts are drawn from (None: as the target's). Each output
     ends where the plain loop's would, also inside an accepted run; counters are kept both trimmed
     there and untrimmed. A cycle without a proposal for a row is a plain step for it, not a draft.
+    Under an adaptive policy the drafts of a row depend on the rows decoded with it; its greedy
+    output and the distribution of its sampled one do not.
     record: is called with every verification.
     """
     draft_sampling = draft_sampling or sampling
@@ -131,19 +135,28 @@ def speculative_decode_batch(
     following = torch.cat([tokens[:, 1:], last_token[:, None]], dim=1)
     last_places = send_numbers(counts, following.device)[:, None] - 1
     following.scatter_(1, last_places, last_token[:, None])
-    drafter.observe(state, following, counts, features)
+    unread = Unread(drafter, state)
+    unread.add(following, counts, features)
+    pace = Pace(policy, rows) if isinstance(policy, Adaptive) else None
+    if pace is None:
+        unread.read()
     active = batch.active
     _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
     if kept and len(kept) < len(active):
         target.select(cache, kept)
-        drafter.select(state, kept)
+        unread.select(kept)
         last_token = last_token[send_numbers(kept, last_token.device)]
     before = clock.now()
     clock.charge(active, prefill_s=[(started, before)])
     while batch.active:
         active, names, starts = batch.active, batch.names, batch.starts
         lengths = cache.lengths
-        proposal = draft(policy, drafter, state, draft_sampling, chance, names, starts)
+        left = [max_new_tokens - len(row.output) for row in active]
+        if pace is None or pace.begins(names, starts, left):
+            unread.read()
+            proposal = draft(policy, drafter, state, draft_sampling, chance, names, starts, pace)
+        else:
+            proposal = nothing(len(active), target.device)
         t_verify = clock.now()
         drafted = torch.cat([last_token[:, None], proposal.tokens], dim=1)
         logits, features = target.step(cache, drafted, drafter.captures, branches=proposal.branches)
@@ -152,6 +165,8 @@ def speculative_decode_batch(
         t_commit = clock.now()
         if record is not None:
             record(Cycle(names, starts, proposal, logits, verdict))
+        if pace is not None and proposal.tokens.shape[1]:
+            pace.learn(names, accepted, proposal.num_nodes.tolist())
         counts = [number + 1 for number in accepted]
         if verdict.path is not None:
             path = verdict.path[:, : max(accepted)]
@@ -166,12 +181,14 @@ def speculative_decode_batch(
             features, committed = features.slice(0, longest), committed[:, :longest]
             if len(kept) < len(active):
                 target.select(cache, kept)
-                drafter.select(state, kept)
+                unread.select(kept)
                 places = send_numbers(kept, committed.device)
                 features, committed = features.rows(kept), committed[places]
                 last_token = last_token[places]
                 counts = [counts[place] for place in kept]
-            drafter.observe(state, committed, counts, features)
+            unread.add(committed, counts, features)
+            if proposal.tokens.shape[1]:
+                unread.read()
         after = clock.now()
         clock.charge(
             active,

@@ -50,7 +50,7 @@ def decoded(
                 depth += 1
             while accepted < depth and generator.random() < chance:
                 accepted += 1
-            one.learn([0], [accepted])
+            one.learn([0], [accepted], [depth])
         seconds += (PLAIN + (NODE + LEVEL) * depth) / 1000
         emitted += accepted + 1
         depths.append(depth)
@@ -137,7 +137,7 @@ def test_rows_bring_what_they_have_seen_themselves() -> None:
     for _ in range(20):
         assert one.begins([3, 5], [64, 64], [500, 500])
         one.goes_on([0.9, 0.9])
-        one.learn([3, 5], [1, 0])
+        one.learn([3, 5], [1, 0], [2, 2])
     assert one.ahead[0, 0] > 0.7
     assert one.ahead[1, 0] < 0.3
 

@@ -27,6 +27,9 @@ from distribution_support import (
 
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import TargetFeatures
+from drafttrain.decode import adaptive, loop
+from drafttrain.decode.adaptive import Adaptive
+from drafttrain.decode.costs import Costs
 from drafttrain.decode.loop import is_lossless
 from drafttrain.decode.policy import DynamicTree, Policy, StaticTree, tree_of_ranks
 from drafttrain.decode.verify import (
@@ -291,6 +294,56 @@ def test_trees_over_every_token_have_the_distribution_of_the_target(
     policy, drawn = shape
     case = Case(limit=2, policy=policy, sampling=PLAIN, draft_sampling=drawn)
     certify(smalls[4], drafter_for(name, smalls[4]), case, width=1000)
+
+
+# --- depth while drafting ---
+
+
+def passes(level: float, read: float = 0.0) -> Costs:
+    """Target passes of a second, whatever their width; a drafted token costs `level` of it."""
+    table: dict[Any, float] = {(depth, 1, 8): level * depth for depth in (1, 2, 3)}
+    return Costs([1], [8], {(1, 8): 1.0}, dict.fromkeys(table, 1.0), table, {(1, 8): read})
+
+
+PACES = {
+    "by_confidence": (Adaptive(3, passes(0.2), (0.6,)), 4),
+    "by_acceptance": (Adaptive(2, passes(0.45), (0.5,)), 4),
+    "never": (Adaptive(2, passes(0.9), (0.1,)), 3),
+}
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_an_adaptive_depth_leaves_the_distribution_of_the_target(
+    name: str, pace: str, smalls: dict[int, Small], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One walk at a time, as rows that are decoded together decide together."""
+    monkeypatch.setattr(adaptive, "PRIOR", 0.5)  # a single draft changes the depth of the next
+    monkeypatch.setattr(adaptive, "TRIES", 0.5)
+    policy, limit = PACES[pace]
+    depths: set[int] = set()
+
+    def noted(row: Any, proposal: Any, *others: Any) -> None:
+        depths.add(proposal.tokens.shape[1])
+        count(row, proposal, *others)
+
+    count = loop._count
+    monkeypatch.setattr(loop, "_count", noted)
+    case = Case(limit=limit, policy=policy, sampling=TOP_2)
+    certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
+    certify(smalls[3], drafter_for(name, smalls[3]), replace(case, rule=Block()), width=1)
+    if name != "ngram":
+        assert depths >= {"by_confidence": {1, 2}, "by_acceptance": {0, 1}, "never": {0}}[pace]
+
+
+@pytest.mark.parametrize("name", ["eagle3", slow("medusa"), slow("two_model"), slow("ngram")])
+def test_rows_that_choose_a_depth_together_are_independent(
+    name: str, smalls: dict[int, Small], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "PRIOR", 0.5)
+    policy = Adaptive(2, passes(0.4), (0.6,))
+    case = Case(TWO, limit=3, policy=policy, sampling=TOP_2, draft_sampling=GREEDY)
+    certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
 
 
 # --- rules that say they are lossy ---

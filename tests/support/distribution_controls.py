@@ -48,6 +48,15 @@ def sets(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], No
     return lambda patch: patch.setattr(owner, name, value)
 
 
+def changes(change: Callable[[Proposal], Proposal]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Change every proposal after it was drafted."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(loop, "draft", lambda *told: change(drafting.draft(*told)))
+
+    return plant
+
+
 def nothing(patch: pytest.MonkeyPatch) -> None:
     """The mistake is in the rule of the case."""
 
@@ -263,7 +272,17 @@ def _without_bonus(self: Rows, new: Sequence[Sequence[int]], stops: Stops) -> An
 _residual, _visible, _positions = verify.residual, RaggedCache.visible, RaggedCache.positions
 _cut, _commit, _verify = Stops.cut, Rows.commit, loop.verify
 
+
+def _taken_back(proposal: Proposal) -> Proposal:
+    """A drafted token is left out because it turned out improbable (DSpark, appendix A)."""
+    assert proposal.draft_probs is not None
+    last = proposal.tokens[:, -1:]
+    rare = proposal.draft_probs[:, -1].gather(1, last)[:, 0] < 0.3
+    return replace(proposal, num_nodes=proposal.num_nodes - rare.long())
+
+
 CONTROLS = [
+    Control("a drafted token taken back for its own probability", changes(_taken_back)),
     # HF transformers PR #28508 corrected the second; the first is the commonest of guides.
     Control("after a rejection, sample the target", sets(verify, "residual", lambda p, q: p)),
     Control(

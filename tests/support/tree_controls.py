@@ -3,13 +3,11 @@
 Sources: the list of published bugs in the papers and issues that the comments name.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
-from distribution_controls import TWO, Control, nothing, sets
+from distribution_controls import TWO, Control, changes, nothing, sets
 from distribution_support import Case
 from torch import Tensor
 
@@ -39,15 +37,6 @@ class Unchanged(Rejection):
 
     def correction(self, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
         return target_probs
-
-
-def changes(change: Callable[[Proposal], Proposal]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Change every proposal after it was drafted."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(loop, "draft", lambda *told: change(drafting.draft(*told)))
-
-    return plant
 
 
 def _probabilities(proposal: Proposal) -> Tensor:

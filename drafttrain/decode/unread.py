@@ -1,0 +1,55 @@
+"""What a drafter has not read yet of a text that the target goes on decoding."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from drafttrain.core.transfer import send_numbers
+from drafttrain.core.types import TargetFeatures
+from drafttrain.drafters.base import Drafter, DraftState
+
+MOST = 1024  # passes whose features are kept for a drafter that does not draft
+
+Part = tuple[Int[Tensor, "batch new"], Sequence[int], TargetFeatures]
+
+
+class Unread:
+    """Parts of the text for `Drafter.observe`, kept until the drafter drafts."""
+
+    def __init__(self, drafter: Drafter, state: DraftState) -> None:
+        self.drafter, self.state = drafter, state
+        self.parts: list[Part] = []
+
+    def add(
+        self, tokens: Int[Tensor, "batch new"], counts: Sequence[int], features: TargetFeatures
+    ) -> None:
+        """Keep what one pass decoded; see `Drafter.observe`."""
+        self.parts.append((tokens, counts, features))
+        if len(self.parts) > MOST:
+            self.read()
+
+    def select(self, kept: Sequence[int]) -> None:
+        """Keep these rows, here and in the drafter's state."""
+        self.drafter.select(self.state, kept)
+        self.parts = [
+            (
+                tokens[send_numbers(kept, tokens.device)],
+                [counts[place] for place in kept],
+                features.rows(kept),
+            )
+            for tokens, counts, features in self.parts
+        ]
+
+    def read(self) -> None:
+        """Have the drafter read all; plain steps, of one token each, in a single pass."""
+        for steps, group in groupby(self.parts, key=lambda part: part[0].shape[1] == 1):
+            found = list(group)
+            for together in [found] if steps else [[part] for part in found]:
+                tokens = torch.cat([tokens for tokens, _, _ in together], dim=1)
+                features = TargetFeatures.joined([features for _, _, features in together])
+                counts = [len(together)] * len(tokens) if steps else together[0][1]
+                self.drafter.observe(self.state, tokens, counts, features)
+        self.parts = []
