@@ -8,7 +8,7 @@ from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation.config import AUTO
 from drafttrain.evaluation.record import keep, settings_of
-from drafttrain.evaluation.tune import choose, costs_ms, tune_drafter
+from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tuned import TUNED, write_tuned
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.tuning import headline, tune_tables, write_tuning
@@ -26,7 +26,7 @@ def tune(config: TuneConfig) -> None:
 
 def tune_held(config: TuneConfig, setup: Setup) -> None:
     """Predict, measure and choose from what is set up, while this command holds the lock."""
-    predictions, costs, trees = tune_drafter(
+    found = tune_drafter(
         setup.parts,
         setup.prompts,
         setup.template,
@@ -38,22 +38,26 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     )
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
-    choices = choose(predictions)
+    choices = choose(found.predictions)
     file = write_tuned(
         setup.folder,
         choices,
-        predictions,
-        costs_ms(costs),
+        found.predictions,
+        found.costs.records(),
         setup.conditions,
         policy=setup.settings.policy_settings,
         weights=setup.weights,
-        trees={size: {d: each.paths for d, each in found.items()} for size, found in trees.items()},
+        trees={
+            size: {depth: each.paths for depth, each in trees.items()}
+            for size, trees in found.trees.items()
+        },
+        acceptance=found.acceptance,
     )
     console.print(headline(choices))
-    for table in tune_tables(predictions, choices):
+    for table in tune_tables(found.predictions, choices):
         console.print(rich_table(table))
     title = f"{config.drafter.name} on {config.model.label}: which depth"
-    page = write_tuning(setup.folder, title, predictions, choices, setup.notes)
+    page = write_tuning(setup.folder, title, found.predictions, choices, setup.notes)
     console.print(f"chosen depths: {file}; details: {page}")
     run, auto = f"run.dir={setup.folder}", f"eval.depth={AUTO}"
     same = [] if setup.settings.policy == "chain" else setup.settings.policy_settings.split()

@@ -90,7 +90,7 @@ class Costs:
                 for cells in (records["verify"], records["draft"])
             )
         except KeyError as error:
-            raise ValueError(f"costs must have the key {error}, got none") from None
+            raise ValueError(f"costs must have {error}, got none") from None
         batches, contexts = (sorted({key[place] for key in plain}) for place in (0, 1))
         found = cls(batches, contexts, plain, verify, draft, read)
         wanted = {(batch, context) for batch in batches for context in contexts}

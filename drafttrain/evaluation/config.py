@@ -1,6 +1,6 @@
 """The settings of `evaluate`, `tune` and `compare`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -19,7 +19,8 @@ from drafttrain.report.config import VerdictSettings
 ENGINES = ("drafttrain", "vllm")
 RULES = ("lossless", "block", "typical", "lenience")
 LOSSY = ("typical", "lenience")
-POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree")
+POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree", "adaptive")
+FROM_TUNE = ("optimal_tree", "adaptive")  # policies made of what `tune` measured
 AUTO = "auto"  # a depth: the one that `tune` chose
 MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
@@ -53,6 +54,7 @@ class EvalConfig(Settings):
     tree_replacement: bool
     tree_nodes: int
     tree_width: int
+    latency_ms: float | None
     temperature: float
     top_k: int
     top_p: float
@@ -82,6 +84,7 @@ class EvalConfig(Settings):
     marginal_speedup: float
     price_per_hour: float | None
     currency: str
+    tuned: Any = None  # no setting: what `tune` chose (Chosen), where a setting asks for it
 
     def __post_init__(self) -> None:
         folder_name(self.name, "eval.name")
@@ -101,6 +104,7 @@ class EvalConfig(Settings):
             "repeats": (f"in 1..eval.blocks ({self.blocks})", 1 <= self.repeats <= self.blocks),
             "prompts_per_task": ("at least 1 or null", wanted is None or wanted >= 1),
             "rule": (f"one of {', '.join(RULES)}", self.rule in RULES),
+            "latency_ms": ("above 0 or null", self.latency_ms is None or self.latency_ms > 0),
             "policy": (f"one of {', '.join(POLICIES)}", self.policy in POLICIES),
             "lossless_prompts": ("at least 0", self.lossless_prompts >= 0),
             "engine": (f"one of {', '.join(ENGINES)}", self.engine in ENGINES),
@@ -177,6 +181,7 @@ class EvalConfig(Settings):
             "static_tree": ("tree", "tree_replacement"),
             "dynamic_tree": ("tree_nodes", "tree_width"),
             "optimal_tree": ("tree_nodes", "tree_width"),
+            "adaptive": ("latency_ms",) * (self.latency_ms is not None),
         }
         keys = ("policy", *of_it.get(self.policy, ()))
         told = [f"eval.{key}={str(getattr(self, key)).replace(' ', '')}" for key in keys]
@@ -187,16 +192,31 @@ class EvalConfig(Settings):
         """Whether proposals are chains or trees, in a word."""
         return "tree" if self.policy_at(self.depth).branches else "chain"
 
+    @property
+    def of_tasks(self) -> dict[str, "Policy"]:
+        """The policies of tasks that have one of their own, at the depth of the report."""
+        depths = {} if self.tuned is None else self.tuned.tasks
+        return {task: self.policy_at(depth) for task, depth in depths.items()}
+
     def policy_at(self, depth: int) -> "Policy":
         """The policy of the drafter, at a depth of the sweep."""
         from drafttrain.decode import policy  # this imports torch
 
-        if self.policy in ("static_tree", "optimal_tree"):
+        if self.policy == "adaptive" and self.tuned is not None:
+            from drafttrain.decode.adaptive import Adaptive
+            from drafttrain.decode.costs import Costs
+
+            limit = None if self.latency_ms is None else self.latency_ms / 1000
+            costs = Costs.of_records(self.tuned.costs_ms)
+            return Adaptive(depth, costs, self.tuned.acceptance, limit)
+        if self.policy == "optimal_tree":
+            if self.tuned is None:  # acceptance is counted with this one
+                return policy.spine(depth, self.tree_width)
+            return policy.tree_of_ranks(self.tuned.trees[depth])
+        if self.policy == "static_tree":
             if isinstance(self.tree[0], list):
                 nodes = [path for path in self.tree if len(path) <= depth]
                 return policy.tree_of_ranks(nodes, self.tree_replacement)
-            if self.policy == "optimal_tree":  # not chosen yet: acceptance is counted with this one
-                return policy.spine(depth, self.tree_width)
             return policy.tree_of_widths(self.tree[:depth], self.tree_replacement)
         if self.policy == "dynamic_tree":
             return policy.DynamicTree(depth, self.tree_width, self.tree_nodes)
@@ -277,7 +297,8 @@ class EvalConfig(Settings):
     @property
     def conditions(self) -> dict[str, Any]:
         """The settings that a measurement depends on; the others affect its report only."""
-        return {key: value for key, value in vars(self).items() if key not in REPORTED}
+        known = {key: value for key, value in vars(self).items() if key not in REPORTED}
+        return known | {"tuned": None if self.tuned is None else asdict(self.tuned)}
 
     @property
     def sweeps(self) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
 from drafttrain.decode.loop import describe_rule, is_lossless
-from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import certify, greedy_check
 from drafttrain.evaluation.config import EvalConfig
@@ -50,7 +49,6 @@ class Parts:
     drafter_name: str
     draft_dtype: torch.dtype
     references: Mapping[str, Drafter]  # drafters to compare it with, such as prompt lookup
-    of_task: Mapping[str, Policy] = field(default_factory=dict)  # the drafter's, where it differs
 
     @cached_property
     def timed_drafter(self) -> Drafter:
@@ -80,7 +78,7 @@ def evaluate_drafter(
     """
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed, name = parts.timed_drafter, parts.drafter_name
-    methods = methods_of({**parts.references, name: timed}, config, parts.of_task)
+    methods = methods_of({**parts.references, name: timed}, config)
     points: list[Point] = []
     base: list[PromptResult] = []
     journals = []

@@ -41,13 +41,10 @@ class DraftMethod:
     of_task: Mapping[str, Policy] = field(default_factory=dict)  # tasks that have one of their own
 
 
-def methods_of(
-    drafters: Mapping[str, Drafter], config: EvalConfig, of_task: Mapping[str, Policy]
-) -> list[DraftMethod]:
+def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
     """Return the main drafter (the last one) at every depth, the others at the report's depth.
 
-    A reference that cannot branch drafts chains beside another's trees. of_task: the main drafter's
-    policies on tasks that have one of their own, at the report's depth.
+    A reference that cannot branch drafts chains beside another's trees; nor is one adaptive.
     """
     *references, main = drafters
     policies = {
@@ -63,15 +60,19 @@ def methods_of(
             f"{main}@{depth}",
             drafters[main],
             config.policy_at(depth),
-            of_task if depth == config.depth else {},
+            config.of_tasks if depth == config.depth else {},
         )
         for depth in config.every_depth
     ]
 
 
 def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
-    """Return the settings of a reference: it drafts chains if it cannot branch."""
-    return config if drafter.branches else replace(config, policy="chain")
+    """Return the settings of a reference: it drafts chains if it cannot branch.
+
+    So it does beside what `tune` chose, which it chose for another.
+    """
+    fits = drafter.branches and config.policy in ("chain", "static_tree", "dynamic_tree")
+    return config if fits else replace(config, policy="chain")
 
 
 def check_settings(

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
+from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig, TuneSettings
-from drafttrain.evaluation.cost import BURST, Costs, measure_costs
+from drafttrain.evaluation.cost import BURST, measure_costs
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.measure import (
     PLAIN,
@@ -41,6 +43,20 @@ from drafttrain.target.model import Target
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """What `tune` found: speedups, the costs behind them, and what was accepted.
+
+    trees: by batch size and depth, under eval.policy=optimal_tree. acceptance: of each position,
+    where the one before it was.
+    """
+
+    predictions: list[DepthPrediction]
+    costs: Costs
+    trees: TreesBySize
+    acceptance: list[float]
+
+
 def tune_drafter(
     parts: Parts,
     prompts: Sequence[Prompt],
@@ -51,10 +67,8 @@ def tune_drafter(
     folder: Path,
     conditions: Mapping[str, Any],
     seed: int,
-) -> tuple[list[DepthPrediction], Costs, TreesBySize]:
-    """Return the predicted, and if requested measured, speedup of every depth and batch size.
-
-    Also the costs behind it, and under eval.policy=optimal_tree the trees by batch size and depth.
+) -> Tuning:
+    """Predict, and if requested measure, the speedup of every depth and batch size.
 
     The prompts are decoded one at a time at the greatest depth for the acceptance of all depths;
     with settings.measure also at every depth and batch size. A stopped measurement resumes.
@@ -132,7 +146,14 @@ def tune_drafter(
         journal.finish()
     if kept is not None:
         kept.finish()
-    return predictions, costs, trees
+    deepest = [result for result in alone if result.method == names[depths[-1]]]
+    return Tuning(predictions, costs, trees, position_by_position(_accepted(deepest)))
+
+
+def position_by_position(counters: Counters) -> list[float]:
+    """Return how often each position was accepted, where the one before it was."""
+    reached = [counters.num_drafts, *counters.num_accepted_tokens_per_position]
+    return [after / before if before else 0.0 for before, after in pairwise(reached)]
 
 
 def optimal_trees(
@@ -322,20 +343,6 @@ def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
                 best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1)
         chosen[str(size)] = TunedChoice(best.pop("all"), best)
     return chosen
-
-
-def costs_ms(costs: Costs) -> dict[str, list[dict[str, int | float]]]:
-    """Return the costs as records in milliseconds."""
-    names = ("depth", "batch", "context")
-    return {
-        "plain": _cells(costs.plain, names[1:]),
-        "verify": _cells(costs.verify, names),
-        "draft": _cells(costs.draft, names),
-    }
-
-
-def _cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, int | float]]:
-    return [dict(zip((*names, "ms"), (*key, 1000 * s), strict=True)) for key, s in values.items()]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from drafttrain.report.tuning import DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
-from drafttrain.runtime.untrusted_input import Count, UntrustedError, read_typed, shown
+from drafttrain.runtime.untrusted_input import Amount, Count, UntrustedError, read_typed, shown
 
 TUNED = "tuned.json"
 CHAIN = "eval.policy=chain"
@@ -21,11 +21,17 @@ Paths = list[list[int]]  # of a tree's nodes: the ranks on the way to each
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice at one batch size: the depth in all and by task, and a tree by depth if it has."""
+    """The choice at one batch size: the depth in all and by task, and a tree by depth if it has.
+
+    acceptance: how often each position of the deepest chain was accepted, where the one before it
+    was. costs_ms: those of passes, by kind; see `Costs.of_records`.
+    """
 
     depth: int
     tasks: dict[str, int]
-    trees: dict[int, Paths]
+    trees: dict[int, Paths] = field(default_factory=dict)
+    acceptance: list[float] = field(default_factory=list)
+    costs_ms: dict[str, list[dict[str, float]]] = field(default_factory=dict)
 
 
 def write_tuned(
@@ -38,11 +44,12 @@ def write_tuned(
     policy: str,
     weights: str,
     trees: Mapping[int, Mapping[int, Paths]],
+    acceptance: Sequence[float],
 ) -> Path:
     """Write the choice and the data behind it where `evaluate` and `export` find it.
 
     policy: its settings, as on the command line. weights: names those of the drafter. trees: by
-    batch size and depth, where `tune` made them.
+    batch size and depth, where `tune` made them. acceptance: of the positions of a chain.
     """
     file = folder / TUNED
     record = {
@@ -50,6 +57,7 @@ def write_tuned(
         "weights": weights,
         "batches": as_data(choices),
         "trees": as_data(trees),
+        "acceptance": list(acceptance),
         "predictions": [asdict(p) | {"error": p.error} for p in predictions],
         "costs_ms": costs_ms,
         "conditions": dict(conditions),
@@ -73,6 +81,8 @@ class _Choice:
 class _Tuned:
     batches: dict[str, _Choice]  # by batch size
     trees: dict[str, dict[str, list[list[Count]]]] = field(default_factory=dict)
+    acceptance: list[Amount] = field(default_factory=list)
+    costs_ms: dict[str, list[dict[str, Amount]]] = field(default_factory=dict)
     policy: str = CHAIN
     weights: str | None = None  # older versions did not say
 
@@ -98,6 +108,8 @@ def read_tuned(
             choice.all.depth,
             {task: each.depth for task, each in choice.tasks.items()},
             {int(depth): paths for depth, paths in trees.items() if SIZE.fullmatch(depth)},
+            [min(share, 1.0) for share in found.acceptance],
+            found.costs_ms,
         )
     except UntrustedError as error:
         raise ValueError(

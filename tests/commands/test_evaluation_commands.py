@@ -304,9 +304,39 @@ def test_tune_makes_the_fastest_trees_and_evaluate_takes_them_task_by_task(
     assert main([*arguments, "eval.tree_nodes=5", "eval.name=other"]) == 2
     assert "it was chosen under eval.policy=optimal_tree" in capsys.readouterr().err
     assert main([*arguments[:-1], "eval.depth=3", "eval.name=other"]) == 2
-    assert "eval.depth must be auto or one that `tune` made a tree for, 1, 2" in (
+    assert "eval.depth must be auto or one that `tune` made a tree for: 1, 2, got 3" in (
         capsys.readouterr().err
     )
+    file.unlink()
+
+
+def test_an_adaptive_chain_takes_what_tune_timed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [f"run.dir={run}", prompts_of(run), *SHORT]
+    adaptive = ["evaluate", *common, "eval.policy=adaptive", "eval.depth=auto", "eval.name=paced"]
+    assert main(adaptive) == 2
+    assert "eval.policy=adaptive takes what `tune` chose from" in capsys.readouterr().err
+    arguments = ["tune", *common, "tune.depths=[1,3]", "tune.batch_sizes=[1]"]
+    arguments += ["tune.contexts=[8]", "tune.rounds=1", "tune.overwrite=true"]
+    assert main(arguments) == 0
+    assert main([*adaptive, "eval.certify=true"]) == 0
+    report = json.loads((run / "evaluations/paced/report.json").read_text())
+    assert report["depth"] == 3
+    assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"]
+    assert all(check["passed"] is not False for check in report["certificate"]["checks"])
+    capsys.readouterr()
+    assert main([*adaptive[:-2], "eval.depth=4"]) == 2
+    assert "eval.depth must be auto or at most 3, the deepest that" in capsys.readouterr().err
+    assert main([*adaptive, "eval.latency_ms=0"]) == 2
+    assert "eval.latency_ms must be above 0 or null, got 0" in capsys.readouterr().err
+    file = run / "tuned.json"
+    tuned = json.loads(file.read_text())
+    tuned["costs_ms"]["draft"].pop()
+    file.write_text(json.dumps(tuned))
+    assert main([*adaptive, "eval.overwrite=true"]) == 2
+    told = capsys.readouterr().err
+    assert "tuned.json must be what `tune` wrote, but its costs must have every depth" in told
     file.unlink()
 
 
@@ -352,7 +382,7 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
         (["eval.rule=block", "eval.engine=vllm"], "eval.rule must not be block with eval.engine"),
         (
             ["eval.policy=bush"],
-            "eval.policy must be one of chain, static_tree, dynamic_tree, optimal_tree, got",
+            "eval.policy must be one of chain, static_tree, dynamic_tree, optimal_tree, adaptive",
         ),
         (["eval.policy=static_tree", "eval.tree=[2]"], "eval.tree must have 3 levels"),
         (["eval.policy=static_tree", "eval.tree=[0,1,1]"], "eval.tree must be numbers of at least"),

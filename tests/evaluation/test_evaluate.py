@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"depth": 0}, r"eval\.depth must be at least 1, got 0"),
+        ({"depth": 0}, r"eval\.depth must be a number of at least 1, or auto, got 0"),
         ({"repeats": 4}, r"eval\.repeats must be in 1\.\.eval\.blocks \(3\), got 4"),
         ({"prompts_per_task": 0}, r"eval\.prompts_per_task must be at least 1 or null, got 0"),
         ({"lossless_prompts": -1}, r"eval\.lossless_prompts must be at least 0, got -1"),

@@ -33,7 +33,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
-from drafttrain.evaluation.config import AUTO
+from drafttrain.evaluation.config import AUTO, FROM_TUNE
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
@@ -212,8 +212,9 @@ def _composed(*chosen: str, **settings: object) -> EvaluateConfig:
 def _depth_of(config: EvaluateConfig) -> int:
     """Return the depth; what `tune` chose is known to commands, which know the run's folder."""
     how = config.eval
-    wanted = "policy=optimal_tree" if how.policy == "optimal_tree" else f"depth={how.depth}"
-    if how.depth == AUTO or how.policy == "optimal_tree":
+    made = how.policy in FROM_TUNE
+    if made or how.depth == AUTO:
+        wanted = f"policy={how.policy}" if made else f"depth={how.depth}"
         raise UsageError(
             f"{wanted} takes what `tune` chose for a run, and is for `evaluate`; give "
             "depth=NUMBER, or policy='static_tree' and tree=NODES (tuned.json holds them)"

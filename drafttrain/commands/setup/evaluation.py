@@ -30,10 +30,10 @@ from drafttrain.data.evaluation_prompts import (
 )
 from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.data.template import Template
-from drafttrain.decode.policy import Policy
+from drafttrain.decode.costs import Costs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
-from drafttrain.evaluation.config import AUTO, EvalConfig
+from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import (
     check_depths,
@@ -43,7 +43,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import require_same, settings_of
-from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned
+from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import Report, TimingInfo
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
@@ -122,10 +122,10 @@ def held_setup(
     """
     require_free(place, key)
     tunes = isinstance(config, TuneConfig)
-    settings, of_task = (config.eval, {}) if tunes else as_tuned(config.eval, config.run.dir)
+    settings = config.eval if tunes else as_tuned(config.eval, config.run.dir)
     chosen = replace(config, eval=settings)
     require_same(place, result, settings_of(chosen, {}), overwrite, ways)
-    setup = set_up(chosen, of_task=of_task)
+    setup = set_up(chosen)
     if not tunes:  # for these very weights?
         as_tuned(config.eval, config.run.dir, setup.weights)
     with hold(place, key, "tune" if tunes else "evaluate", console.print):
@@ -133,19 +133,13 @@ def held_setup(
         yield setup
 
 
-def set_up(
-    config: EvaluateConfig,
-    loaded: Loaded | None = None,
-    of_task: Mapping[str, Policy] | None = None,
-) -> Setup:
+def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     """Return what is to be measured, loaded unless `loaded` is given, and print notes on it.
 
-    of_task: the drafter's policies on tasks that have one of their own. ValueError for whatever
-    does not fit.
+    ValueError for whatever does not fit.
     """
     folder, model, settings = Path(config.run.dir), config.model, config.eval
     tunes = isinstance(config, TuneConfig)  # it only times, so it needs no target in float32
-    of_task = of_task or {}
     source = settings.source
     prompts, skipped = load_prompts(source)
     if source.path is not None and skipped.counts:
@@ -174,8 +168,8 @@ def set_up(
     prompts = skip_long(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
-    if of_task:
-        told = ", ".join(f"{task}: {policy.describe()}" for task, policy in of_task.items())
+    if settings.of_tasks:
+        told = ", ".join(f"{task}: {one.describe()}" for task, one in settings.of_tasks.items())
         lines.append(f"tasks drafted as `tune` chose for them: {told}")
     size = target.num_parameters
     if size < SMALL_TARGET:
@@ -200,7 +194,7 @@ def set_up(
     return Setup(
         folder=folder,
         settings=settings,
-        parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references, of_task),
+        parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,
         checkpoint=given.checkpoint,
@@ -216,7 +210,6 @@ def set_up(
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
             "template": asdict(template),
-            "of_task": {task: policy.describe() for task, policy in of_task.items()},
         },
         timing=TimingInfo(blocks=settings.blocks, **timing),
         about_prompts={
@@ -261,40 +254,37 @@ def measured(
     )
 
 
-def as_tuned(
-    settings: EvalConfig, folder: str, weights: str | None = None
-) -> tuple[EvalConfig, dict[str, Policy]]:
-    """Return the settings with what `tune` chose, where they ask for it; and the tasks' policies.
+def as_tuned(settings: EvalConfig, folder: str, weights: str | None = None) -> EvalConfig:
+    """Return the settings with what `tune` chose, where they ask for it.
 
-    Only of those tasks that have a policy of their own. ValueError if it chose for other weights
-    (None: they are not known yet).
+    ValueError if it chose for other weights (None: they are not known yet).
     """
     wanted = [f"eval.depth={AUTO}"] * (settings.depth == AUTO)
-    wanted += ["eval.policy=optimal_tree"] * (settings.policy == "optimal_tree")
+    wanted += [f"eval.policy={name}" for name in FROM_TUNE if name == settings.policy]
     if not wanted:
-        return settings, {}
-    if settings.policy == "optimal_tree" and settings.depths:
-        raise ValueError(
-            "eval.depths must be empty with eval.policy=optimal_tree, whose trees were chosen "
-            f"depth by depth, got {settings.depths}; `tune` measures them all"
-        )
-    policy = settings.policy_settings
-    chosen = chosen_by_tune(folder, wanted[0], settings.batch_size, policy, weights)
-
-    def at(depth: int) -> EvalConfig:
-        if settings.policy != "optimal_tree":
-            return replace(settings, depth=depth)
-        if depth not in chosen.trees:
+        return settings
+    policy = CHAIN if settings.policy == "adaptive" else settings.policy_settings
+    found = chosen_by_tune(folder, wanted[-1], settings.batch_size, policy, weights)
+    depth = found.depth if settings.depth == AUTO else settings.depth
+    own = {task: each for task, each in found.tasks.items() if each != depth}
+    tasks = own if settings.depth == AUTO and settings.policy != "adaptive" else {}
+    if settings.policy == "optimal_tree":
+        one = "be empty with eval.policy=optimal_tree; `tune` measures the trees of all depths"
+        settings.require("depths", not settings.depths, one)
+        trees = ", ".join(map(str, found.trees)) or "none"
+        one = f"be {AUTO} or one that `tune` made a tree for: {trees}"
+        settings.require("depth", {depth, *tasks.values()} <= set(found.trees), one)
+    if settings.policy == "adaptive":
+        try:
+            deepest = Costs.of_records(found.costs_ms).depths[-1]
+        except ValueError as error:
             raise ValueError(
-                f"eval.depth must be {AUTO} or one that `tune` made a tree for, "
-                f"{', '.join(map(str, chosen.trees)) or 'none'}, got {depth}"
-            )
-        return replace(settings, depth=depth, tree=chosen.trees[depth])
-
-    if settings.depth != AUTO:
-        return at(settings.depth), {}
-    own = {task: depth for task, depth in chosen.tasks.items() if depth != chosen.depth}
-    return at(chosen.depth), {task: at(depth).policy_at(depth) for task, depth in own.items()}
+                f"{folder}/{TUNED} must be what `tune` wrote, but its {error}; run tune again"
+            ) from None
+        depth = deepest if settings.depth == AUTO else depth
+        one = f"be {AUTO} or at most {deepest}, the deepest that `tune` timed"
+        settings.require("depth", max([depth, *settings.depths]) <= deepest, one)
+    return replace(settings, depth=depth, tuned=replace(found, tasks=tasks))
 
 
 def chosen_by_tune(
