@@ -1,5 +1,7 @@
 """What must hold on a CUDA device: run by benchmarks/gpu.sh, `pytest -m gpu`."""
 
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from drafttrain.commands.setup.plan import accelerator_of, default_settings, job
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.plan.memory import Sharding, memory_of
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
@@ -45,6 +48,61 @@ def test_greedy_speculative_output_is_greedy_output_on_the_gpu(name: str, target
         assert (
             speculative_decode(target, drafter, prompt, policy=3, **settings).tokens == plain.tokens
         )
+
+
+POLICIES = [chain(4), tree_of_widths([3, 2, 1]), DynamicTree(4, 3, 8)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.describe())
+@pytest.mark.parametrize("name", [name for name in ALL if name != "ngram"])
+def test_the_host_waits_once_in_a_cycle_on_the_gpu(
+    name: str, policy: Policy, target: Target
+) -> None:
+    """CUDA's own count of the calls that wait; tests/test_second_device.py names the lines."""
+    drafter = random_drafter(name, target).to("cuda")
+    settings: dict[str, Any] = {"sampling": Sampling(1.0, 0, 0.9), "stop_tokens": []}
+    settings |= {"policy": policy, "chance": SeededChance(0), "max_new_tokens": 24}
+    if isinstance(policy, DynamicTree):
+        settings["draft_sampling"] = GREEDY
+    waits: list[int] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            speculative_decode(
+                *(target, drafter, PROMPTS[0]),
+                record=lambda _: waits.append(sum("synchron" in str(w.message) for w in warned)),
+                **settings,
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) > 2
+    assert waits[-1] - waits[0] == len(waits) - 1
+
+
+def test_what_the_parts_of_a_decoding_take_adds_up_on_the_gpu(target: Target) -> None:
+    drafter = random_drafter("eagle3", target).to("cuda")
+    settings: dict[str, Any] = {"sampling": GREEDY, "chance": SeededChance(0), "stop_tokens": []}
+    for _ in range(2):  # the first one warms up
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        stats = speculative_decode(
+            target, drafter, PROMPTS[0], policy=3, max_new_tokens=32, **settings
+        ).stats
+        wall = time.perf_counter() - started
+    assert 0.8 * wall < stats.total_s < 1.05 * wall
+    assert min(stats.prefill_s, stats.draft_s, stats.verify_s, stats.other_s) > 0
+
+
+def test_an_id_without_mass_is_never_chosen_on_the_gpu() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    probs = torch.rand(4096, 5000, device="cuda", generator=generator)
+    probs *= torch.rand(4096, 5000, device="cuda", generator=generator) < 0.01
+    probs /= probs.sum(-1, keepdim=True)
+    chosen = SeededChance(0).choose(probs, range(4096), [0] * 4096, 0)
+    assert bool((probs.gather(1, chosen[:, None]) > 0).all())
+    on_cpu = SeededChance(0).choose(probs.cpu(), range(4096), [0] * 4096, 0)
+    assert int((chosen.cpu() != on_cpu).sum()) <= 1
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

@@ -213,16 +213,20 @@ class CausalDrafter(Drafter[CausalState]):
     def _in_own_ids(
         self, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
     ) -> tuple[Int[Tensor, "batch own"], list[int]]:
-        """Return target ids as the model's own ids; one may become several."""
+        """Return target ids as the model's own ids; one may become several.
+
+        Where that happens with any id of the vocabulary, the host waits to see the tokens.
+        """
         if self.reading is None:
             return tokens, list(counts)
         own = self.reading[tokens]
-        if not self.spelled or bool((own >= 0).all()):
+        if not self.spelled:
+            return own, list(counts)
+        all_theirs, all_mine = torch.stack([tokens, own]).tolist()
+        if all(single >= 0 for mine in all_mine for single in mine):
             return own, list(counts)
         rows: list[list[int]] = [[] for _ in counts]
-        for row, theirs, mine, count in zip(
-            rows, tokens.tolist(), own.tolist(), counts, strict=True
-        ):
+        for row, theirs, mine, count in zip(rows, all_theirs, all_mine, counts, strict=True):
             for token, single in zip(theirs[:count], mine[:count], strict=True):
                 row += self.spelled[token] if single < 0 else [single]
         return padded_rows(rows, tokens.device)
