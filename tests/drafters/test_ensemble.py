@@ -80,15 +80,20 @@ def test_votes_that_are_counted_wrongly_are_noticed(monkeypatch: pytest.MonkeyPa
         test_a_chain_is_the_most_voted_path_and_the_first_member_wins_ties()
 
 
-def state_after(drafter: Drafter, target: Target, text: Sequence[int], at_once: int) -> DraftState:
-    """The state of one row that has read this text, the first so many tokens as its prompt."""
+def state_after(
+    drafter: Drafter, target: Target, text: Sequence[int], at_once: int, *shape: int
+) -> DraftState:
+    """The state of one row that has read this text, the first so many tokens as its prompt.
+
+    shape: of what it proposes before it reads the others, in two cycles.
+    """
     tokens = torch.tensor([text])
     _, features = target.step(target.begin(), tokens[:, :-1], drafter.captures)
     state = drafter.begin(target.readout, tokens[:, 0], 128)
     drafter.observe(state, tokens[:, 1:at_once], [at_once - 1], features.slice(0, at_once - 1))
     for first, last in [(at_once, at_once + 2), (at_once + 2, len(text))]:
         if first < len(text):
-            drafter.propose(state, 4, 2, 8)
+            drafter.propose(state, *shape)
             new, seen = tokens[:, first:last], features.slice(first - 1, last - 1)
             drafter.observe(state, new, [last - first], seen)
     return state
@@ -102,7 +107,7 @@ def test_no_member_keeps_what_it_drafted_where_others_were_accepted(
     """After cycles whose tokens no member drafted, all draft what they draft of the whole text."""
     drafter = random_drafter("ensemble", target, members=["small_lm", *MEMBERS, "eagle"])
     text = [1, 3, 6, 20, 33, 41, 20, 9, 60, 7]
-    stepped, fresh = (state_after(drafter, target, text, first) for first in (5, len(text)))
+    stepped, fresh = (state_after(drafter, target, text, n, *shape) for n in (5, len(text)))
     one, other = (drafter.propose(state, *shape) for state in (stepped, fresh))
     assert one is not None
     assert other is not None

@@ -41,7 +41,7 @@ def member_of(name: str, settings: dict[str, Any] | None) -> tuple[Path, Drafter
 
 def _entry(name: str, settings: dict[str, Any]) -> DrafterConfig:
     # A saved evaluation may come from anyone, and so may the settings in it.
-    if allowed := sorted(WITHHELD.keys() & settings.keys()):
+    if allowed := sorted({"_target_", *WITHHELD} & settings.keys()):
         raise ValueError(f"drafter.settings must not hold {allowed[0]}, got it for {name}")
     content = content_of("drafter", name)
     _refuse_joined(name, content)

@@ -296,9 +296,10 @@ def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
         except ValueError as error:
             raise ValueError(f"drafter.members: {shown(name)} must be loaded: {error}") from error
     drafter = config.join(expected_spec(model), [each.drafter for each in given])
-    told = zip(config.members, given, strict=True)
-    lines = [f"member {shown(name)}: {each.weights}" for name, each in told]
-    lines += [line for each in given for line in each.lines]
+    lines = []
+    for name, each in zip(config.members, given, strict=True):
+        weights = "" if each.checkpoint is None else f": {each.weights}"
+        lines += [f"member {shown(name)}{weights}", *each.lines]
     origin = f"{config.name} of {', '.join(each.origin for each in given)}"
     return GivenDrafter(drafter, None, origin, tuple(lines), members=tuple(given))
 
