@@ -98,7 +98,7 @@ drafter.path=DIR measures what others trained: EAGLE-3 (native, SafeAILab, specu
 with its bias, Medusa (vLLM, FasterDecoding), any causal model of Transformers. It names what it
 recognised, and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
 drafter=two_model drafter.path=DIR is any smaller model, of the same vocabulary or by token
-intersection.
+intersection. drafter=ensemble 'drafter.members=[outputs/a,ngram]' lets several draft one tree.
 
 The report has a verdict for each task with the speedup, money at eval.price_per_hour and the extra
 memory; acceptance length and acceptance per position; tokens per second with and without the

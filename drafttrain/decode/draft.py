@@ -1,4 +1,4 @@
-"""Grow every proposal: the only place where drafted tokens are chosen."""
+"""Grow every proposal, unless a drafter proposes everything at once."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,13 +11,13 @@ from drafttrain.core.chance import Chance, Purpose, draw_of
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
-from drafttrain.core.tree import Tree
 from drafttrain.core.types import Proposal
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.decode.adaptive import Adaptive, Pace
 from drafttrain.decode.policy import DynamicTree, Level, Policy, StaticTree, chain, shape_of
 from drafttrain.decode.verify import without
 from drafttrain.drafters.base import Drafter, DraftState
+from drafttrain.drafters.shared.merge import best_tree
 
 Probs = Float[Tensor, "batch width vocab"]
 
@@ -43,7 +43,7 @@ def draft(
     if whole is not None:
         return whole
     if isinstance(policy, DynamicTree):
-        return grow_dynamic(policy, drafter, state)
+        return best_tree(drafter, state, policy.depth, policy.width, policy.num_nodes)
     if isinstance(policy, Adaptive):
         policy = chain(policy.depth)
     assert isinstance(policy, StaticTree)
@@ -160,38 +160,3 @@ class Draws:
         numbers = list(draws) * len(probs)
         flat = probs.reshape(-1, probs.shape[-1])
         return self.chance.choose(flat, names, starts, numbers).unflatten(0, (-1, width))
-
-
-def grow_dynamic(policy: DynamicTree, drafter: Drafter, state: DraftState) -> Proposal:
-    """Draft the tree of the best cumulative draft probabilities; a chain if nothing competes."""
-    logits = drafter.expand(state, None)
-    batch, device = len(logits), logits.device
-    scores = logits.new_zeros(batch, 1, dtype=torch.float32)
-    parents = torch.full((batch, 1), -1, device=device)  # the expanded nodes, among all candidates
-    all_tokens, all_scores, all_parents = [], [], []
-    for depth in range(policy.depth):
-        width = min(policy.width, logits.shape[-1])
-        best = logits.float().log_softmax(-1).topk(width, dim=-1)
-        tokens = best.indices if drafter.vocab is None else drafter.vocab.target_ids[best.indices]
-        all_tokens.append(tokens.flatten(1))
-        all_scores.append((scores[..., None] + best.values).flatten(1))
-        all_parents.append(parents[..., None].expand(-1, -1, width).flatten(1))
-        if depth + 1 < policy.depth:
-            first = sum(level.shape[1] for level in all_tokens[:-1])
-            # Stable: of equal ones the earlier, so that a choice does not depend on the device.
-            chosen = all_scores[-1].sort(dim=1, descending=True, stable=True).indices[:, :width]
-            scores, parents = all_scores[-1].gather(1, chosen), first + chosen
-            newest = all_tokens[-1].gather(1, chosen)
-            logits = drafter.expand(state, newest, chosen // width)
-    tokens, scores, parents = (torch.cat(p, dim=1) for p in (all_tokens, all_scores, all_parents))
-    # A child is never better than its parent, and comes after it: a stable order keeps the parents.
-    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, : policy.num_nodes]
-    kept = kept.sort(dim=1).values
-    place = torch.full_like(parents, -1).scatter(
-        1, kept, torch.arange(kept.shape[1], device=device).expand(batch, -1)
-    )
-    above = parents.gather(1, kept)
-    above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
-    num_nodes = torch.full((batch,), kept.shape[1])
-    tree = Tree.of(above, policy.depth, policy.width)
-    return Proposal(tokens.gather(1, kept), num_nodes, None, tree)

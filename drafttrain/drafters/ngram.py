@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.readout import Readout
-from drafttrain.core.transfer import send
-from drafttrain.core.tree import Tree
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
+from drafttrain.drafters.shared.merge import merged, proposal_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +88,12 @@ class Ngram(Drafter[NgramState]):
         self, state: NgramState, depth: int, width: int = 1, num_nodes: int = 0
     ) -> Proposal:
         """Return what followed each row's longest matching suffix; no node if nothing matches."""
-        device = state.readout.embedding.device
-        found = [self._continuations(text, depth, width) for text in state.texts]
-        if max(map(len, found)) < 2:
-            tokens, counts = padded_rows([paths[0] if paths else [] for paths in found], device)
-            return Proposal(tokens, torch.tensor(counts), None)
-        trees = [merged(paths, width, num_nodes) for paths in found]
-        tokens, counts = padded_rows([tokens for tokens, _ in trees], device)
-        above = [parents + [-1] * (tokens.shape[1] - len(parents)) for _, parents in trees]
-        tree = Tree.of(send(torch.tensor(above), device), depth, width)
-        return Proposal(tokens, torch.tensor(counts), None, tree)
+        trees = []
+        for text in state.texts:
+            paths = self._continuations(text, depth, width)
+            nodes = [tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)]
+            trees.append(merged([nodes], width, num_nodes or depth))
+        return proposal_of(trees, depth, width, state.readout.embedding.device)
 
     def _continuations(self, text: Text, depth: int, most: int) -> list[list[int]]:
         """Return up to `most` texts that followed a suffix: longest suffix first, then latest."""
@@ -115,24 +108,3 @@ class Ngram(Drafter[NgramState]):
                 if len(found) == most:
                     return found
         return found
-
-
-def merged(paths: Sequence[Sequence[int]], width: int, most: int) -> tuple[list[int], list[int]]:
-    """Return the tokens and parents of the tree of these paths, cut at `most` nodes.
-
-    The first path is whole; a node has at most `width` children, all different.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    nodes: dict[tuple[int, int], int] = {}  # by parent and token
-    for path in paths:
-        place = -1
-        for token in path:
-            if (place, token) not in nodes:
-                if len(tokens) == most or parents.count(place) == width:
-                    break
-                nodes[place, token] = len(tokens)
-                tokens.append(token)
-                parents.append(place)
-            place = nodes[place, token]
-    return tokens, parents

@@ -38,6 +38,7 @@ MUST_GIVE = {
     "data=hub": "data.repo=owner/name",
     "eval=spec_bench": "eval.prompts=question.jsonl",
     "drafter=admitted": "drafter.path=eagle3",
+    "drafter=ensemble": "drafter.members=[outputs/demo,ngram]",
     "features=stored": "features.dir=store",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import draft_model_dir
+from builders import draft_model_dir, drafter_config
 from omegaconf import OmegaConf
 from paths import ROOT
 
@@ -21,7 +21,7 @@ from drafttrain.decode.autoregressive import autoregressive_decode, autoregressi
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import Lenience
-from drafttrain.drafters.base import Drafter, DrafterConfig, TrainingChance
+from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig, TrainingChance
 from drafttrain.target.model import Target, load_target
 
 # CONFIG_DIR: a folder of one's own, as --config-dir names it, whose drafters keep the contract too.
@@ -32,6 +32,7 @@ TINY: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_coverage": 0.85},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
+MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others
 # `admitted` is no family of its own: what a directory holds is (tests/formats/test_read.py).
 OURS = [name for name, file in YAML.items() if file.is_relative_to(ROOT)]
 ALL = sorted(name for name in YAML if name != "admitted")
@@ -53,6 +54,12 @@ def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
 
 def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     """Random weights everywhere, after `prepare` chose what depends on data."""
+    if name == "ensemble":
+        config = drafter_config(name, **{"members": MEMBERS} | overrides)
+        assert isinstance(config, JoinedConfig)
+        return config.join(
+            target.spec, [random_drafter(each, target) for each in config.members]
+        ).eval()
     torch.manual_seed(0)
     drafter = build(name, target.spec, **overrides)
     if target.tokenizer is not None:
@@ -64,7 +71,7 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     return drafter.eval()
 
 
-TRAINABLE = [name for name in ALL if name not in ("ngram", "two_model")]
+TRAINABLE = [name for name in ALL if name not in ("ensemble", "ngram", "two_model")]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import model_config
+from builders import drafter_config, model_config
 from omegaconf import OmegaConf
 from paths import ROOT
 from torch import Tensor
@@ -30,7 +30,7 @@ from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import LOSSLESS, Rule
-from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.base import Drafter, JoinedConfig
 from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
 
@@ -133,6 +133,11 @@ DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("
 
 def drafter_for(name: str, small: Small) -> Drafter:
     """Build conf/drafter/<name>.yaml with random weights in float64."""
+    if name == "ensemble":
+        members = ["small_lm", "eagle3", "ngram"]
+        config = drafter_config(name, members=members)
+        assert isinstance(config, JoinedConfig)
+        return config.join(small.target.spec, [drafter_for(each, small) for each in members]).eval()
     values = OmegaConf.to_container(OmegaConf.load(CONF / f"{name.split('/')[0]}.yaml"))
     assert isinstance(values, dict)
     module, kind = values.pop("_target_").rsplit(".", 1)

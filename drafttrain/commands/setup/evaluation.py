@@ -12,6 +12,7 @@ from drafttrain.commands.setup.init_from import changed_target, drafter_before
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     check_fingerprint,
+    check_members,
     drafter_to_evaluate,
     inflate_as,
     load_alone,
@@ -105,6 +106,7 @@ def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
 def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     """Make a drafter ready to draft for a target. ValueError where it cannot."""
     drafter = given.drafter
+    check_members(given, target.spec)
     if given.checkpoint is not None:  # the run may have deleted it since it was read
         check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)

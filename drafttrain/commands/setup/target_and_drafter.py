@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.commands.setup.members import member_of
 from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import CaptureConfig, TrainConfig
@@ -19,7 +20,7 @@ from drafttrain.data.chat import encode, within_positions
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
-from drafttrain.drafters.base import Drafter, DrafterConfig
+from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig
 from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.config import HardwareConfig
@@ -252,6 +253,7 @@ class GivenDrafter:
     origin: str  # identifies the very weights: results of others are not mixed in
     lines: tuple[str, ...]  # what to print about it
     fingerprint: str | None = None  # of the target it was trained on, where its files say so
+    members: "tuple[GivenDrafter, ...]" = ()  # the drafters that it drafts with
 
     @property
     def weights(self) -> str:
@@ -269,6 +271,8 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
         found = admit(config, expected_spec(model), load_tokenizer(model), own)
         lines, fingerprint = tuple(found.lines()), found.target_fingerprint
         return GivenDrafter(found.drafter, None, found.origin, lines, fingerprint)
+    if isinstance(config, JoinedConfig):
+        return _joined(config, model)
     if not config.trainable:
         return GivenDrafter(config.build(expected_spec(model)), None, config.name, ())
     if not (run / CONFIG).is_file():
@@ -280,6 +284,35 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
         console.print(f"{run} is still written by {holder}: its best checkpoint so far is taken")
     drafter, checkpoint = load_drafter(run, config, recorded_spec(run))
     return GivenDrafter(drafter, checkpoint, str(checkpoint), ())
+
+
+def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
+    """Return a drafter of several, each loaded as an evaluation of it alone loads it."""
+    chosen = [member_of(name, config.settings.get(name)) for name in config.members]
+    given = []
+    for name, (run, own) in zip(config.members, chosen, strict=True):
+        try:
+            given.append(drafter_to_evaluate(run, own, model))
+        except ValueError as error:
+            raise ValueError(f"drafter.members: {shown(name)} must be loaded: {error}") from error
+    drafter = config.join(expected_spec(model), [each.drafter for each in given])
+    lines = []
+    for name, each in zip(config.members, given, strict=True):
+        weights = "" if each.checkpoint is None else f": {each.weights}"
+        lines += [f"member {shown(name)}{weights}", *each.lines]
+    origin = f"{config.name} of {', '.join(each.origin for each in given)}"
+    return GivenDrafter(drafter, None, origin, tuple(lines), members=tuple(given))
+
+
+def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
+    """Raise ValueError where a member is known to be trained on other weights than the target's."""
+    for each in given.members:
+        trained_on = each.fingerprint if each.checkpoint is None else each.drafter.spec.fingerprint
+        if trained_on not in (None, spec.fingerprint):
+            raise ValueError(
+                f"drafter.members must be trained on {spec.name}, whose fingerprint is "
+                f"{spec.fingerprint[:16]}, got {each.origin}, trained on {trained_on[:16]}"
+            )
 
 
 def record_evaluation(config: Any) -> None:
