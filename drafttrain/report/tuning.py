@@ -29,6 +29,7 @@ class DepthPrediction:
     acceptance_length: float
     predicted: float  # speedup of decoding, prefill left out
     measured: float | None
+    proposal: str = ""  # its shape, in words
 
     @property
     def error(self) -> float | None:
@@ -43,6 +44,7 @@ class ChosenDepth:
     depth: int
     speedup: float
     speculate: bool
+    proposal: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class TunedChoice:
 
 COLUMNS: list[Column[DepthPrediction]] = [
     ("depth", lambda p: str(p.depth)),
+    ("proposal", lambda p: p.proposal),
     ("acceptance length", lambda p: number(p.acceptance_length)),
     ("predicted", lambda p: number(p.predicted)),
     ("measured", lambda p: number(p.measured)),
@@ -97,11 +100,13 @@ def headline(choices: Mapping[str, TunedChoice]) -> str:
     """Return the depths chosen for all tasks, batch by batch, as sentences."""
     sentences = []
     for size, choice in choices.items():
-        best, speedup = choice.all, f"{number(choice.all.speedup)} times as fast"
+        best = choice.all
+        shape = f", a {best.proposal}" if "tree" in best.proposal else ""
+        gain = f"{number(best.speedup)} times as fast"
         sentences.append(
-            f"Batch {size}: speculate at depth {best.depth}, {speedup}."
+            f"Batch {size}: speculate at depth {best.depth}{shape}, {gain}."
             if best.speculate
-            else f"Batch {size}: do not speculate; the best depth, {best.depth}, is {speedup}."
+            else f"Batch {size}: do not speculate; the best depth, {best.depth}{shape}, is {gain}."
         )
     return " ".join(sentences)
 

@@ -43,6 +43,9 @@ def choose_device(config: HardwareConfig) -> str:
             f"hardware.device={config.device} needs a CUDA GPU and a CUDA build of torch, "
             "found none; use hardware=cpu or hardware=auto"
         )
+    if device.startswith("cuda"):
+        # It plans anew for every shape, for milliseconds, and our shapes vary from pass to pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

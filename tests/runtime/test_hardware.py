@@ -84,6 +84,18 @@ def test_a_run_on_the_cpu_wakes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(hardware(device="cpu")) == "cpu"
 
 
+def test_on_a_gpu_attention_does_not_plan_anew_for_every_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        assert choose_device(hardware(device="cuda")) == "cuda"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_training_dtype_is_kept_or_what_the_processor_has() -> None:
     assert choose_train_dtype(hardware(), CPU) == torch.float32
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
