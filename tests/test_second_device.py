@@ -23,7 +23,9 @@ from drafttrain.core.placed_batch import placed
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Sample, weighted_sum
 from drafttrain.data.batches import Batches, collate
+from drafttrain.decode.adaptive import Adaptive
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
+from drafttrain.decode.costs import Costs
 from drafttrain.decode.loop import Cycle, speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import LOSSLESS, Block, Lenience, Rule, Typical
@@ -337,7 +339,10 @@ def test_a_target_writes_its_own_data_as_on_the_cpu(both: list[Place]) -> None:
 
 
 DECODED = {"greedy": GREEDY, "sampled": Sampling(1.0, 0, 0.9), "top_k": Sampling(0.8, 5, 1.0)}
-POLICIES = [chain(3), tree_of_widths([3, 2]), DynamicTree(3, 2, 6)]
+CELLS = {(depth, 1, 8): 0.1 * depth for depth in (1, 2, 3)}
+PASSES = Costs([1], [8], {(1, 8): 1.0}, dict.fromkeys(CELLS, 1.0), CELLS, {(1, 8): 0.1})
+POLICIES: list[Policy] = [chain(3), tree_of_widths([3, 2]), DynamicTree(3, 2, 6)]
+POLICIES += [Adaptive(3, PASSES, (0.3,)), Adaptive(3, PASSES, (0.09,))]  # drafts; hardly drafts
 FEW = [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
 
 
@@ -358,7 +363,9 @@ def test_plain_decoding_writes_what_it_writes_on_the_cpu(
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.describe())
+@pytest.mark.parametrize(
+    "policy", POLICIES, ids=["chain", "static", "dynamic", "adaptive", "hardly"]
+)
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 @pytest.mark.parametrize("family", ALL)
 def test_drafts_are_decoded_as_on_the_cpu(

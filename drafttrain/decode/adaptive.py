@@ -65,9 +65,9 @@ class Pace:
         self.policy = policy
         self.tested = {name: np.zeros(policy.depth) for name in names}
         self.accepted = {name: np.zeros(policy.depth) for name in names}
-        self.trust = {
-            name: (PRIOR, PRIOR) for name in names
-        }  # accepted, and promised by confidence
+        self.words = {
+            name: (0.0, 0.0) for name in names
+        }  # accepted, and confidence in what was tested
         self.has_read = False  # whether the drafter has read the text
         self.quiet = 0.0  # plain steps since the last draft
         self._seconds: dict[tuple[int, int], np.ndarray] = {}
@@ -79,10 +79,9 @@ class Pace:
         """
         self.seconds = self._seconds_of(len(names), sum(starts) / len(starts))
         self.ahead = np.array([self._acceptance(name) for name in names])
-        told = [self.trust[name] for name in names]
-        self.sure = np.array([min(kept / said, 2.0) for kept, said in told])
+        self.kept, self.said = np.array([self.words[name] for name in names]).T
         self.path = np.ones(len(names))
-        self.promised: list[np.ndarray] = []
+        self.confidence: list[np.ndarray] = []
         rates = (len(names) + np.cumsum(self.ahead.cumprod(1).sum(0))) / self.seconds[1:]
         plain = len(names) / self.seconds[0]
         self.rate, self.probing = max(rates.max(), plain), False
@@ -100,11 +99,17 @@ class Pace:
         return drafts
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
-        """Return whether one more token is drafted; confidence: each row's in its last one."""
+        """Return whether one more token is drafted; confidence: each row's in its last one.
+
+        Drafters say too much or too little: what counts is how a confidence compares with those
+        before it, by what was accepted of those. The first one of a text says nothing yet.
+        """
         said = np.array(confidence)
-        self.promised.append(said)
-        depth = len(self.promised)
-        self.path = self.path * np.minimum(said * self.sure, 1.0)
+        kept = self.kept + PRIOR * self.ahead[:, len(self.confidence)]
+        sure = said * kept / np.maximum(self.said + PRIOR * said, 1e-9)
+        self.path = self.path * np.minimum(sure, 1.0)
+        self.confidence.append(said)
+        depth = len(self.confidence)
         if depth == self.policy.depth or self.probing:
             return False
         gained = float((self.path * self.ahead[:, depth]).sum())
@@ -121,10 +126,12 @@ class Pace:
             self.accepted[name] *= DECAY
             self.tested[name][:tested] += 1
             self.accepted[name][:count] += 1
-            if self.promised:  # not where the drafter proposes a whole chain at once
-                kept, said = self.trust[name]
-                promised = sum(float(each[place]) for each in self.promised[:tested])
-                self.trust[name] = (DECAY * kept + count, DECAY * said + promised)
+            said = [
+                float(each[place]) for each in self.confidence[:tested]
+            ]  # none of a whole chain
+            if said:
+                kept, before = self.words[name]
+                self.words[name] = (DECAY * kept + count, DECAY * before + sum(said))
 
     def _acceptance(self, name: int) -> np.ndarray:
         """Return how often each position is accepted, where the one before it was, for a row.

@@ -104,11 +104,17 @@ def test_a_drafter_that_was_thought_bad_is_found_good() -> None:
     assert min(place for place, depth in enumerate(depths) if depth > 3) < tried + 20
 
 
-def test_confidence_ends_a_draft() -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_a_confidence_below_those_before_it_ends_a_draft(scale: float) -> None:
     one = pace(0.8)
+    for _ in range(4):
+        assert one.begins([0], [64], [500])
+        while one.goes_on([0.9 * scale]):
+            pass
+        one.learn([0], [len(one.confidence)], [len(one.confidence)])
     assert one.begins([0], [64], [500])
-    assert one.goes_on([0.9])
-    assert not one.goes_on([0.05])
+    assert one.goes_on([0.9 * scale])
+    assert not one.goes_on([0.05 * scale])
 
 
 def test_no_cycle_takes_longer_than_the_latency_asked_for() -> None:
