@@ -75,7 +75,8 @@ class Pace:
     def begins(self, names: Sequence[int], starts: Sequence[int], left: Sequence[int]) -> bool:
         """Return whether the drafter drafts in the cycle that begins now.
 
-        starts: positions behind each row. left: tokens that each may still emit.
+        starts: positions behind each row. left: tokens that each may still emit. `planned` is then
+        the depth for a drafter that proposes a whole chain at once.
         """
         self.seconds = self._seconds_of(len(names), sum(starts) / len(starts))
         self.ahead = np.array([self._acceptance(name) for name in names])
@@ -93,6 +94,7 @@ class Pace:
         if not pays:
             dearer = self.seconds[1] - self.seconds[0] + reading
             self.probing = bool(TRIES * self.quiet * self.seconds[0] >= dearer)
+        self.planned = 1 if self.probing else int(rates.argmax()) + 1
         drafts = pays or self.probing
         self.quiet = 0.0 if drafts else self.quiet + 1
         self.has_read |= drafts

@@ -39,7 +39,8 @@ def draft(
     top-k and top-p, over target ids; greedy drafts record none.
     """
     limits = (policy.width, policy.num_nodes) if policy.branches else ()
-    whole = drafter.propose(state, policy.depth, *limits)
+    depth = policy.depth if pace is None else pace.planned
+    whole = drafter.propose(state, depth, *limits)
     if whole is not None:
         return whole
     if isinstance(policy, DynamicTree):

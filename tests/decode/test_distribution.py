@@ -332,7 +332,7 @@ def test_an_adaptive_depth_leaves_the_distribution_of_the_target(
     case = Case(limit=limit, policy=policy, sampling=TOP_2)
     certify(smalls[3], drafter_for(name, smalls[3]), case, width=1)
     certify(smalls[3], drafter_for(name, smalls[3]), replace(case, rule=Block()), width=1)
-    if name != "ngram":
+    if name not in ("ngram", "ensemble"):  # which propose whole chains
         assert depths >= {"by_confidence": {1, 2}, "by_acceptance": {0, 1}, "never": {0}}[pace]
 
 
