@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +48,7 @@ def random_target(shape: str, device: str, dtype: torch.dtype) -> Target:
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    sizes = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner}
+    sizes: dict[str, Any] = {"vocab_size": vocab, "hidden_size": width, "intermediate_size": inner}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_layers": layers}
     spec = TargetSpec(
         **sizes, name=f"random {shape}", fingerprint="", architecture="llama",
@@ -105,7 +106,7 @@ def main() -> int:
     table = target.readout.embedding
     read = sum(p.numel() * p.element_size() for p in target.model.parameters())
     bound = (read - table.numel() * table.element_size()) / bandwidth(target.device)
-    settings = {"sampling": GREEDY, "chance": SeededChance(0), "stop_tokens": ()}
+    settings: dict[str, Any] = {"sampling": GREEDY, "chance": SeededChance(0), "stop_tokens": ()}
     prompt = list(range(1, told.context + 1))
     for _ in range(2):  # the first one warms up
         started = time.perf_counter()
