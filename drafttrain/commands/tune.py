@@ -47,6 +47,7 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
         setup.conditions,
         policy=setup.settings.policy_settings,
         weights=setup.weights,
+        temperature=setup.settings.temperature,
         trees={
             size: {depth: each.paths for depth, each in trees.items()}
             for size, trees in found.trees.items()

@@ -2,7 +2,8 @@
 
 A key is (row, start, draw): the row's name, the number of tokens it had committed when the cycle
 began, and the number of the choice within the cycle. A batch therefore equals its rows decoded
-alone, and a test can use its own `Chance` to replay the loop over all outcomes.
+alone (but under an adaptive policy, where rows decide together how far a cycle drafts), and a test
+can use its own `Chance` to replay the loop over all outcomes.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ import numpy as np
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 
-PRIOR = 8.0  # drafts that the acceptance known before counts for
+PRIOR = 16.0  # drafts that the acceptance known before counts for
 DECAY = 0.96  # of what was seen, from draft to draft: half of it after 17
 TRIES = 0.02  # of the time of plain steps, for drafts that try whether they pay again
 GRAIN = 64  # positions of context within which costs are taken as the same
@@ -38,6 +38,8 @@ class Adaptive(Policy):
     def __post_init__(self) -> None:
         if not self.acceptance:
             raise ValueError("acceptance must have a number for each position, got none")
+        if self.depth < 1:
+            raise ValueError(f"depth must be at least 1, got {self.depth}")
 
     @property
     def num_nodes(self) -> int:  # type: ignore[override]

@@ -6,6 +6,12 @@ from typing import Any
 
 import numpy as np
 
+CELL = ("batch", "context")
+NAMES = {
+    **{kind: CELL for kind in ("plain", "read")},
+    **{kind: ("depth", *CELL) for kind in ("verify", "draft")},
+}
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -60,44 +66,32 @@ class Costs:
 
     def records(self) -> dict[str, list[dict[str, float]]]:
         """Return the costs in milliseconds, for a file; `of_records` reads them."""
-        names = ("depth", "batch", "context")
-
-        def cells(values: Mapping[Any, float], names: Sequence[str]) -> list[dict[str, float]]:
-            told = values.items()
-            return [dict(zip((*names, "ms"), (*key, 1000 * s), strict=True)) for key, s in told]
-
         return {
-            "plain": cells(self.plain, names[1:]),
-            "read": cells(self.read, names[1:]),
-            "verify": cells(self.verify, names),
-            "draft": cells(self.draft, names),
+            kind: [
+                dict(zip((*names, "ms"), (*key, 1000 * seconds), strict=True))
+                for key, seconds in getattr(self, kind).items()
+            ]
+            for kind, names in NAMES.items()
         }
 
     @classmethod
     def of_records(cls, records: Mapping[str, Iterable[Mapping[str, float]]]) -> "Costs":
-        """Return the costs that a file holds. ValueError where a cell is missing."""
-        try:
-            plain, read = (
-                {(int(cell["batch"]), int(cell["context"])): cell["ms"] / 1000 for cell in cells}
-                for cells in (records["plain"], records["read"])
-            )
-            verify, draft = (
-                {
-                    (int(cell["depth"]), int(cell["batch"]), int(cell["context"])): cell["ms"]
-                    / 1000
-                    for cell in cells
-                }
-                for cells in (records["verify"], records["draft"])
-            )
-        except KeyError as error:
-            raise ValueError(f"costs must have {error}, got none") from None
+        """Return the costs that a file holds. ValueError for gaps and for what cannot be."""
+        kinds: dict[str, dict[Any, float]] = {}
+        for kind, names in NAMES.items():
+            try:
+                cells = [[*(cell[name] for name in names), cell["ms"]] for cell in records[kind]]
+            except KeyError as error:
+                raise ValueError(f"costs must have {error}, got none") from None
+            if not all(value > 0 for cell in cells for value in cell):
+                raise ValueError("costs must be above 0, at sizes above 0, got others")
+            kinds[kind] = {tuple(map(int, key)): ms / 1000 for *key, ms in cells}
+        plain, draft = kinds["plain"], kinds["draft"]
         batches, contexts = (sorted({key[place] for key in plain}) for place in (0, 1))
-        found = cls(batches, contexts, plain, verify, draft, read)
-        wanted = {(batch, context) for batch in batches for context in contexts}
-        by_depth = {(depth, *cell) for depth in found.depths for cell in wanted}
-        whole = wanted == set(plain) == set(read) and by_depth == set(draft) == set(verify)
-        if not wanted or not by_depth or not whole:
+        depths = {key[0] for key in draft}
+        whole = bool(draft) and len(plain) == len(batches) * len(contexts)
+        whole = whole and set(plain) == set(kinds["read"]) and set(draft) == set(kinds["verify"])
+        whole = whole and len(draft) == len(depths) * len(plain)
+        if not whole or not all(key[1:] in plain for key in draft):
             raise ValueError("costs must have every depth, batch and context, got gaps")
-        if not all(value > 0 for part in (plain, read, verify, draft) for value in part.values()):
-            raise ValueError("costs must be above 0, got another")
-        return found
+        return cls(batches, contexts, plain, kinds["verify"], draft, kinds["read"])

@@ -223,6 +223,8 @@ def tree_of_ranks(paths: Sequence[Sequence[int]], replacement: bool = False) -> 
     """
     ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
     places = {path: place for place, path in enumerate(ordered)}
+    if not ordered or not all(ordered) or len(places) < len(ordered):
+        raise ValueError(f"tree must have nodes, each once, got {[list(p) for p in ordered]}")
     for path in ordered:
         needed = [path[:-1]] * (len(path) > 1) + [(*path[:-1], path[-1] - 1)] * (path[-1] > 0)
         for other in needed:

@@ -1,6 +1,6 @@
 """The certificate: checks of losslessness on the user's own target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,10 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Decoded, Proposal, Verdict
+from drafttrain.decode.adaptive import Adaptive
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
+from drafttrain.decode.policy import Policy
 from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
@@ -116,10 +118,12 @@ def certify(
     *,
     timed: tuple[Target, Drafter] | None,
     seed: int,
+    policies: Mapping[str, Policy] | None = None,
     show: bool = True,
 ) -> list[Check]:
     """Return the checks of the certificate, made on these prompts.
 
+    policies: of prompts that have one of their own, by their ids.
     `target` and `drafter` should be in float32. timed: the same two in the dtype of the timing, if
     that is another; its divergences are audited.
     """
@@ -129,12 +133,12 @@ def certify(
     checks = []
     with progress("certificate", 4 + (timed is not None), show=show) as tick:
         for pair in [(target, drafter), *([timed] if timed is not None else [])]:
-            checks.append(greedy_check(*pair, prompts, config))
+            checks.append(greedy_check(*pair, prompts, config, policies))
             tick(1)
         audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
         method = DraftMethod("drafted", drafter, config.policy_at(config.depth))
         speculate = decoders(target, [method], config, sampling, seed)[method.name]
-        drafted = _decoded(partial(speculate, record=audit), prompts)
+        drafted = _decoded(partial(speculate, record=audit), prompts, policies)
         checks.append(distribution_check(audit))
         tick(1)
         checks.append(cache_check(target, prompts, drafted, audit))
@@ -143,14 +147,22 @@ def certify(
         checks += text_checks(target, prompts, drafted, plain, config.acceptance_rule, sampling)
         if config.batch_size > 1:
             rows = _decoded(speculate, prompts[: config.batch_size], together=True)
-            checks.append(batch_check(rows, drafted[: config.batch_size]))
+            alone = not isinstance(method.policy, Adaptive) and not policies
+            checks.append(batch_check(rows, drafted[: config.batch_size], alone))
         tick(1)
     return checks
 
 
-def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: EvalConfig) -> Check:
+def greedy_check(
+    target: Target,
+    drafter: Drafter,
+    prompts: Prompts,
+    config: EvalConfig,
+    policies: Mapping[str, Policy] | None = None,
+) -> Check:
     """Compare greedy speculative output with the plain loop's; audit where they first differ.
 
+    policies: of prompts that have one of their own, by their ids.
     In float32 they must be equal. In other dtypes a difference passes if the target's two best
     logits are closer than its own rounding noise: the logits of a position differ by that much
     between a pass over several tokens and a pass over one.
@@ -162,13 +174,11 @@ def greedy_check(target: Target, drafter: Drafter, prompts: Prompts, config: Eva
         "chance": SeededChance(0),
         "stop_strings": tuple(config.stop_strings),
     }
-    drafting: dict[str, Any] = {
-        "policy": config.policy_at(config.depth),
-        "rule": config.acceptance_rule,
-    }
+    usual, rule = config.policy_at(config.depth), config.acceptance_rule
     for name, tokens in prompts:
         plain = autoregressive_decode(target, tokens, **settings)
-        drafted = speculative_decode(target, drafter, tokens, **drafting, **settings)
+        policy = (policies or {}).get(name, usual)
+        drafted = speculative_decode(target, drafter, tokens, policy=policy, rule=rule, **settings)
         if plain.tokens != drafted.tokens:
             place = first_difference(plain.tokens, drafted.tokens)
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])
@@ -324,19 +334,36 @@ def text_checks(
     return [uniform, quality]
 
 
-def batch_check(together: Sequence[Decoded], alone: Sequence[Decoded]) -> Check:
-    """Compare sampled rows of a batch with the same rows decoded alone: chance is keyed by row."""
+def batch_check(
+    together: Sequence[Decoded], alone: Sequence[Decoded], comparable: bool = True
+) -> Check:
+    """Compare sampled rows of a batch with the same rows decoded alone: chance is keyed by row.
+
+    comparable: whether they were drafted alike. Under an adaptive policy a row's depth, and so
+    which choices it takes, depends on the rows beside it.
+    """
     same = sum(a.tokens == b.tokens for a, b in zip(together, alone, strict=True))
     text = f"{same} of {len(alone)} sampled rows of a batch are those of batch 1"
-    passed = same == len(alone) if len(alone) > 1 else None  # one row is not a batch
+    if not comparable:
+        text += "; they were not drafted alike, and need not be"
+    passed = same == len(alone) if comparable and len(alone) > 1 else None  # one is not a batch
     return Check("batch", passed, same / len(alone), "all identical", text, [])
 
 
-def _decoded(decode: Decode, prompts: Prompts, together: bool = False) -> list[Decoded]:
-    groups = [range(len(prompts))] if together else [[row] for row in range(len(prompts))]
+def _decoded(
+    decode: Decode,
+    prompts: Prompts,
+    policies: Mapping[str, Policy] | None = None,
+    together: bool = False,
+) -> list[Decoded]:
     texts = [tokens for _, tokens in prompts]
-    outputs = [decode([texts[row] for row in rows], rows=rows) for rows in groups]
-    return [decoded for group in outputs for decoded in group]
+    if together:
+        return decode(texts, rows=range(len(texts)))
+    found = []
+    for row, (name, tokens) in enumerate(prompts):
+        own = {"policy": policies[name]} if policies and name in policies else {}
+        found += decode([tokens], rows=[row], **own)
+    return found
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

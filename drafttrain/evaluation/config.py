@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.suites import PromptSource
@@ -84,7 +84,7 @@ class EvalConfig(Settings):
     marginal_speedup: float
     price_per_hour: float | None
     currency: str
-    tuned: Any = None  # no setting: what `tune` chose (Chosen), where a setting asks for it
+    from_tune: ClassVar[Any] = None  # no setting: see TunedEval
 
     def __post_init__(self) -> None:
         folder_name(self.name, "eval.name")
@@ -128,7 +128,7 @@ class EvalConfig(Settings):
         _ = self.sampling, self.draft_sampling, self.source, self.verdict
 
     def _check_tree(self) -> None:
-        deepest = max(self.every_depth)
+        deepest = self.deepest
         if self.policy == "static_tree":
             self._check_static_tree(deepest)
         if self.policy in ("dynamic_tree", "optimal_tree"):
@@ -143,7 +143,7 @@ class EvalConfig(Settings):
             allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
             allowed += "probability, which is not lossless for nodes that are drawn by chance"
             self.require("draft_temperature", not self.draft_temperature, allowed)
-        if self.policy != "chain" and self.rule == "block":
+        if self.policy not in ("chain", "adaptive") and self.rule == "block":
             raise ValueError(
                 f"eval.rule must not be block with eval.policy={self.policy}: it is defined for "
                 "chains; use eval.rule=lossless"
@@ -181,7 +181,6 @@ class EvalConfig(Settings):
             "static_tree": ("tree", "tree_replacement"),
             "dynamic_tree": ("tree_nodes", "tree_width"),
             "optimal_tree": ("tree_nodes", "tree_width"),
-            "adaptive": ("latency_ms",) * (self.latency_ms is not None),
         }
         keys = ("policy", *of_it.get(self.policy, ()))
         told = [f"eval.{key}={str(getattr(self, key)).replace(' ', '')}" for key in keys]
@@ -195,24 +194,27 @@ class EvalConfig(Settings):
     @property
     def of_tasks(self) -> dict[str, "Policy"]:
         """The policies of tasks that have one of their own, at the depth of the report."""
-        depths = {} if self.tuned is None else self.tuned.tasks
+        depths = {} if self.from_tune is None else self.from_tune.tasks
         return {task: self.policy_at(depth) for task, depth in depths.items()}
 
     def policy_at(self, depth: int) -> "Policy":
         """The policy of the drafter, at a depth of the sweep."""
         from drafttrain.decode import policy  # this imports torch
 
-        if self.policy == "adaptive" and self.tuned is not None:
+        if self.policy == "adaptive" and self.from_tune is not None:
             from drafttrain.decode.adaptive import Adaptive
             from drafttrain.decode.costs import Costs
 
             limit = None if self.latency_ms is None else self.latency_ms / 1000
-            costs = Costs.of_records(self.tuned.costs_ms)
-            return Adaptive(depth, costs, self.tuned.acceptance, limit)
+            costs = Costs.of_records(self.from_tune.costs_ms)
+            return Adaptive(depth, costs, self.from_tune.acceptance, limit)
         if self.policy == "optimal_tree":
-            if self.tuned is None:  # acceptance is counted with this one
+            if self.from_tune is None:  # acceptance is counted with this one
                 return policy.spine(depth, self.tree_width)
-            return policy.tree_of_ranks(self.tuned.trees[depth])
+            tree = policy.tree_of_ranks(self.from_tune.trees[depth])
+            if tree.depth != depth:
+                raise ValueError(f"tree of depth {depth} must be so deep, got depth {tree.depth}")
+            return tree
         if self.policy == "static_tree":
             if isinstance(self.tree[0], list):
                 nodes = [path for path in self.tree if len(path) <= depth]
@@ -288,6 +290,12 @@ class EvalConfig(Settings):
         return sorted({*chosen, *self.depths}) or [1]
 
     @property
+    def deepest(self) -> int:
+        """The greatest depth that is decoded, tasks with a depth of their own included."""
+        own = [] if self.from_tune is None else self.from_tune.tasks.values()
+        return max([*self.every_depth, *own])
+
+    @property
     def points(self) -> list[tuple[float, int]]:
         """The (temperature, batch size) pairs to measure: that of the report comes first."""
         temperatures, sizes = self.temperatures, self.batch_sizes
@@ -298,12 +306,19 @@ class EvalConfig(Settings):
     def conditions(self) -> dict[str, Any]:
         """The settings that a measurement depends on; the others affect its report only."""
         known = {key: value for key, value in vars(self).items() if key not in REPORTED}
-        return known | {"tuned": None if self.tuned is None else asdict(self.tuned)}
+        return known | {"from_tune": None if self.from_tune is None else asdict(self.from_tune)}
 
     @property
     def sweeps(self) -> bool:
         """Whether anything besides the report's own point is measured."""
         return len(self.every_depth) > 1 or len(self.points) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedEval(EvalConfig):
+    """The settings with what `tune` chose, where one of them asks for it."""
+
+    from_tune: Any  # type: ignore[misc]  # evaluation.tuned.Chosen
 
 
 def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Sampling:

@@ -169,19 +169,20 @@ def losslessness(
         describe_rule(config.sampling, rule, config.shape),
         is_lossless(rule, config.sampling),
     )
-    chosen = [
-        (prompt.id, first_turn(prompt, exact, template))
-        for prompt in spread(prompts, config.lossless_prompts)
-    ]
+    some, of_tasks = spread(prompts, config.lossless_prompts), config.of_tasks
+    chosen = [(prompt.id, first_turn(prompt, exact, template)) for prompt in some]
+    own = {prompt.id: of_tasks[prompt.task] for prompt in some if prompt.task in of_tasks}
     if not chosen:
         return LosslessCheck(name, lossless, "not checked", 0, 0, [], ""), None
     dtype, total, section = dtype_name(exact.dtype), len(chosen), None
     if config.certify or config.lossy:
         narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
-        checks = certify(exact, parts.drafter, chosen, config, timed=narrow, seed=seed)
+        checks = certify(
+            exact, parts.drafter, chosen, config, timed=narrow, seed=seed, policies=own
+        )
         greedy = checks[0]
         section = certified(checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=total)
     else:
-        greedy = greedy_check(exact, parts.drafter, chosen, config)
+        greedy = greedy_check(exact, parts.drafter, chosen, config, own)
     same, differing = total - len(greedy.divergences), greedy.divergences
     return LosslessCheck(name, lossless, dtype, same, total, differing, ""), section

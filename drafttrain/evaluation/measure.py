@@ -97,10 +97,11 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
 
     The target is not needed: its shape is the one that the drafter was built for.
     """
-    deepest = max(config.every_depth)
-    key = "depth" if deepest == config.depth else "depths"
+    deepest = config.deepest
+    key = "depths" if deepest in config.depths else "depth"
     try:
-        config.policy_at(deepest).check(drafter, config.draft_sampling)
+        for policy in [config.policy_at(max(config.every_depth)), *config.of_tasks.values()]:
+            policy.check(drafter, config.draft_sampling)
     except ValueError as error:
         word, _, rest = str(error).partition(" ")
         width = "tree" if config.policy == "static_tree" else "tree_width"
@@ -136,7 +137,7 @@ def too_long(
     drafters: Sequence[Drafter] = (),
 ) -> str:
     """Return why a prompt may not fit the target's and drafters' contexts, "" if it fits."""
-    deepest = max(config.every_depth)
+    deepest = config.deepest
     positions, who = context_of(target.spec, drafters)
     room = positions - config.max_new_tokens - deepest
     # Later turns carry the answers before them, each at its longest.
@@ -256,8 +257,11 @@ def measure(
     names = list(decode)
     groups = groups_of(prompts, batch_size)
     warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
-    for name in names:  # first calls pay for allocations that later ones do not
-        decode[name](warm, rows=[0] * len(warm))
+    own = {task for method in methods for task in method.of_task}
+    # First calls pay for allocations that later ones do not.
+    for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
+        for one in ready.values():
+            one(warm, rows=[0] * len(warm))
     measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)

@@ -112,13 +112,14 @@ def count_ranks(
     return counts
 
 
-def samples(depth: int, num_nodes: int) -> dict[tuple[str, int], Policy]:
+def samples(depth: int, num_nodes: int, most_children: int) -> dict[tuple[str, int], Policy]:
     """Return the proposals to time, from which the seconds of any tree are predicted.
 
     wide n: n children of the root. after n: the same, with a child each; the difference is a pass
-    of the drafter over n nodes. chain n: so deep.
+    of the drafter over n nodes. chain n: so deep. most_children: no node can have more.
     """
-    widths = sorted({*(2**k for k in range(1, 11) if 2**k < num_nodes), num_nodes} - {1})
+    widest = min(num_nodes, most_children)
+    widths = sorted({*(2**k for k in range(1, 11) if 2**k < widest), widest} - {1})
     found: dict[tuple[str, int], Policy] = {}
     for width in widths:
         found["wide", width] = tree_of_widths([width])

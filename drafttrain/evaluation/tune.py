@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -37,7 +36,7 @@ from drafttrain.evaluation.optimal_tree import (
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
-from drafttrain.runtime.untrusted_input import UntrustedError, read_typed
+from drafttrain.runtime.untrusted_input import read_typed
 from drafttrain.target.model import Target
 
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
@@ -75,6 +74,11 @@ def tune_drafter(
     """
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
+    if config.policy == "adaptive":
+        raise ValueError(
+            "eval.policy must be chain for `tune`, got adaptive, which takes what `tune` finds of "
+            "chains"
+        )
     if config.policy == "optimal_tree" and type(timed).propose is not Drafter.propose:
         raise ValueError(
             f"eval.policy must not be optimal_tree for drafter={parts.drafter_name}, which finds "
@@ -99,8 +103,8 @@ def tune_drafter(
     trees: TreesBySize = {}
     kept: Kept | None = None
     if config.policy == "optimal_tree":
-        kept = Kept(folder, point | {"tune": vars(settings)})
-        trees = kept.known or optimal_trees(
+        kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
+        trees = kept.of(depths, sizes) or optimal_trees(
             target, timed, prompts, template, config, depths, sorted({1, *sizes}), timing, seed
         )
         kept.write(trees)
@@ -171,7 +175,8 @@ def optimal_trees(
     """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
     deepest, most = depths[-1], config.tree_nodes
     counts = count_ranks(target, drafter, prompts, template, config, depth=deepest, seed=seed)
-    kinds = samples(deepest, most)
+    known = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
+    kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
     costs = measure_costs(target, drafter, lambda _: numbered, batches=sizes, **timing)
     lengths = [len(first_turn(prompt, target, template)) for prompt in prompts]
@@ -190,9 +195,17 @@ class Kept:
     def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
         text = json.dumps(conditions, sort_keys=True)
         self.file = folder / f"trees.{hashlib.sha256(text.encode()).hexdigest()[:8]}.partial.json"
-        self.known: TreesBySize = {}
-        with suppress(UntrustedError, OSError):
-            self.known = read_typed(_Trees, self.file).trees
+
+    def of(self, depths: Sequence[int], sizes: Sequence[int]) -> TreesBySize | None:
+        """Return the trees that were kept; None if some are missing."""
+        try:
+            found = read_typed(_Trees, self.file).trees
+            whole = all(
+                found[size][depth].tree.depth == depth for size in sizes for depth in depths
+            )
+        except (ValueError, KeyError, OSError):
+            return None
+        return found if whole else None
 
     def write(self, trees: TreesBySize) -> None:
         """Write the trees; they are on the disk when this returns."""

@@ -10,7 +10,14 @@ from typing import Any
 from drafttrain.report.tuning import DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
-from drafttrain.runtime.untrusted_input import Amount, Count, UntrustedError, read_typed, shown
+from drafttrain.runtime.untrusted_input import (
+    Amount,
+    Count,
+    Depth,
+    UntrustedError,
+    read_typed,
+    shown,
+)
 
 TUNED = "tuned.json"
 CHAIN = "eval.policy=chain"
@@ -43,6 +50,7 @@ def write_tuned(
     *,
     policy: str,
     weights: str,
+    temperature: float,
     trees: Mapping[int, Mapping[int, Paths]],
     acceptance: Sequence[float],
 ) -> Path:
@@ -55,6 +63,7 @@ def write_tuned(
     record = {
         "policy": policy,
         "weights": weights,
+        "temperature": temperature,
         "batches": as_data(choices),
         "trees": as_data(trees),
         "acceptance": list(acceptance),
@@ -68,7 +77,7 @@ def write_tuned(
 
 @dataclass(frozen=True)
 class _Depth:
-    depth: Count
+    depth: Depth
 
 
 @dataclass(frozen=True)
@@ -85,14 +94,21 @@ class _Tuned:
     costs_ms: dict[str, list[dict[str, Amount]]] = field(default_factory=dict)
     policy: str = CHAIN
     weights: str | None = None  # older versions did not say
+    temperature: float | None = None
 
 
 def read_tuned(
-    run: Path, batch_size: int, *, policy: str = CHAIN, weights: str | None = None
+    run: Path,
+    batch_size: int,
+    *,
+    policy: str = CHAIN,
+    weights: str | None = None,
+    temperature: float | None = None,
 ) -> Chosen | None:
     """Return what `tune` chose for a run at a batch size (or the nearest one tried).
 
-    ValueError if it was chosen under another policy, or for other weights (None: not known yet).
+    ValueError if it was chosen under another policy, for other weights or at another temperature
+    (None: not known, or of no account).
     """
     file = run / TUNED
     if not file.is_file():
@@ -119,6 +135,7 @@ def read_tuned(
     for what, then, here in (
         ("under", found.policy, policy),
         ("for the weights of", found.weights, weights),
+        ("at eval.temperature", found.temperature, temperature),
     ):
         if then is not None and here is not None and then != here:
             raise ValueError(

@@ -30,6 +30,7 @@ SHOWN = 120  # characters of a text from outside in a message
 
 Kind = TypeVar("Kind")
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Depth = Annotated[int, Field(ge=1, le=1024)]  # of a proposal
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]  # measured, or counted
 # The name of a file in a folder: no path, nothing hidden, nothing that a terminal would obey.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,199}$")]

@@ -101,7 +101,7 @@ def test_a_drafter_that_was_thought_bad_is_found_good() -> None:
     _, depths = decoded(pace(0.02), 1000, [0.95])
     tried = min(place for place, depth in enumerate(depths) if depth)
     assert tried > 100  # reading the prompt is not cheap
-    assert min(place for place, depth in enumerate(depths) if depth > 3) < tried + 20
+    assert min(place for place, depth in enumerate(depths) if depth > 3) < tried + 40
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

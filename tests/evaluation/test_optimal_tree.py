@@ -93,7 +93,7 @@ def test_the_ranks_of_a_real_decoding_add_up_to_its_acceptance(tiny_target_dir: 
     assert [sum(ranks) for ranks in counts.accepted] == told.num_accepted_tokens_per_position
 
 
-KINDS = samples(4, 8)
+KINDS = samples(4, 8, 100)
 # Seconds of the drafter and the target, by sample; one context and batch size.
 DRAFT = {("wide", n): 1 + n / 100 for n in (2, 4, 8)}
 DRAFT |= {("after", n): 1.5 + n / 100 + n / 20 for n in (2, 4)}

@@ -103,7 +103,7 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert chosen["8"].all == ChosenDepth(depth=1, speedup=0.9, speculate=False)
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
     assert read_tuned(tmp_path, 1) is None
-    told: dict[str, Any] = {"policy": CHAIN, "weights": "step-000010"}
+    told: dict[str, Any] = {"policy": CHAIN, "weights": "step-000010", "temperature": 0.0}
     told |= {"trees": {1: {2: [[0], [1], [0, 0]]}}, "acceptance": [0.7, 0.5]}
     write_tuned(tmp_path, chosen, predictions, COSTS.records(), {"threads": 1}, **told)
     rest: tuple[Any, ...] = ([0.7, 0.5], COSTS.records())
@@ -113,6 +113,9 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert read_tuned(tmp_path, 1, weights="step-000010") == expected
     with pytest.raises(ValueError, match=r"chosen for the weights of step-000020, but it was"):
         read_tuned(tmp_path, 1, weights="step-000020")
+    assert read_tuned(tmp_path, 1, temperature=0.0) == expected
+    with pytest.raises(ValueError, match=r"chosen at eval\.temperature 1\.0, but it was"):
+        read_tuned(tmp_path, 1, temperature=1.0)
     with pytest.raises(ValueError, match=r"chosen under eval\.policy=dynamic_tree, but it was"):
         read_tuned(tmp_path, 1, policy="eval.policy=dynamic_tree")
     written = json.loads((tmp_path / "tuned.json").read_text())

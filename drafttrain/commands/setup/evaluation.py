@@ -32,9 +32,10 @@ from drafttrain.data.evaluation_prompts import (
 from drafttrain.data.suites import BUILTIN_PROMPTS
 from drafttrain.data.template import Template
 from drafttrain.decode.costs import Costs
+from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
-from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig
+from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import (
     check_depths,
@@ -259,34 +260,61 @@ def measured(
 def as_tuned(settings: EvalConfig, folder: str, weights: str | None = None) -> EvalConfig:
     """Return the settings with what `tune` chose, where they ask for it.
 
-    ValueError if it chose for other weights (None: they are not known yet).
+    ValueError for what it chose for other weights (None: they are not known yet), and for a file
+    that holds what no policy can be.
     """
     wanted = [f"eval.depth={AUTO}"] * (settings.depth == AUTO)
     wanted += [f"eval.policy={name}" for name in FROM_TUNE if name == settings.policy]
     if not wanted:
         return settings
     policy = CHAIN if settings.policy == "adaptive" else settings.policy_settings
-    found = chosen_by_tune(folder, wanted[-1], settings.batch_size, policy, weights)
+    told = settings.batch_size, policy, weights, settings.temperature
+    found = chosen_by_tune(folder, wanted[-1], *told)
     depth = found.depth if settings.depth == AUTO else settings.depth
     own = {task: each for task, each in found.tasks.items() if each != depth}
-    tasks = own if settings.depth == AUTO and settings.policy != "adaptive" else {}
-    if settings.policy == "optimal_tree":
-        one = "be empty with eval.policy=optimal_tree; `tune` measures the trees of all depths"
-        settings.require("depths", not settings.depths, one)
-        trees = ", ".join(map(str, found.trees)) or "none"
-        one = f"be {AUTO} or one that `tune` made a tree for: {trees}"
-        settings.require("depth", {depth, *tasks.values()} <= set(found.trees), one)
-    if settings.policy == "adaptive":
-        try:
-            deepest = Costs.of_records(found.costs_ms).depths[-1]
-        except ValueError as error:
-            raise ValueError(
-                f"{folder}/{TUNED} must be what `tune` wrote, but its {error}; run tune again"
-            ) from None
-        depth = deepest if settings.depth == AUTO else depth
-        one = f"be {AUTO} or at most {deepest}, the deepest that `tune` timed"
-        settings.require("depth", max([depth, *settings.depths]) <= deepest, one)
-    return replace(settings, depth=depth, tuned=replace(found, tasks=tasks))
+    # Depths of a sweep are measured as they are, and vLLM drafts one depth.
+    alone = settings.depth == AUTO and not settings.depths and settings.engine == "drafttrain"
+    chosen = Chosen(depth, own if alone else {})
+    try:
+        if settings.policy == "optimal_tree":
+            one = "be empty with eval.policy=optimal_tree; `tune` measures the trees of all depths"
+            settings.require("depths", not settings.depths, one)
+            trees = ", ".join(map(str, found.trees)) or "none"
+            one = f"be {AUTO} or one that `tune` made a tree for: {trees}"
+            settings.require("depth", {depth, *chosen.tasks.values()} <= set(found.trees), one)
+            chosen = replace(chosen, trees=found.trees)
+        if settings.policy == "adaptive":
+            costs = Costs.of_records(found.costs_ms)
+            depth = costs.depths[-1] if settings.depth == AUTO else depth
+            one = f"be {AUTO} or at most {costs.depths[-1]}, the deepest that `tune` timed"
+            settings.require("depth", max([depth, *settings.depths]) <= costs.depths[-1], one)
+            most = costs.batches[-1]
+            one = f"be at most {most}, the largest batch that `tune` timed (tune.batch_sizes)"
+            for key, sizes in (("batch_size", [1]), ("batch_sizes", settings.batch_sizes)):
+                largest = max([settings.batch_size, *sizes])
+                settings.require(key, largest <= most, one)
+            chosen = Chosen(depth, {}, {}, found.acceptance, found.costs_ms)
+        decided = TunedEval(**(vars(settings) | {"depth": depth, "from_tune": chosen}))
+        for each in [decided.policy_at(depth), *decided.of_tasks.values()]:
+            check_tuned(each, decided)
+    except ValueError as error:
+        if str(error).startswith("eval."):
+            raise
+        raise ValueError(
+            f"{folder}/{TUNED} must be what `tune` wrote, but its {error}; run tune again"
+        ) from None
+    return decided
+
+
+def check_tuned(policy: Policy, settings: EvalConfig) -> None:
+    """Raise ValueError for a policy that `tune` would not have chosen with these settings."""
+    if settings.policy == "optimal_tree" and not (
+        policy.num_nodes <= settings.tree_nodes and policy.width <= settings.tree_width
+    ):
+        raise ValueError(
+            f"tree must have at most {settings.tree_nodes} nodes, and {settings.tree_width} "
+            f"children of a node, got {policy.num_nodes} and {policy.width}"
+        )
 
 
 def chosen_by_tune(
@@ -295,9 +323,12 @@ def chosen_by_tune(
     batch_size: int = 1,
     policy: str = CHAIN,
     weights: str | None = None,
+    temperature: float | None = None,
 ) -> Chosen:
     """Return what `tune` chose for a run; wanted: the setting that asks for it, for messages."""
-    chosen = read_tuned(Path(folder), batch_size, policy=policy, weights=weights)
+    chosen = read_tuned(
+        Path(folder), batch_size, policy=policy, weights=weights, temperature=temperature
+    )
     if chosen is None:
         more = [] if policy == CHAIN else policy.split()
         raise ValueError(
