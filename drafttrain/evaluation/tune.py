@@ -104,8 +104,9 @@ def tune_drafter(
     kept: Kept | None = None
     if config.policy == "optimal_tree":
         kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
-        trees = kept.of(depths, sizes) or optimal_trees(
-            target, timed, prompts, template, config, depths, sorted({1, *sizes}), timing, seed
+        every = sorted({1, *sizes})  # acceptance is measured at batch size 1
+        trees = kept.of(depths, every) or optimal_trees(
+            target, timed, prompts, template, config, depths, every, timing, seed
         )
         kept.write(trees)
 
