@@ -15,7 +15,7 @@ import numpy as np
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 
-PRIOR = 16.0  # drafts that the acceptance known before counts for
+PRIOR = 16.0  # drafts that what was known before counts for
 DECAY = 0.96  # of what was seen, from draft to draft: half of it after 17
 TRIES = 0.02  # of the time of plain steps, for drafts that try whether they pay again
 GRAIN = 64  # positions of context within which costs are taken as the same
@@ -67,6 +67,7 @@ class Pace:
         self.policy = policy
         self.tested = {name: np.zeros(policy.depth) for name in names}
         self.accepted = {name: np.zeros(policy.depth) for name in names}
+        self.weight = dict.fromkeys(names, PRIOR)  # of the acceptance known before
         self.words = {
             name: (0.0, 0.0) for name in names
         }  # accepted, and confidence in what was tested
@@ -123,9 +124,12 @@ class Pace:
         self, names: Sequence[int], num_accepted: Sequence[int], num_nodes: Sequence[int]
     ) -> None:
         """Take in how far the drafts of a cycle came."""
+        if self.probing and any(num_accepted):
+            self.quiet = np.inf  # the next cycle tries again
         told = zip(names, num_accepted, num_nodes, strict=True)
         for place, (name, count, drafted) in enumerate(told):
             tested = min(count + 1, drafted)
+            self.weight[name] = max(DECAY * self.weight[name], 1.0)
             self.tested[name] *= DECAY
             self.accepted[name] *= DECAY
             self.tested[name][:tested] += 1
@@ -140,12 +144,12 @@ class Pace:
     def _acceptance(self, name: int) -> np.ndarray:
         """Return how often each position is accepted, where the one before it was, for a row.
 
-        A position that was tested little follows what the others did against their prior: their
-        odds are shifted alike.
+        What was known before is forgotten like what was seen. A position that was tested little
+        follows what the others did against their prior: their odds are shifted alike.
         """
         tested, accepted, prior = self.tested[name], self.accepted[name], self.policy.prior
-        known = np.average(prior, weights=tested + 1)
-        found = (accepted.sum() + PRIOR * known) / (tested.sum() + PRIOR)
+        known, weight = np.average(prior, weights=tested + 1), self.weight[name]
+        found = (accepted.sum() + weight * known) / (tested.sum() + weight)
         odds = prior / (1 - prior) * (found / (1 - found)) * (1 - known) / known
         return (accepted + PRIOR * odds / (1 + odds)) / (tested + PRIOR)
 

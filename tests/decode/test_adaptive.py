@@ -78,6 +78,16 @@ def test_a_bad_drafter_costs_at_most_three_percent(confidence: float) -> None:
     assert any(depths), "it was tried"
 
 
+def test_a_drafter_is_given_up_though_a_draft_costs_little() -> None:
+    table = costs(node=0.0)
+    for key in table.draft:
+        table.draft[key] = 0.0005 * key[0]  # a twentieth of a plain step
+    _, depths = decoded(Pace(Adaptive(8, table, (0.6,)), [0]), 500, [0.0])
+    # A try costs what 2 % of two and a half plain steps do: every fourth step may be one.
+    assert max(depths[50:]) == 1
+    assert depths[50:].count(0) >= 0.74 * len(depths[50:])
+
+
 @pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.85, 0.95])
 def test_it_is_as_fast_as_the_best_depth(chance: float) -> None:
     ours = sum(decoded(pace(0.6), 2000, [chance], seed)[0] for seed in range(5))
