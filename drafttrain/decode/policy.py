@@ -33,6 +33,11 @@ class Policy(ABC):
     def describe(self) -> str:
         """Return the policy in a few words, for reports."""
 
+    @property
+    def nodes_told(self) -> str:
+        """The nodes in a table's cell: `3+5+4` by level, or how many."""
+        return str(self.num_nodes)
+
     def check(self, drafter: Drafter, sampling: Sampling) -> None:
         """Raise ValueError if a drafter cannot draft so, or if that would not be lossless.
 
@@ -120,6 +125,10 @@ class StaticTree(Policy):
     @cached_property
     def width(self) -> int:  # type: ignore[override]
         return max(Counter(self.parents).values())
+
+    @property
+    def nodes_told(self) -> str:
+        return "+".join(str(len(level.nodes)) for level in self.levels)
 
     def describe(self) -> str:
         if not self.branches:

@@ -137,7 +137,7 @@ def evaluate_drafter(
         base,
         drafter=name,
         depth=config.depth,
-        tree=config.policy_at(config.depth).describe() if config.shape == "tree" else "",
+        tree="" if config.policy == "chain" else config.policy_at(config.depth).describe(),
         sampling=config.sampling,
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,

@@ -147,7 +147,7 @@ def tune_drafter(
             results = alone if size == 1 else results_at(size)
             here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
         shapes = policies(size)
-        predictions += [replace(p, proposal=shapes[p.depth].describe()) for p in here]
+        predictions += [replace(p, nodes=shapes[p.depth].nodes_told) for p in here]
     for journal in journals:  # only now: a tune that stops resumes from all that it measured
         journal.finish()
     if kept is not None:
@@ -355,7 +355,7 @@ def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
         for p in predictions:
             speedup = p.predicted if p.measured is None else p.measured
             if p.batch_size == size and (p.task not in best or speedup > best[p.task].speedup):
-                best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1, p.proposal)
+                best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1, p.nodes)
         chosen[str(size)] = TunedChoice(best.pop("all"), best)
     return chosen
 

@@ -549,7 +549,7 @@ class Report:
     target: str
     drafter: str
     depth: Count
-    tree: str = ""  # the shape of its proposals; "": they are chains
+    tree: str = ""  # how its proposals grow; "": they are chains of `depth`
     sampling: LimitedSampling
     draft_sampling: Sampling | None = None
     batch_size: Count = 1

@@ -15,7 +15,7 @@ DEFINITIONS = (
     "row by row as rows leave their batch; prefill is left out",
     "measured: speedup of decoding over the plain loop, prefill left out, the loop's own time "
     "counted; the acceptance length behind a prediction is that of the first tokens of the deepest "
-    "proposals at batch 1",
+    "proposals at batch 1, or of an optimal tree what its nodes' ranks were accepted",
 )
 
 
@@ -29,7 +29,7 @@ class DepthPrediction:
     acceptance_length: float
     predicted: float  # speedup of decoding, prefill left out
     measured: float | None
-    proposal: str = ""  # its shape, in words
+    nodes: str = ""  # of a proposal; by level, where they are the same in every cycle
 
     @property
     def error(self) -> float | None:
@@ -44,7 +44,7 @@ class ChosenDepth:
     depth: int
     speedup: float
     speculate: bool
-    proposal: str = ""
+    nodes: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TunedChoice:
 
 COLUMNS: list[Column[DepthPrediction]] = [
     ("depth", lambda p: str(p.depth)),
-    ("proposal", lambda p: p.proposal),
+    ("nodes", lambda p: p.nodes),
     ("acceptance length", lambda p: number(p.acceptance_length)),
     ("predicted", lambda p: number(p.predicted)),
     ("measured", lambda p: number(p.measured)),
@@ -101,7 +101,8 @@ def headline(choices: Mapping[str, TunedChoice]) -> str:
     sentences = []
     for size, choice in choices.items():
         best = choice.all
-        shape = f", a {best.proposal}" if "tree" in best.proposal else ""
+        tree = any(level != "1" for level in best.nodes.split("+") if level)
+        shape = f" ({best.nodes} nodes)" if tree else ""
         gain = f"{number(best.speedup)} times as fast"
         sentences.append(
             f"Batch {size}: speculate at depth {best.depth}{shape}, {gain}."

@@ -1,6 +1,7 @@
 """Predictions of speedup from costs and acceptance, against arithmetic done by hand."""
 
 import json
+import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import measure_costs
 from drafttrain.evaluation.tune import acceptance_lengths, choose, in_order, predict
 from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned, write_tuned
-from drafttrain.report.tuning import ChosenDepth, DepthPrediction
+from drafttrain.report.tuning import ChosenDepth, DepthPrediction, headline
 from drafttrain.target.model import load_target
 
 COSTS = Costs(
@@ -123,6 +124,15 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     (tmp_path / "tuned.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tuned\.json must be what `tune` wrote"):
         read_tuned(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [("1+1", "depth 2, 1.30"), ("4+11", r"depth 2 \(4\+11 nodes\), 1.30"), ("", "depth 2, 1.30")],
+)
+def test_the_answer_names_a_tree(nodes: str, told: str) -> None:
+    chosen = choose([DepthPrediction("all", 1, 2, 1.8, 1.4, 1.3, nodes)])
+    assert re.search(f"Batch 1: speculate at {told} times as fast", headline(chosen))
 
 
 TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
