@@ -68,9 +68,8 @@ class Pace:
         self.tested = {name: np.zeros(policy.depth) for name in names}
         self.accepted = {name: np.zeros(policy.depth) for name in names}
         self.weight = dict.fromkeys(names, PRIOR)  # of the acceptance known before
-        self.words = {
-            name: (0.0, 0.0) for name in names
-        }  # accepted, and confidence in what was tested
+        # How many tokens were accepted, and the sum of the confidences in those that were tested.
+        self.words = dict.fromkeys(names, (0.0, 0.0))
         self.has_read = False  # whether the drafter has read the text
         self.quiet = 0.0  # plain steps since the last draft
         self._seconds: dict[tuple[int, int], np.ndarray] = {}
@@ -96,7 +95,8 @@ class Pace:
             pays = pays and max(left) * len(names) * (1 / plain - 1 / rates.max()) > reading
         if not pays:
             dearer = self.seconds[1] - self.seconds[0] + reading
-            self.probing = bool(TRIES * self.quiet * self.seconds[0] >= dearer)
+            affordable = TRIES * self.quiet * self.seconds[0] >= dearer
+            self.probing = bool(affordable and np.isfinite(dearer))
         self.planned = 1 if self.probing else int(rates.argmax()) + 1
         drafts = pays or self.probing
         self.quiet = 0.0 if drafts else self.quiet + 1
@@ -134,10 +134,8 @@ class Pace:
             self.accepted[name] *= DECAY
             self.tested[name][:tested] += 1
             self.accepted[name][:count] += 1
-            said = [
-                float(each[place]) for each in self.confidence[:tested]
-            ]  # none of a whole chain
-            if said:
+            said = [float(each[place]) for each in self.confidence[:tested]]
+            if said:  # a drafter that proposes a whole chain says nothing
                 kept, before = self.words[name]
                 self.words[name] = (DECAY * kept + count, DECAY * before + sum(said))
 
