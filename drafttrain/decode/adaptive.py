@@ -98,7 +98,7 @@ class Pace:
             affordable = TRIES * self.quiet * self.seconds[0] >= dearer
             self.probing = bool(affordable and np.isfinite(dearer))
         self.planned = 1 if self.probing else int(rates.argmax()) + 1
-        drafts = pays or self.probing
+        drafts = bool(pays or self.probing)
         self.quiet = 0.0 if drafts else self.quiet + 1
         self.has_read |= drafts
         return drafts
@@ -118,7 +118,7 @@ class Pace:
         if depth == self.policy.depth or self.probing:
             return False
         gained = float((self.path * self.ahead[:, depth]).sum())
-        return gained > self.rate * (self.seconds[depth + 1] - self.seconds[depth])
+        return bool(gained > self.rate * (self.seconds[depth + 1] - self.seconds[depth]))
 
     def learn(
         self, names: Sequence[int], num_accepted: Sequence[int], num_nodes: Sequence[int]

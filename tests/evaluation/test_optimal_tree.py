@@ -64,9 +64,9 @@ def cycle(*paths: list[int]) -> Cycle:
     padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
     accepted = torch.tensor([len(path) for path in paths])
     verdict = Verdict(accepted, accepted, padded)
-    nothing: Any = None
-    proposal: Proposal = nothing
-    return Cycle(range(len(paths)), [0] * len(paths), proposal, nothing, verdict)
+    drafted = Proposal(padded, accepted, None)  # of which the paths alone are read
+    logits = torch.zeros(len(paths), 1, 1)
+    return Cycle(range(len(paths)), [0] * len(paths), drafted, logits, verdict)
 
 
 def test_ranks_are_counted_as_far_as_first_choices_were_accepted() -> None:
