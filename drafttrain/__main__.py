@@ -127,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 getattr(module, command)(loaded)
             return 0
     except Stopped as stopped:
-        if rank() == 0:
+        # Of another launcher's ranks any may be the one that is left to say it.
+        if rank() == 0 if is_ours() or not composed else speaks_first():
             say_error(str(stopped))
         return stopped.code
     except KeyboardInterrupt:  # before a command listens

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +123,36 @@ def test_the_first_rank_to_fail_speaks_for_all(
     assert [speaks_first(), speaks_first(), speaks_first()] == [True, False, False]
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert speaks_first()
+
+
+STOPPED = """
+import sys
+from drafttrain.__main__ import main
+from drafttrain.commands import capture
+from drafttrain.runtime.signals import Stopped
+
+def stop(config):
+    raise Stopped("stopped by SIGTERM; the same command resumes")
+
+capture.capture = stop
+sys.exit(main(["capture", "store.dir=store"]))
+"""
+
+
+def test_of_ranks_that_are_asked_to_stop_the_first_one_says_so(tmp_path: Path) -> None:
+    """Rank 0 may be gone: a launcher of others ends the rest, and each has the same parent."""
+    ranks = STARTED | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    told = []
+    for rank in ("2", "1"):
+        environment = os.environ | ranks | {"RANK": rank, "LOCAL_RANK": rank}
+        environment |= {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", STOPPED],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 143, done.stderr
+        told.append("the same command resumes" in done.stderr)
+    assert told == [True, False]
 
 
 def test_what_follows_from_a_lost_rank_is_told_from_its_cause() -> None:

@@ -44,8 +44,9 @@ def nodes_of(proposal: Proposal) -> list[list[Node]]:
     """Return the nodes of each row's proposal, in its order."""
     tree, rows = proposal.tree, []
     counts = proposal.num_nodes.tolist()
+    above = None if tree is None else tree.parents.tolist()
     for row, (tokens, count) in enumerate(zip(proposal.tokens.tolist(), counts, strict=True)):
-        parents = range(-1, count - 1) if tree is None else tree.parents[row].tolist()[:count]
+        parents = range(-1, count - 1) if above is None else above[row][:count]
         nodes: list[Node] = []
         for token, parent in zip(tokens[:count], parents, strict=True):
             nodes.append((*(nodes[parent] if parent >= 0 else ()), token))
