@@ -34,9 +34,8 @@ def draft(
 ) -> Proposal:
     """Draft a proposal under a policy, by the drafter's choices or draws under `sampling`.
 
-    pace: ends a chain. The recorded draft_probs are the distribution that each token was drawn
-    from, after temperature,
-    top-k and top-p, over target ids; greedy drafts record none.
+    The recorded draft_probs are the distribution that each token was drawn from, after temperature,
+    top-k and top-p, over target ids; greedy drafts record none. pace: ends a chain.
     """
     limits = (policy.width, policy.num_nodes) if policy.branches else ()
     depth = policy.depth if pace is None else pace.planned

@@ -77,8 +77,7 @@ class Setup:
     @property
     def subject(self) -> dict[str, str]:
         """Names of the very weights and prompts: a file's content may change under its name."""
-        weights = self.origin if self.checkpoint is None else self.checkpoint.name
-        return {"the drafter": weights, "the prompts": prompts_sha256(self.prompts)[:12]}
+        return {"the drafter": self.weights, "the prompts": prompts_sha256(self.prompts)[:12]}
 
 
 @dataclass(frozen=True)
