@@ -120,16 +120,19 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) 
             queries, keys, values, 0.0, bias is None, attn_mask=bias
         )
         return _Mixture(mixed, logsumexp, "cpu")
-    keys, values = (_spread(heads, queries) for heads in (keys, values))
     if bias is None and queries.dtype in (torch.bfloat16, torch.float16):
         answer = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True)
         return _Mixture(answer[0], answer[1], "flash", tuple(answer[2:8]))
-    seq = queries.shape[2]
-    answer = _aten._scaled_dot_product_efficient_attention(
-        queries, keys, values, _aligned(bias, queries), True, 0.0, bias is None
-    )
-    # Its log-sum-exps are padded to a multiple of 32 queries.
-    return _Mixture(answer[0], answer[1][..., :seq], "efficient", tuple(answer[2:4]))
+    seq, parts = queries.shape[2], []
+    for own in _members(queries, keys):
+        answer = _aten._scaled_dot_product_efficient_attention(
+            own, keys, values, _aligned(bias, own), True, 0.0, bias is None
+        )
+        # Its log-sum-exps are padded to a multiple of 32 queries.
+        parts.append((answer[0], answer[1][..., :seq]))
+        state = answer[2:4]  # of the dropout, which there is none of
+    mixed, logsumexp = (_joined(list(heads)) for heads in zip(*parts, strict=True))
+    return _Mixture(mixed, logsumexp, "efficient", tuple(state))
 
 
 def _attend_backward(
@@ -139,31 +142,40 @@ def _attend_backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, queries, keys, values, of.mixed, of.logsumexp, 0.0, bias is None, attn_mask=bias
         )
-    wide_keys, wide_values = (_spread(heads, queries) for heads in (keys, values))
     if of.kernel == "flash":
         starts_q, starts_k, longest_q, longest_k, state, unused = of.extra
-        answer = _aten._scaled_dot_product_flash_attention_backward(
-            *(grad, queries, wide_keys, wide_values, of.mixed, of.logsumexp.contiguous()),
+        d_queries, d_keys, d_values = _aten._scaled_dot_product_flash_attention_backward(
+            *(grad, queries, keys, values, of.mixed, of.logsumexp.contiguous()),
             *(starts_q, starts_k, longest_q, longest_k, 0.0, True, state, unused),
         )
-    else:
-        seed, offset = of.extra
-        room = -of.logsumexp.shape[-1] % 32
-        padded = torch.nn.functional.pad(of.logsumexp, (0, room), value=torch.inf)
+        return d_queries, d_keys, d_values
+    seed, offset = of.extra
+    room = -of.logsumexp.shape[-1] % 32
+    padded = torch.nn.functional.pad(of.logsumexp, (0, room), value=torch.inf)
+    all_parts = (_members(part, keys) for part in (grad, queries, of.mixed, padded))
+    d_own, d_keys, d_values = [], torch.zeros_like(keys), torch.zeros_like(values)
+    for slope, own, mixed, total in zip(*all_parts, strict=True):
         answer = _aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, queries, wide_keys, wide_values, _aligned(bias, queries), of.mixed, padded),
+            *(slope, own, keys, values, _aligned(bias, own), mixed, total.contiguous()),
             *(seed, offset, 0.0, [True, True, True, False], bias is None),
         )
-    d_queries, d_keys, d_values = answer[:3]
-    return d_queries, _gathered(d_keys, keys), _gathered(d_values, keys)
+        d_own.append(answer[0])
+        d_keys += answer[1]
+        d_values += answer[2]
+    return _joined(d_own), d_keys, d_values
 
 
-def _spread(heads: Tensor, queries: Tensor) -> Tensor:
-    return heads.repeat_interleave(queries.shape[1] // heads.shape[1], dim=1)
+def _members(heads: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    """Return the first head of every group, the second, ...: each as many heads as keys have.
+
+    For a kernel that takes no groups: keys and values are not copied for every query head.
+    """
+    return heads.unflatten(1, (keys.shape[1], -1)).unbind(2)
 
 
-def _gathered(d_heads: Tensor, heads: Tensor) -> Tensor:
-    return d_heads.unflatten(1, (heads.shape[1], -1)).sum(2)
+def _joined(members: list[Tensor]) -> Tensor:
+    """Return what `_members` took apart."""
+    return members[0] if len(members) == 1 else torch.stack(members, dim=2).flatten(1, 2)
 
 
 def _aligned(bias: Tensor | None, queries: Tensor) -> Tensor | None:
