@@ -100,8 +100,11 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=512, help="tokens in the cache")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of plain decoding")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     told = parser.parse_args()
     target = random_target(told.shape, told.device, TORCH_DTYPES[told.dtype])
+    problem = target.capture_passes() if told.graphs else "as asked"
+    print(f"passes are not captured: {problem}" if problem else "passes are captured")
     # All weights are read for each token but the table of embeddings, of which one row is.
     table = target.readout.embedding
     read = sum(p.numel() * p.element_size() for p in target.model.parameters())

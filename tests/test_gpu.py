@@ -14,6 +14,7 @@ from drafttrain.commands.setup.plan import accelerator_of, default_settings, job
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
@@ -35,7 +36,10 @@ def target(tiny_target_dir: Path) -> Target:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_greedy_speculative_output_is_greedy_output_on_the_gpu(name: str, target: Target) -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_greedy_speculative_output_is_greedy_output_on_the_gpu(
+    name: str, graphs: bool, target: Target, tiny_target_dir: Path
+) -> None:
     drafter = random_drafter(name, target).to("cuda")
     settings: dict[str, Any] = {
         "sampling": GREEDY,
@@ -43,6 +47,10 @@ def test_greedy_speculative_output_is_greedy_output_on_the_gpu(name: str, target
         "chance": SeededChance(0),
         "stop_tokens": [],
     }
+    if graphs:
+        target = load_target(model_config(tiny_target_dir), torch.float32, "cuda")
+        assert target.capture_passes() is None
+        drafter.capture_passes(CAPTURES["cuda"])
     for prompt in PROMPTS:
         plain = autoregressive_decode(target, prompt, **settings)
         assert (

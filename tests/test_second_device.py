@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import model_config
 from safetensors.torch import load_file
-from second_device import NAME, Wait, counted, install
+from second_device import NAME, Capturing, Wait, counted, install
 from second_device import waits as noted
 from test_drafters import ALL, PROMPTS, STOPS, TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
@@ -19,6 +19,9 @@ from test_init_from import conversations
 from drafttrain.__main__ import main
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops import room
+from drafttrain.core.ops.graphs import CAPTURES
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.placed_batch import placed
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Sample, weighted_sum
@@ -338,6 +341,46 @@ def test_a_target_writes_its_own_data_as_on_the_cpu(both: list[Place]) -> None:
     assert_same_runs(*runs)
 
 
+@pytest.mark.parametrize(
+    "told",
+    [["eval.policy=static_tree", "eval.tree=[3,2]"], ["eval.temperature=0.8", "eval.batch_size=2"]],
+    ids=["greedy_tree", "sampled_batch"],
+)
+def test_a_run_is_evaluated_as_on_the_cpu(
+    told: list[str], both: list[Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device by captured passes."""
+    monkeypatch.setitem(CAPTURES, NAME, Capturing.capture)
+    monkeypatch.setattr(Capturing, "num_replayed", 0)
+    prompts, found = tmp_path / "prompts.jsonl", []
+    lines = [{"id": str(n), "task": "one", "turns": [f"Say {n}."]} for n in range(2)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for place, graphs in zip(both, ("auto", "true"), strict=True):
+        run = place.train("run", *place.jsonl, "drafter=eagle3")
+        settings = [f"run.dir={run}", f"hardware.device={place.device}", "hardware.threads=1"]
+        settings += ["hardware.dtype=float32", f"hardware.graphs={graphs}", "eval.depth=2"]
+        settings += [f"eval.prompts={prompts}", "eval.max_new_tokens=12", "eval.resamples=100"]
+        assert main(["evaluate", *settings, "eval.blocks=1", *told]) == 0
+        (file,) = (run / "evaluations").rglob("*.measurements.jsonl")
+        measured = [json.loads(line)["results"] for line in file.read_text().splitlines()[1:]]
+        flat = [result for results in measured for result in results]
+        found.append([(each["tokens"], each["stats"]["untrimmed"]) for each in flat])
+    assert len(found[0]) >= 6  # plain, with the drafter, and by prompt lookup
+    assert found[0] == found[1]
+    assert Capturing.num_replayed > 20
+
+
+def test_graphs_are_refused_where_passes_cannot_be_captured(
+    tmp_path: Path, tiny_target_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device in DEVICES:
+        common = Place(device, tmp_path, tiny_target_dir, data).common
+        told = ["evaluate", "drafter=ngram", *common, *QUICK[1:2], "hardware.graphs=true"]
+        told += ["hardware.dtype=float32", f"run.dir={tmp_path / device}"]
+        assert main(told) == 2
+        assert f"must be auto or false: {device} is not a device" in capsys.readouterr().err
+
+
 DECODED = {"greedy": GREEDY, "sampled": Sampling(1.0, 0, 0.9), "top_k": Sampling(0.8, 5, 1.0)}
 CELLS = {(depth, 1, 8): 0.1 * depth for depth in (1, 2, 3)}
 PASSES = Costs([1], [8], {(1, 8): 1.0}, dict.fromkeys(CELLS, 1.0), CELLS, {(1, 8): 0.1})
@@ -382,6 +425,73 @@ def test_drafts_are_decoded_as_on_the_cpu(
     assert written[0] == written[1]
 
 
+@pytest.fixture
+def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(CAPTURES, NAME, Capturing.capture)
+    assert targets[NAME].capture_passes() is None
+    Capturing.num_captured = Capturing.num_replayed = 0
+    yield
+    targets[NAME].rooms = None
+
+
+CACHED = ["eagle", "eagle3", "small_lm", "two_model", "ensemble"]
+
+
+@pytest.mark.parametrize(
+    "policy", [POLICIES[0], POLICIES[1], POLICIES[4]], ids=["chain", "tree", "hardly"]
+)
+@pytest.mark.parametrize("family", CACHED)
+def test_captured_passes_write_what_others_write(
+    family: str,
+    policy: Policy,
+    targets: dict[str, Target],
+    capturing: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In rooms that become too narrow, used by one text after another."""
+    monkeypatch.setattr(room, "NARROWEST", 16)
+    settings, written = settings_of("sampled") | {"policy": policy, "max_new_tokens": 20}, []
+    for device, target in targets.items():
+        drafter = random_drafter(family, targets["cpu"]).to(device)
+        if target.rooms is not None:
+            drafter.capture_passes(Capturing.capture)
+        alone = [speculative_decode(target, drafter, text, **settings) for text in FEW[:2]]
+        together = speculative_decode_batch(target, drafter, FEW, rows=range(3), **settings)
+        written.append([(one.tokens, one.stats.untrimmed) for one in (*alone, *together)])
+    assert written[0] == written[1]
+    assert Capturing.num_replayed > Capturing.num_captured > 0
+
+
+@pytest.mark.parametrize("family", CACHED[1:4])
+def test_the_host_waits_once_in_a_cycle_of_captured_passes(
+    family: str, targets: dict[str, Target], capturing: None
+) -> None:
+    assert_one_wait(family, DECODED["top_k"], chain(4), LOSSLESS, targets)
+
+
+def test_a_captured_pass_that_asks_the_device_is_refused(
+    targets: dict[str, Target], capturing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asks(self: RaggedCache, places: torch.Tensor) -> torch.Tensor:
+        assert bool((places >= 0).all())
+        return visible(self, places)
+
+    def stays(self: RaggedCache, places: torch.Tensor) -> torch.Tensor:
+        """As at the length that the pass was captured at."""
+        return visible(self, 4 + torch.arange(2, device=NAME)[None] if Capturing.now else places)
+
+    visible = RaggedCache.visible
+    for wrong, told in (
+        (asks, "cannot be captured: operation not permitted"),
+        (stays, "answers otherwise"),
+    ):
+        monkeypatch.setattr(RaggedCache, "visible", wrong)
+        problem = targets[NAME].capture_passes()
+        assert problem is not None
+        assert told in problem
+        assert targets[NAME].rooms is None
+
+
 def lines_of(waits: Counter[Wait]) -> str:
     """Each line that waited and how often, for messages."""
     return "\n".join(
@@ -415,6 +525,8 @@ def assert_one_wait(
 ) -> None:
     """From one verification to the next of the same rows; a cycle in which rows end may wait."""
     target, drafter = targets[NAME], random_drafter(family, targets["cpu"]).to(NAME)
+    if target.rooms is not None:
+        drafter.capture_passes(Capturing.capture)
     settings: dict[str, Any] = {"sampling": sampling, "chance": SeededChance(3), "rule": rule}
     settings |= {"policy": policy, "max_new_tokens": 14, "stop_tokens": ()}
     if isinstance(policy, DynamicTree):

@@ -31,7 +31,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from drafttrain.core.chance import Chance, SeededChance
+from drafttrain.core.ops.graphs import Capture
 from drafttrain.core.ops.layer_calls import device_of
+from drafttrain.core.ops.room import Rooms
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
@@ -160,6 +162,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
     begins_from_target = False  # whether `initialise` needs the target's own model and tokenizer
     text_source: TextSource | None = None  # None: it trains on the data's text
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
+    rooms: Rooms | None = None  # where its passes are captured, in place; None: they are not
+
+    def capture_passes(self, capture: Capture) -> None:
+        """Capture the passes over its caches from now on; nothing else about them changes."""
+        self.rooms = Rooms(capture)
 
     @property
     def max_positions(self) -> int | None:
@@ -248,6 +255,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
         super()._apply(fn, recurse)
         if self.vocab is not None:
             self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
+        if self.rooms is not None:  # graphs read the weights where they were
+            self.capture_passes(self.rooms.capture)
         return self
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -295,5 +304,13 @@ def last_of(
         return values
     if min(counts) == values.shape[1]:
         return values[:, -1:]
-    last = send_numbers(counts, values.device) - 1
-    return values[torch.arange(len(values), device=values.device), last][:, None]
+    return rows_at(values, send_numbers(counts, values.device) - 1)
+
+
+def rows_at(
+    values: Shaped[Tensor, "batch new width"], places: Int[Tensor, " batch"] | None
+) -> Shaped[Tensor, "batch last width"]:
+    """Return each row's value at its place; None: all of them."""
+    if places is None:
+        return values
+    return values[torch.arange(len(values), device=values.device), places][:, None]

@@ -24,11 +24,11 @@ from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, Targe
 from drafttrain.drafters.base import (
     About,
     TrainingChance,
-    last_of,
     load_exactly,
+    rows_at,
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +131,17 @@ class Eagle(LayerDrafter):
     def read(self, features: TargetFeatures) -> Tensor:
         return features.final_hidden
 
-    def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
+    def through(
+        self,
+        readout: Readout,
+        cache: RaggedCache,
+        turn: Rotation,
+        tokens: Tensor,
+        hidden: Tensor,
+        last: Tensor | None,
     ) -> Tensor:
-        turn, pairs = state.turn(tokens.shape[1]), self._pairs(state.readout, tokens, hidden)
-        return last_of(self.layers[0](pairs, turn, state.cache), counts)
+        pairs = self._pairs(readout, tokens, hidden)
+        return rows_at(self.layers[0](pairs, turn, cache), last)
 
     def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
         return readout.logits(hidden.to(readout.head.dtype))

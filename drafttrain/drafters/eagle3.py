@@ -19,15 +19,16 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, TrainingChance, last_of
+from drafttrain.drafters.base import About, TrainingChance, rows_at
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter
 
 Hidden = Float[Tensor, "batch seq hidden"]
 
@@ -234,15 +235,19 @@ class Eagle3(LayerDrafter):
     def _before_head(self, hidden: Tensor) -> Tensor:
         return hidden if self.config.norm_output else self.norm(hidden)
 
-    def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
+    def through(
+        self,
+        readout: Readout,
+        cache: RaggedCache,
+        turn: Rotation,
+        tokens: Tensor,
+        hidden: Tensor,
+        last: Tensor | None,
     ) -> Tensor:
-        turn, embedded = state.turn(tokens.shape[1]), self.embed(state.readout, tokens)
-        inputs, residual = self.midlayer.inputs(embedded, hidden)
-        mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
+        inputs, residual = self.midlayer.inputs(self.embed(readout, tokens), hidden)
+        mixed = self.midlayer.self_attn.cached(inputs, turn, cache)
         # Positions before the last need keys and values only.
-        last = self.midlayer.finish(last_of(residual, counts), last_of(mixed, counts))
-        return self._leave(last)
+        return self._leave(self.midlayer.finish(rows_at(residual, last), rows_at(mixed, last)))
 
     def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
         return self.lm_head(self._before_head(hidden))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drafttrain.core.ops.graphs import Capture
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -74,6 +75,10 @@ class Ensemble(Drafter[EnsembleState]):
         for member in self.members:
             member.to(*args, **kwargs)
         return self
+
+    def capture_passes(self, capture: Capture) -> None:
+        for member in self.members:
+            member.capture_passes(capture)
 
     def attach(self, tokenizer: Any) -> None:
         for member in self.members:

@@ -27,6 +27,7 @@ class HardwareConfig(Settings):
     micro_batch: int
     ranks: Any  # "auto", or a number of processes
     target_placement: str
+    graphs: Any  # "auto", or whether to capture
     compile: bool
     gradient_checkpointing: bool
     accelerator: str | None
@@ -46,6 +47,7 @@ class HardwareConfig(Settings):
             ("threads", self.threads >= 0, "at least 0 (0: every core)"),
             ("micro_batch", self.micro_batch >= 1, "at least 1"),
             ("ranks", ranks, "auto or a number of at least 1"),
+            ("graphs", self.graphs == "auto" or type(self.graphs) is bool, "auto, true or false"),
             ("target_placement", placement, f"one of {', '.join(PLACEMENTS)}"),
         ):
             self.require(key, holds, f"be {must}")

@@ -9,12 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from drafttrain.core.ops.graphs import CAPTURES
+from drafttrain.core.ops.grouped_attention import share_heads
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
+from drafttrain.core.ops.room import Rooms
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures, TargetSpec
+from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.describe import open_target, read_out, with_fingerprint
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.limits import check_structure, final_norm_of
@@ -45,8 +49,10 @@ class Target:
         self.layers: Sequence[nn.Module] = self.decoder.layers
         self.final_norm: nn.Module = final_norm_of(self.decoder)
         self.readout: Readout = read_out(model)
+        share_heads(model)
         self.eager = model.config._attn_implementation == "eager"
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.rooms: Rooms | None = None  # where passes are captured
         self.scattered = False  # whether the layers' weights are not whole in this process
         self.placed = ""  # where the target is, and why
         self.where = ""  # which layers are where, if they are in several places
@@ -97,9 +103,44 @@ class Target:
         """Let ranks take different numbers of steps; a whole target needs nothing for that."""
         return nullcontext()
 
+    def capture_passes(self) -> str | None:
+        """Capture the passes over caches from now on; return why that cannot be, else None.
+
+        Graphs are trusted once they have answered as passes that are not captured do, at lengths
+        that they were not captured at.
+        """
+        capture = CAPTURES.get(self.device.type)
+        if capture is None:
+            return f"{self.device.type} is not a device whose passes can be captured"
+        if self.where:
+            return f"the target is in several places ({self.where})"
+        try:
+            expected = self._in_steps()
+            self.rooms = Rooms(capture)
+            found = self._in_steps()
+        except Exception as error:  # whatever an architecture does that a graph cannot repeat
+            self.rooms = None
+            return f"{self.spec.architecture} cannot be captured: {shown(error, 200)}"
+        most = torch.finfo(self.dtype).eps ** 0.5 * expected.norm()
+        if not (found - expected).norm() <= most:
+            self.rooms = None
+            return f"{self.spec.architecture} answers otherwise where passes are captured"
+        return None
+
+    @torch.no_grad()
+    def _in_steps(self) -> Float[Tensor, "3 2 vocab"]:
+        """Return logits of passes over two tokens: the second is the one that is captured."""
+        tokens = torch.arange(TRIED, device=self.device)[None] % self.spec.vocab_size
+        cache, found = self.begin(), []
+        self.step(cache, tokens[:, :3])
+        for start in (3, 4, 6):
+            self.rollback(cache, [min(start, cache.lengths[0])])
+            found.append(self.step(cache, tokens[:, start : start + 2], captures=(0,))[0][0])
+        return torch.stack(found).float()
+
     def begin(self) -> RaggedCache:
         """Return an empty cache; the first step fixes its number of rows."""
-        return RaggedCache()
+        return RaggedCache(rooms=self.rooms)
 
     @torch.no_grad()
     def step(
@@ -121,9 +162,15 @@ class Target:
         if branches is None:  # a tree's positions are fewer than its tokens: the caller counts
             self._refuse_beyond(max(cache.lengths, default=0) + new)
         cache.branches = branches
-        with self._capturing(captures) as captured:
-            output = run_decoder(self.decoder, cache, tokens, counts, self.eager)
-        final = output.last_hidden_state
+
+        def decode(**told: Any) -> tuple[Tensor, ...]:
+            with self._capturing(captures) as captured:
+                final = self.decoder(**told).last_hidden_state
+            return final, *(captured[layer] for layer in captures)
+
+        scores = self.dtype if self.eager else None
+        final, *states = run_decoder(decode, cache, tokens, counts, scores, key=captures)
+        captured = dict(zip(captures, states, strict=True))
         scored = final
         if last_only and counts is not None and min(counts) < new:
             last = send_numbers(counts, final.device) - 1

@@ -56,12 +56,12 @@ def test_a_cache_of_transformers_counts_every_layer(target: Target) -> None:
     cache, spec = RaggedCache(), target.spec
     tokens = torch.zeros(2, 5, dtype=torch.long)
     with torch.inference_mode():
-        run_decoder(target.model.model, cache, tokens, None)
+        run_decoder(lambda **told: (target.model.model(**told).last_hidden_state,), cache, tokens)
     wide = 2 * spec.num_key_value_heads * spec.head_dim * 4
     assert bytes_per_position(cache) == spec.num_layers * wide
     assert list(caches_of({"no": "state"})) == []
     own = RaggedCache(3)
-    own.begin_pass(3, 7, torch.device("cpu"))
+    own.open(3, 7)
     own.update(*torch.zeros(2, 3, 2, 7, 4, dtype=torch.bfloat16), 0)
     assert list(caches_of(Nested([own], "x"))) == [own]
     assert bytes_per_position(own) == 2 * 2 * 4 * 2

@@ -404,7 +404,7 @@ CONTROLS = [
         sets(
             RaggedCache,
             "positions",
-            lambda self, new, device: (max(self.lengths) > 0) + _positions(self, new, device),
+            lambda self, new, device: any(self.lengths) + _positions(self, new, device),
         ),
         drafter="ngram",
         width=1,

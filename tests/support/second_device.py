@@ -97,8 +97,73 @@ class SecondTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
+class Capturing:
+    """Operations on the device, recorded instead of run, as a CUDA graph is captured.
+
+    They do run, to know their results' shapes, but what they wrote over is put back.
+    """
+
+    now: "Capturing | None" = None
+    num_captured = num_replayed = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by address
+        self.made: set[int] = set()
+
+    @classmethod
+    def capture(cls, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Capture a function for `drafttrain.core.ops.graphs`."""
+        assert cls.now is None, "a capture inside another"
+        cls.now, found = cls(), None
+        try:
+            found, outputs = cls.now, function()
+        finally:
+            for place, value in cls.now.before.values():
+                place.copy_(value)
+            cls.now = None
+        cls.num_captured += 1
+        return outputs, found.replay
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on values and record it."""
+        given: list[torch.Tensor] = []
+        each((args, kwargs), lambda tensor: given.append(tensor) or tensor)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in given}
+        if changing := func._schema.is_mutable:
+            for tensor in given:
+                address = tensor.untyped_storage().data_ptr()
+                if address not in self.made | self.before.keys():
+                    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+                    whole = torch.as_strided(tensor, (length,), (1,), 0)
+                    self.before[address] = whole, whole.clone()
+        kernel = KERNELS.get(func, func)
+        result = kernel(*args, **kwargs)
+        fresh: list[torch.Tensor] = []
+        each(
+            result,
+            lambda t: fresh.append(t) if t.untyped_storage().data_ptr() not in addresses else t,
+        )
+        self.made |= {tensor.untyped_storage().data_ptr() for tensor in fresh}
+        if fresh or changing:  # a view follows what it views
+            self.calls.append((kernel, args, kwargs, fresh))
+        return result
+
+    def replay(self) -> None:
+        """Run the operations again on the same memory."""
+        type(self).num_replayed += 1
+        for kernel, args, kwargs, fresh in self.calls:
+            again: list[torch.Tensor] = []
+            each(kernel(*args, **kwargs), lambda tensor, into=again: into.append(tensor))
+            if fresh:
+                for place, value in zip(fresh, again, strict=True):
+                    place.copy_(value)
+
+
 def wait(what: str) -> None:
     """Note that the host waits, for the innermost line of drafttrain on the stack."""
+    if Capturing.now is not None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
     frame: FrameType | None = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -146,7 +211,10 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if asked is not None:
         raw_kwargs["device"] = torch.device("cpu")
     shapes = [tensor.raw.shape for tensor in ours]
-    result = KERNELS.get(func, func)(*raw_args, **raw_kwargs)
+    if Capturing.now is not None and here:
+        result = Capturing.now.call(func, raw_args, raw_kwargs)
+    else:
+        result = KERNELS.get(func, func)(*raw_args, **raw_kwargs)
     assert shapes == [tensor.raw.shape for tensor in ours], f"{func} gave a tensor another shape"
     if not here:
         return result
@@ -170,6 +238,8 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def note_copy(source: torch.Tensor, here: bool, non_blocking: bool) -> None:
+    if is_ours(source) != here and Capturing.now is not None:
+        wait("a copy between host and device")  # the graph would copy from this memory for ever
     if is_ours(source) and not here:
         wait("copy to the host")
     elif not is_ours(source) and here and not (non_blocking and is_pinned(source)):

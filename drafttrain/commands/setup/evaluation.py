@@ -1,6 +1,6 @@
 """From the configuration of `evaluate` or `tune` to what is measured: target, drafter, prompts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,6 +111,14 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
         check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
+    capture_as(target, [drafter])
+
+
+def capture_as(target: Target, drafters: Iterable[Drafter]) -> None:
+    """Capture the passes of drafters if those of the target are captured."""
+    if target.rooms is not None:
+        for drafter in drafters:
+            drafter.capture_passes(target.rooms.capture)
 
 
 @contextmanager
@@ -162,6 +170,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started.to(device, draft_dtype)
+    capture_as(target, references.values())
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"

@@ -15,6 +15,7 @@ from drafttrain.commands.setup.members import member_of
 from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import CaptureConfig, TrainConfig
+from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.types import FeatureSource, Sample, TargetSpec
 from drafttrain.data.chat import encode, within_positions
 from drafttrain.data.conversations import DataConfig, SelfgenConfig, read
@@ -362,7 +363,19 @@ def load_target_to_decode(
         return run
 
     choice = choose_decoding(hardware, device, pass_of)
-    return target_in(choice.dtype), choice
+    target = target_in(choice.dtype)
+    capture_passes(target, hardware.graphs)
+    return target, choice
+
+
+def capture_passes(target: Target, asked: bool | str) -> None:
+    """Capture the target's passes where that is asked for and can be; ValueError if it cannot."""
+    if asked is False or (asked == "auto" and target.device.type not in CAPTURES):
+        return
+    problem = target.capture_passes()
+    if problem and asked is True:
+        raise ValueError(f"hardware.graphs must be auto or false: {problem}")
+    console.print(f"passes are not captured: {problem}" if problem else "passes are captured")
 
 
 def load_alone(

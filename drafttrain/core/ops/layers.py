@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.ragged_cache import RaggedCache
 
 
@@ -240,15 +241,13 @@ class Attention(nn.Module):
     def cached(
         self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
     ) -> Float[Tensor, "batch new width"]:
-        """Append to the cache, whose only layer this is, and return causal attention over it."""
-        rows, new, _ = values.shape
-        mask = cache.begin_pass(rows, new, values.device)
+        """Return attention over a cache, whose only layer this is, within a pass of its `run`."""
         queries, keys, own = self.project(values, turn)
         all_keys, all_values = cache.update(keys, own, 0)
-        cache.end_pass([new] * rows)
-        causal = mask is None and new > 1
+        if cache.mask is not None:
+            return self.merge(grouped_attention(queries, all_keys, all_values, cache.mask))
         mixed = functional.scaled_dot_product_attention(
-            queries, all_keys, all_values, attn_mask=mask, is_causal=causal, enable_gqa=True
+            queries, all_keys, all_values, is_causal=values.shape[1] > 1, enable_gqa=True
         )
         return self.merge(mixed)
 

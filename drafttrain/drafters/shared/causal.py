@@ -1,7 +1,7 @@
 """A whole causal language model of Transformers as a drafter, with its own key-value cache."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from drafttrain.core.ops.chunked_losses import OutputHead
-from drafttrain.core.ops.layer_calls import device_of
+from drafttrain.core.ops.grouped_attention import share_heads
+from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.ragged_cache import Ragged, RaggedCache, padded_rows, run_decoder
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
@@ -26,7 +27,7 @@ class CausalState(DraftState):
 
     unread: Int[Tensor, "batch new"]  # in the drafter's own ids, padded right
     counts: list[int]  # how many of `unread` are real
-    cache: RaggedCache = field(default_factory=RaggedCache)
+    cache: RaggedCache
     drafted: int = 0  # drafted tokens at the end of the cache, equally many in every row
     level: Branches | None = None  # the newest level of a tree
 
@@ -69,6 +70,7 @@ class CausalDrafter(Drafter[CausalState]):
         scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
         self._scale = scale / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
         self._cap = getattr(text, "final_logit_softcapping", None)  # Gemma
+        share_heads(model)
         self.eager = model.config._attn_implementation == "eager"
         self._check_head()
         if self.num_ids < self.spec.vocab_size:
@@ -142,7 +144,7 @@ class CausalDrafter(Drafter[CausalState]):
                 "drafter with a longer context"
             )
         unread, counts = self._in_own_ids(first_tokens[:, None], [1] * len(first_tokens))
-        return CausalState(readout, unread, counts)
+        return CausalState(readout, unread, counts, RaggedCache(rooms=self.rooms))
 
     def observe(
         self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
@@ -182,8 +184,12 @@ class CausalDrafter(Drafter[CausalState]):
 
     def _read(self, cache: RaggedCache, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
         """Append own tokens; without counts, all are real and logits follow each of them."""
-        output = run_decoder(self._decoder[0], cache, tokens, counts, self.eager)
-        return self.shared_logits(self.head(last_of(output.last_hidden_state, counts)))
+        scores = dtype_of(self.model) if self.eager else None
+        (hidden,) = run_decoder(self._decode, cache, tokens, counts, scores)
+        return self.shared_logits(self.head(last_of(hidden, counts)))
+
+    def _decode(self, **told: Any) -> tuple[Tensor, ...]:
+        return (self._decoder[0](**told).last_hidden_state,)
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from its decoder's output, as its own forward does."""

@@ -169,12 +169,18 @@ class LayerDrafter(Drafter[LayerState]):
         """Return the hidden states that are paired with the tokens after the features."""
 
     @abstractmethod
-    def advance(
-        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
+    def through(
+        self,
+        readout: Readout,
+        cache: RaggedCache,
+        turn: Rotation,
+        tokens: Int[Tensor, "batch new"],
+        hidden: Float[Tensor, "batch new read"],
+        last: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch width hidden"]:
-        """Append pairs of tokens and hidden states; return the output of each row's last pair.
+        """Return the layer's output for pairs of tokens and hidden states, within a cache's pass.
 
-        counts: how many pairs of each row are real; None returns the outputs of all of them.
+        last: the place of each row's last pair, for which alone it is wanted; None: of all pairs.
         """
 
     @abstractmethod
@@ -200,7 +206,7 @@ class LayerDrafter(Drafter[LayerState]):
         """Return an empty state; the first token is never paired: no feature precedes it."""
         places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
         table = self.shape.rotation(places, dtype_of(self))
-        return LayerState(readout, RaggedCache(rows), table, [0] * rows)
+        return LayerState(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
 
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
@@ -224,6 +230,27 @@ class LayerDrafter(Drafter[LayerState]):
                 hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
             state.hidden = self.advance(state, newest, hidden, None)
         return self.logits(state.readout, state.hidden)
+
+    def advance(
+        self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
+    ) -> Float[Tensor, "batch width hidden"]:
+        """Append pairs of tokens and hidden states; return the output of each row's last pair.
+
+        counts: how many pairs of each row are real; None returns the outputs of all of them.
+        """
+        turn = state.turn(tokens.shape[1])
+        inputs = [tokens, hidden, turn.cos, turn.sin]
+        if counts is not None:
+            inputs.append(send_numbers(counts, tokens.device) - 1)
+
+        def run(
+            tokens: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, last: Tensor | None = None
+        ) -> tuple[Tensor, ...]:
+            turn = Rotation(cos, sin)
+            return (self.through(state.readout, state.cache, turn, tokens, hidden, last),)
+
+        (found,) = state.cache.run(run, inputs, counts)
+        return found
 
     def select(self, state: LayerState, rows: Sequence[int]) -> None:
         state.cache.select(rows)
