@@ -88,6 +88,12 @@ class SkipReport:
             "notes": dict(self.notes),
         }
 
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "SkipReport":
+        """Return the report on conversations that `to_dict` gave."""
+        counts, notes = Counter(found["skipped"]), Counter(found["notes"])
+        return cls(found["num_read"], counts, found["examples"], notes=notes)
+
 
 class NothingUsable(ValueError):
     """Every record was skipped; the message carries the report."""

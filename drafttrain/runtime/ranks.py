@@ -22,6 +22,7 @@ STEP_TIMEOUT = timedelta(minutes=10)
 # Barriers and messages wait while rank 0 works alone (validation, saving, writing conversations).
 # They use gloo, which notices at once when the other side has died.
 MESSAGE_TIMEOUT = timedelta(hours=24)
+BUCKET = 25 << 20  # bytes that are summed together, as in torch's DistributedDataParallel
 
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -95,6 +96,35 @@ class Ranks:
         dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), rank, group=self._messages)
         return json.loads(content)
 
+    def broadcast_numbers(self, tensors: list[Tensor] | None, count: int) -> list[Tensor]:
+        """Return rank 0's `count` tensors of integers, which lie on the CPU, on every rank."""
+        shapes = self.broadcast_object(tensors and [list(tensor.shape) for tensor in tensors])
+        assert len(shapes) == count, f"{count} tensors, not {len(shapes)}"
+        found = tensors or [torch.empty(shape, dtype=torch.long) for shape in shapes]
+        if self.world_size > 1:
+            with self._naming_the_loss():
+                for tensor in found:
+                    dist.broadcast(tensor, src=0, group=self._messages)
+        return found
+
+    def in_turn(self, work: Callable[[], Any]) -> Any:
+        """Return what `work` gives on rank 0, None elsewhere; what it raises there ends all ranks.
+
+        An error of rank 0 is a ValueError of the same words on the others.
+        """
+        found, failed = None, None
+        if self.is_main:
+            try:
+                found = work()
+            except Exception as error:
+                failed = error
+        told = self.broadcast_object(None if failed is None else str(failed))
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise ValueError(told)
+        return found
+
     def broadcast_in_place(self, tensors: list[Tensor]) -> None:
         """Overwrite `tensors`, which lie on `device`, with those of rank 0."""
         if self.world_size > 1:
@@ -103,13 +133,22 @@ class Ranks:
                     dist.broadcast(tensor, src=0)
 
     def sum_in_place(self, tensors: list[Tensor]) -> None:
-        """Overwrite `tensors`, which lie on `device`, with their sums over ranks."""
-        if self.world_size > 1:
-            with self._naming_the_loss():
-                work = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-                for handle in work:
-                    assert handle is not None
-                    handle.wait()
+        """Overwrite `tensors`, which lie on `device`, with their sums over ranks.
+
+        Small ones are summed together, in buckets: each collective has a cost of its own.
+        """
+        if self.world_size == 1:
+            return
+        with self._naming_the_loss():
+            buckets = [(bucket, _flat(bucket)) for bucket in _buckets(tensors)]
+            work = [dist.all_reduce(flat, async_op=True) for _, flat in buckets]
+            for handle, (bucket, flat) in zip(work, buckets, strict=True):
+                assert handle is not None
+                handle.wait()
+                if len(bucket) > 1:
+                    parts = flat.split([tensor.numel() for tensor in bucket])
+                    for tensor, part in zip(bucket, parts, strict=True):
+                        tensor.copy_(part.view_as(tensor))
 
     def sum_soon(self, value: int) -> Callable[[], int]:
         """Return a function that waits for the sum of every rank's `value`; do not wait here."""
@@ -172,6 +211,26 @@ class Ranks:
             f"among the outputs of the other ranks is the cause; {self.goes_on}. "
             f"({str(error).splitlines()[0]})"
         )
+
+
+def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors in groups of one dtype; what fills a bucket alone is in none with others.
+
+    Every rank must have them in the same order.
+    """
+    buckets: list[list[Tensor]] = []
+    open_ones: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = open_ones.get(tensor.dtype, [])
+        if not bucket or sum(part.nbytes for part in bucket) + tensor.nbytes > BUCKET:
+            bucket = open_ones[tensor.dtype] = []
+            buckets.append(bucket)
+        bucket.append(tensor)
+    return buckets
+
+
+def _flat(bucket: list[Tensor]) -> Tensor:
+    return bucket[0] if len(bucket) == 1 else torch.cat([tensor.flatten() for tensor in bucket])
 
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))  # where its device does not matter

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from paths import PYTHONPATH
 
-from drafttrain.runtime.ranks import LostRankError, Ranks, join_ranks
+from drafttrain.commands.setup.target_and_drafter import shared_samples
+from drafttrain.core.types import Sample
+from drafttrain.runtime import ranks as runtime_ranks
+from drafttrain.runtime.ranks import BUCKET, LostRankError, Ranks, join_ranks
 
 
 def run_ranks(task: str, count: int = 2, script: str = __file__) -> list[str]:
@@ -62,6 +65,12 @@ def test_three_ranks_agree() -> None:
 
 
 @pytest.mark.slow
+def test_what_rank_0_reads_all_ranks_have() -> None:
+    problem = "invalid literal for int() with base 10: 'x'"
+    assert run_ranks("share") == [f"read {problem}", f"None {problem}"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["barrier", "sum"])
 def test_a_rank_that_dies_is_noticed_by_the_other_at_once(task: str) -> None:
     survivor, dead = run_ranks(task)
@@ -103,6 +112,32 @@ def agree(ranks: Ranks) -> None:
     print(ranks.rank, "sum", total.item(), "object", message, "of", each)
 
 
+def share(ranks: Ranks) -> None:
+    """Sums in buckets are those of each tensor alone; samples are rank 0's; so are errors."""
+    generator = torch.Generator().manual_seed(ranks.rank)
+    sizes = [(3,), (40, 5), (2, 2, 2), (50,), ()]
+    own = [torch.randn(size, generator=generator) for size in sizes] + [torch.arange(3)]
+    whole = [ranks.sum_over_ranks(tensor) for tensor in own]
+    kept = [tensor.clone() for tensor in own]
+    for size in (BUCKET, 300, 1):
+        runtime_ranks.BUCKET = size
+        summed = [tensor.clone() for tensor in kept]
+        ranks.sum_in_place(summed)
+        assert all(torch.equal(a, b) for a, b in zip(summed, whole, strict=True)), size
+    tokens = [torch.arange(4), torch.arange(2) + 7]
+    samples = [Sample(part, part > 1, 5 + place) for place, part in enumerate(tokens)]
+    for mine, expected in zip(
+        shared_samples(samples if ranks.is_main else [], ranks), samples, strict=True
+    ):
+        assert torch.equal(mine.tokens, expected.tokens), "tokens"
+        assert torch.equal(mine.loss_mask, expected.loss_mask), "mask"
+        assert mine.index == expected.index, "names"
+    try:
+        ranks.in_turn(lambda: int("x"))
+    except ValueError as error:
+        print(ranks.in_turn(lambda: "read"), error)
+
+
 def die(ranks: Ranks, task: str) -> None:
     ranks.barrier()
     if not ranks.is_main:
@@ -124,5 +159,7 @@ if __name__ == "__main__":
         agree(joined)
     elif sys.argv[1] == "poison":
         poison(joined)
+    elif sys.argv[1] == "share":
+        share(joined)
     else:
         die(joined, sys.argv[1])

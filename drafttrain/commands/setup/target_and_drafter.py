@@ -51,14 +51,39 @@ def read_samples(
 ) -> tuple[list[Sample], SkipReport] | None:
     """Return conversations as tokens, the same on every rank, and what was skipped.
 
-    None where the target is to write them itself. ValueError where none can be used.
+    None where the target is to write them itself. ValueError where none can be used. Rank 0 reads
+    them: tokenising takes every core.
     """
     config.check_text()
     if isinstance(config, SelfgenConfig):
         return None
+    found = ranks.in_turn(lambda: _read_samples(config, model))
+    if ranks.world_size == 1:
+        return found
+    samples, report = found or ([], None)
+    told = ranks.broadcast_object(None if report is None else report.to_dict())
+    return shared_samples(samples, ranks), SkipReport.from_dict(told)
+
+
+def shared_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
+    """Return rank 0's samples on every rank."""
+    mine = None
+    if ranks.is_main:
+        mine = [
+            torch.cat([sample.tokens for sample in samples]),
+            torch.cat([sample.loss_mask for sample in samples]).long(),
+            torch.tensor([[len(sample.tokens), sample.index] for sample in samples]),
+        ]
+    tokens, masks, numbers = ranks.broadcast_numbers(mine, 3)
+    lengths, names = numbers.T.tolist()
+    parts = zip(tokens.split(lengths), masks.bool().split(lengths), names, strict=True)
+    return [Sample(*part) for part in parts]
+
+
+def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample], SkipReport]:
     tokenizer = load_tokenizer(model)  # first: a data set may take long to download
     conversations, unread = read(config)
-    samples, unfit = encode(conversations, tokenizer, config, ranks.is_main)
+    samples, unfit = encode(conversations, tokenizer, config, show=True)
     spec = expected_spec(model)
     samples, beyond = within_positions(samples, spec)
     size, largest = spec.vocab_size, max(int(s.tokens.max()) for s in samples)

@@ -24,6 +24,7 @@ from drafttrain.core.tree import Branches
 
 BAND = 32  # the band of masks is made for passes of at least this many tokens
 ROOM = 64  # positions added, at least, when the room is used up
+WIDEST = 128  # tokens of a pass that is captured: wider ones are few, and seldom equally wide
 
 
 class RaggedLayer(DynamicLayer):
@@ -174,6 +175,8 @@ class RaggedCache(DynamicCache):
             self.mask = self.masked(rows, new, device)
             return function(*held[len(varying) :])
 
+        if new > WIDEST:
+            return whole(*varying, *inputs)
         return room.graphs.run((key, len(varying)), whole, [*varying, *inputs])
 
     def open(self, rows: int, new: int) -> None:
