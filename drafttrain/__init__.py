@@ -5,16 +5,18 @@ From Python, with what the commands write:
     target = drafttrain.load_target("tiny")
     drafter = drafttrain.load_drafter("outputs/demo", target)
     print(drafttrain.generate(target, drafter, "Why is the sky blue?").text)
+    for piece in drafttrain.stream(target, drafter, "And the sea?"):
+        print(piece.text, end="")
     report = drafttrain.evaluate(target, drafter, prompts_per_task=2)
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drafttrain.commands.setup.api import evaluate, generate, load_drafter, load_target
+    from drafttrain.commands.setup.api import evaluate, generate, load_drafter, load_target, stream
 
 __version__ = "0.4.0"
-__all__ = ["evaluate", "generate", "load_drafter", "load_target"]
+__all__ = ["evaluate", "generate", "load_drafter", "load_target", "stream"]
 
 
 def __getattr__(name: str) -> Any:

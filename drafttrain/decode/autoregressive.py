@@ -13,7 +13,7 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded
 from drafttrain.decode.clock import Clock
-from drafttrain.decode.rows import Rows, Stops, check_room
+from drafttrain.decode.rows import Passes, Rows, Stops, check_room, to_the_end
 from drafttrain.target.model import Target
 
 
@@ -39,7 +39,7 @@ def autoregressive_decode(
 
 
 @torch.inference_mode()
-def autoregressive_decode_batch(
+def autoregressive_passes(
     target: Target,
     prompts: Sequence[Sequence[int]],
     *,
@@ -49,7 +49,7 @@ def autoregressive_decode_batch(
     rows: Sequence[int],
     stop_tokens: Collection[int] | None = None,
     stop_strings: Sequence[str] = (),
-) -> list[Decoded]:
+) -> Passes:
     """Decode prompts together, token by token; a row leaves the batch when it has ended.
 
     rows: the name of each prompt, which keys its chance. An output ends with the first stop
@@ -70,6 +70,9 @@ def autoregressive_decode_batch(
     while True:
         active = batch.active
         _, kept = batch.commit([[value] for value in new], stops)
+        committed = clock.now()
+        yield active
+        resumed = clock.now()
         if not kept:
             break
         if len(kept) < len(active):
@@ -81,10 +84,13 @@ def autoregressive_decode_batch(
         token = emit(logits[:, -1], sampling, chance, batch.names, batch.starts)
         new = token.tolist()  # the only wait of the host
         after = clock.now()
-        own = [(before, stepping), (stepped, after)]
+        own = [(before, committed), (resumed, stepping), (stepped, after)]
         clock.charge(batch.active, verify_s=[(stepping, stepped)], other_s=own)
         for row in batch.active:
             row.stats.num_target_passes += 1
         before = after
     clock.settle()
     return batch.decoded()
+
+
+autoregressive_decode_batch = to_the_end(autoregressive_passes)

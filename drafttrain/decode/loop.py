@@ -19,7 +19,7 @@ from drafttrain.decode.autoregressive import emit
 from drafttrain.decode.clock import Clock
 from drafttrain.decode.draft import draft, nothing
 from drafttrain.decode.policy import Policy, policy_of
-from drafttrain.decode.rows import Row, Rows, Stops, check_room
+from drafttrain.decode.rows import Passes, Row, Rows, Stops, check_room, to_the_end
 from drafttrain.decode.unread import Unread
 from drafttrain.decode.verify import (
     LOSSLESS,
@@ -89,7 +89,7 @@ def speculative_decode(
 
 
 @torch.inference_mode()
-def speculative_decode_batch(
+def speculative_passes(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
@@ -104,7 +104,7 @@ def speculative_decode_batch(
     draft_sampling: Sampling | None = None,
     rule: Rule = LOSSLESS,
     record: Callable[[Cycle], None] | None = None,
-) -> list[Decoded]:
+) -> Passes:
     """Decode prompts with a drafter, together; a lossless rule keeps the plain loop's distribution.
 
     policy: how proposals grow; a number is the depth of a chain. draft_sampling: how the drafter's
@@ -142,6 +142,7 @@ def speculative_decode_batch(
         unread.read()
     active = batch.active
     _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
+    yield active
     if kept and len(kept) < len(active):
         target.select(cache, kept)
         unread.select(kept)
@@ -196,9 +197,13 @@ def speculative_decode_batch(
             verify_s=[(t_verify, t_commit)],
             other_s=[(t_commit, t_observe)],
         )
-        before = after
+        yield active
+        before = clock.now()
     clock.settle()
     return batch.decoded()
+
+
+speculative_decode_batch = to_the_end(speculative_passes)
 
 
 def committed_by(

@@ -1,7 +1,9 @@
 """The rows of a decoding batch: their outputs, when they end, and what they cost."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import ParamSpec
 
 from drafttrain.core.types import Decoded, DecodeStats
 from drafttrain.target.model import Target
@@ -84,6 +86,28 @@ class Rows:
     def decoded(self) -> list[Decoded]:
         """Return every row's output, in the order of the prompts."""
         return [Decoded(tuple(row.output), row.stats) for row in self.all]
+
+
+# A decoding pass by pass: it yields the rows of each pass, once their new tokens are in their
+# outputs, and returns what was decoded. Seconds of the rows are counted at its end.
+Passes = Generator[list[Row], None, list[Decoded]]
+Told = ParamSpec("Told")
+
+
+def to_the_end(decode: Callable[Told, Passes]) -> Callable[Told, list[Decoded]]:
+    """Return the function that decodes to the end at once."""
+
+    @wraps(decode)
+    def whole(*args: Told.args, **kwargs: Told.kwargs) -> list[Decoded]:
+        passes = decode(*args, **kwargs)
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                return end.value
+
+    whole.__annotations__ = {**decode.__annotations__, "return": list[Decoded]}
+    return whole
 
 
 def check_room(

@@ -51,7 +51,9 @@ def drafter(place: Path, target: Target) -> Drafter:
 def test_importing_the_package_is_light() -> None:
     program = "import sys, drafttrain; print(drafttrain.__all__, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "['evaluate', 'generate', 'load_drafter', 'load_target'] False\n"
+    assert (
+        done.stdout == "['evaluate', 'generate', 'load_drafter', 'load_target', 'stream'] False\n"
+    )
 
 
 def test_what_the_package_does_not_offer_is_an_attribute_error() -> None:

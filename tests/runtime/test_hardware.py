@@ -29,8 +29,8 @@ def hardware(**changes: Any) -> HardwareConfig:
     values = {"name": "test", "device": "cpu", "dtype": "auto", "train_dtype": "float32"}
     values |= {"draft_dtype": "auto", "weights_dtype": "float32"}
     values |= {"ranks": "auto", "target_placement": "auto"}
-    values |= {"compile": False, "gradient_checkpointing": False, "accelerator": None}
-    values |= {"check_fit": True}
+    values |= {"graphs": "auto", "compile": False, "gradient_checkpointing": False}
+    values |= {"accelerator": None, "check_fit": True}
     return HardwareConfig(**{**values, "threads": 0, "micro_batch": 1, **changes})
 
 

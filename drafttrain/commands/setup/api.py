@@ -29,11 +29,13 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.types import Decoded
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.records import Message, Unusable, message_of
-from drafttrain.decode.autoregressive import autoregressive_decode
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.autoregressive import autoregressive_passes
+from drafttrain.decode.loop import speculative_passes
+from drafttrain.decode.rows import check_room
+from drafttrain.decode.stream import Stream
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
-from drafttrain.evaluation.config import AUTO, FROM_TUNE
+from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
@@ -122,6 +124,23 @@ def load_drafter(
     return given.drafter
 
 
+def stream(
+    target: Target,
+    drafter: Drafter | None,
+    prompt: str | Messages,
+    *,
+    seed: int = 0,
+    **settings: object,
+) -> Stream:
+    """Answer as `generate` does, piece by piece: `for piece in stream(...)`, or `async for`.
+
+    Nothing is decoded before the first piece is asked for.
+    """
+    config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
+    tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
+    return stream_of(target, drafter, tokens, config.eval, _depth_of(config), seed)
+
+
 def generate(
     target: Target,
     drafter: Drafter | None,
@@ -136,23 +155,40 @@ def generate(
     stop_strings, max_new_tokens), and template, template_kwargs, template_date. template="none"
     takes the text as it is, for a target without a chat template.
     """
-    config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
-    tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
-    how, depth = config.eval, _depth_of(config)
+    answer = stream(target, drafter, prompt, seed=seed, **settings)
+    for _ in answer:
+        pass
+    assert answer.decoded is not None, "it has ended"
+    text = target.tokenizer.decode(answer.decoded.tokens, skip_special_tokens=True)
+    return Generated(answer.decoded.tokens, answer.decoded.stats, text)
+
+
+def stream_of(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Sequence[int],
+    how: EvalConfig,
+    depth: int,
+    seed: int,
+) -> Stream:
+    """Return the stream that continues a text of tokens."""
     told: dict[str, Any] = {
         "sampling": how.sampling,
         "max_new_tokens": how.max_new_tokens,
         "stop_strings": how.stop_strings,
         "chance": SeededChance(seed),
+        "rows": [0],
     }
+    check_room(target, [tokens], how.max_new_tokens, 0 if drafter is None else depth)
     if drafter is None:
-        decoded = autoregressive_decode(target, tokens, **told)
-    else:
-        _check_pair(target, drafter)
-        told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule}
-        decoded = speculative_decode(target, drafter, tokens, policy=how.policy_at(depth), **told)
-    text = target.tokenizer.decode(decoded.tokens, skip_special_tokens=True)
-    return Generated(decoded.tokens, decoded.stats, text)
+        return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, 0)
+    _check_pair(target, drafter)
+    policy = how.policy_at(depth)
+    policy.check(drafter, how.draft_sampling)
+    told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule, "policy": policy}
+    return Stream(
+        speculative_passes(target, drafter, [tokens], **told), target.tokenizer, policy.depth
+    )
 
 
 def evaluate(

@@ -1,0 +1,131 @@
+"""A stream gives what decoding gives, as it is decoded, and says who wrote each token."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import drafttrain
+from drafttrain.core.types import Decoded
+from drafttrain.decode.rows import Passes, Row
+from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, PLAIN, Stream, written_by
+from drafttrain.drafters.base import Drafter
+from drafttrain.target.model import Target
+
+LIST = "Write this again: red, green, blue, red, green, blue, red, green, blue."
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return drafttrain.load_target("tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def lookup(target: Target) -> Drafter:
+    return drafttrain.load_drafter("ngram", target)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "kept", "expected"),
+    [
+        (0, 0, 1, [(PLAIN, 1)]),
+        (4, 4, 5, [(ACCEPTED, 4), (BONUS, 1)]),
+        (4, 2, 3, [(ACCEPTED, 2), (CORRECTED, 1)]),
+        (4, 0, 1, [(CORRECTED, 1)]),
+        (4, 3, 3, [(ACCEPTED, 3)]),  # the output ended inside an accepted run
+    ],
+)
+def test_who_wrote_what_a_pass_added(
+    drafted: int, accepted: int, kept: int, expected: list[tuple[str, int]]
+) -> None:
+    assert written_by(drafted, accepted, kept) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_pieces_are_the_answer_and_accepted_ones_are_those_counted(
+    temperature: float, target: Target, lookup: Drafter
+) -> None:
+    told: dict[str, Any] = {"max_new_tokens": 60, "temperature": temperature, "seed": 1, "depth": 4}
+    whole = drafttrain.generate(target, lookup, LIST, **told)
+    stream = drafttrain.stream(target, lookup, LIST, **told)
+    pieces = list(stream)
+    assert tuple(token for piece in pieces for token in piece.tokens) == whole.tokens
+    assert "".join(piece.text for piece in pieces) == whole.text == stream.text
+    assert pieces[0].writer == PLAIN, "the prefill's"
+    accepted = [token for piece in pieces if piece.writer == ACCEPTED for token in piece.tokens]
+    assert len(accepted) == whole.stats.trimmed.num_accepted_tokens > 2
+    assert CORRECTED in {piece.writer for piece in pieces}
+    assert stream.num_passes == whole.stats.num_target_passes
+    assert stream.acceptance_length == (len(whole.tokens) - 1) / stream.num_passes
+    assert stream.decoded is not None
+    assert stream.tokens_per_second is not None
+    assert stream.decoded.tokens == whole.tokens
+
+
+def test_without_a_drafter_the_target_writes_all(target: Target) -> None:
+    stream = drafttrain.stream(target, None, LIST, max_new_tokens=8)
+    assert {piece.writer for piece in stream} == {PLAIN}
+    assert stream.acceptance_length == 1
+
+
+def test_a_tree_that_is_accepted_to_its_end_gives_a_bonus(target: Target, lookup: Drafter) -> None:
+    told: dict[str, Any] = {"depth": 2, "policy": "dynamic_tree", "tree_nodes": 6, "tree_width": 2}
+    stream = drafttrain.stream(target, lookup, LIST, max_new_tokens=40, **told)
+    runs = [(piece.writer, len(piece.tokens)) for piece in stream]
+    assert (ACCEPTED, 2) in runs
+    for place, (writer, _) in enumerate(runs):
+        if writer == BONUS:
+            assert runs[place - 1] == (ACCEPTED, 2)
+
+
+def test_a_stream_that_is_left_decodes_no_more(target: Target, lookup: Drafter) -> None:
+    stream = drafttrain.stream(target, lookup, LIST, max_new_tokens=200)
+    for piece in stream:
+        assert piece.text
+        if len(stream.tokens) > 4:
+            break
+    stream.close()
+    assert list(stream) == []
+    assert stream.decoded is None
+    assert stream.num_passes < 10
+
+
+def test_a_stream_can_be_awaited(target: Target, lookup: Drafter) -> None:
+    async def all_of() -> str:
+        return "".join(
+            [p.text async for p in drafttrain.stream(target, lookup, LIST, max_new_tokens=20)]
+        )
+
+    expected = drafttrain.generate(target, lookup, LIST, max_new_tokens=20)
+    assert asyncio.run(all_of()) == expected.text
+
+
+def test_text_comes_once_its_characters_are_whole(target: Target) -> None:
+    text = "é🙂 ok 漢"
+    tokens = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) > len(text), "some characters are several tokens"
+
+    def passes(end: int) -> Passes:
+        row = Row(0, 1)
+        for token in tokens[:end]:
+            row.output.append(token)
+            yield [row]
+        return [Decoded(tuple(row.output), row.stats)]
+
+    pieces = [piece.text for piece in Stream(passes(len(tokens)), target.tokenizer, 0)]
+    assert "".join(pieces) == text
+    assert "" in pieces
+    assert not any("\ufffd" in piece for piece in pieces)
+    cut = Stream(passes(len(tokens) - 1), target.tokenizer, 0)
+    last = list(cut)[-1]
+    assert last.text.endswith("\ufffd")
+    assert last.tokens == ()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_decoded(
+    target: Target, lookup: Drafter
+) -> None:
+    with pytest.raises(ValueError, match="must fit in the"):
+        drafttrain.stream(target, lookup, "word " * 3000)
+    with pytest.raises(ValueError, match="did you mean depth"):
+        drafttrain.stream(target, lookup, "Hi", dept=3)
