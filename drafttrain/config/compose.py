@@ -29,6 +29,7 @@ from drafttrain.config.groups import (
 from drafttrain.config.overrides import (
     ADMITTED,
     SAVED,
+    WITHOUT_RUN,
     UsageError,
     hidden,
     parse,
@@ -98,13 +99,18 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
     parsed = parse(command, overrides)
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
-    if command == "evaluate":
+    if command in WITHOUT_RUN:
         parsed = with_drafter(parsed)
         given = {override.key_or_group: override.value() for override in parsed}
         run = given.get("run.dir")
         if "drafter" in given and (run is None or not os.path.isfile(Path(str(run)) / CONFIG)):
             head = "evaluate_without_run"  # for a drafter that no run has trained
     groups = command_groups(head)
+    if head != command:
+        wanted = command_groups(command).items()
+        more = {group: name for group, name in wanted if group not in groups and name != SAVED}
+        parsed = [*parse(command, [f"+{group}={name}" for group, name in more.items()]), *parsed]
+        groups |= more
     resumed = start = None
     if command == "train":
         resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))

@@ -25,6 +25,10 @@ MOST_USED = {
         "eval.max_new_tokens hardware.device",
         "compare": "compare.runs compare.evaluation compare.baseline compare.all_pairs compare.dir",
         "tune": "run.dir tune.depths tune.batch_sizes tune.measure eval.prompts_per_task",
+        "chat": "run.dir chat.system chat.marks eval.temperature eval.depth "
+        "eval.policy eval.max_new_tokens",
+        "generate": "run.dir chat.prompt chat.file chat.out eval.temperature "
+        "eval.depth eval.max_new_tokens",
         "regenerate": "data.path regenerate.out regenerate.backend regenerate.base_url "
         "regenerate.temperature regenerate.max_new_tokens regenerate.turns",
         "export": "run.dir export.dir export.dtype export.push export.dry_run",
@@ -54,6 +58,15 @@ EXAMPLES = {
     "tune": (
         "tune run.dir=outputs/demo",
         "tune run.dir=outputs/demo 'tune.batch_sizes=[1,16]' tune.measure=false",
+    ),
+    "chat": (
+        "chat run.dir=outputs/demo",
+        "chat run.dir=outputs/demo eval.temperature=0.7 'chat.system=Answer in rhymes.'",
+        "chat drafter=ngram model=tiny",
+    ),
+    "generate": (
+        "generate run.dir=outputs/demo 'chat.prompt=Why is the sky blue?'",
+        "generate run.dir=outputs/demo chat.file=prompts.txt chat.out=answers.jsonl",
     ),
     "regenerate": (
         "regenerate data.path=prompts.jsonl regenerate.out=answers.jsonl",
@@ -119,6 +132,16 @@ It times passes of target and drafter on this machine, predicts the speedup of e
 batch size, measures it as well, and writes the choice where eval.depth=auto and
 export.num_speculative_tokens=auto find it. With eval.policy=optimal_tree it makes the
 fastest tree of each depth first.""",
+    "chat": """\
+Text comes as it is verified; what was drafted and accepted is bold and green, what the target wrote
+itself is plain. Under it stand the tokens, tokens per second, tokens per pass of the target, and
+about how many times as fast as its plain steps on the first prompt that is. /new begins a new
+conversation, /system TEXT sets the system's turn, /exit or Ctrl-D ends; Ctrl-C stops an answer. In
+a pipe each line is a turn, and only the answers are written.""",
+    "generate": """\
+Prompts are answered one by one and printed as they come, or written to chat.out with who wrote each
+token. A finished answer in chat.out is not decoded again. For training data from many prompts use
+`regenerate`, which batches.""",
     "regenerate": """\
 Answers come from Transformers, from vLLM (regenerate.backend=vllm) or from any OpenAI-compatible
 endpoint (regenerate.backend=openai). They are written row by row, and the same command resumes.

@@ -13,6 +13,8 @@ from hydra.errors import HydraException
 
 from drafttrain.runtime.untrusted_input import shown
 
+# Commands that also take a drafter that no run has trained.
+WITHOUT_RUN = ("evaluate", "chat", "generate")
 ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 

@@ -7,6 +7,7 @@ from drafttrain.runtime.run_folder import RunConfig
 
 if TYPE_CHECKING:  # slow to import: a mistyped key is reported before that
     from drafttrain.data.conversations import DataConfig
+    from drafttrain.decode.config import ChatSettings
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
     from drafttrain.formats.write.config import ExportSettings
@@ -35,6 +36,7 @@ SECTIONS = {
     "eval": "drafttrain.evaluation.config.EvalConfig",
     "export": "drafttrain.formats.write.config.ExportSettings",
     "tune": "drafttrain.evaluation.config.TuneSettings",
+    "chat": "drafttrain.decode.config.ChatSettings",
     "compare": "drafttrain.evaluation.config.CompareSettings",
     "regenerate": "drafttrain.target.answers.config.RegenerateSettings",
     "vllm": "drafttrain.target.vllm.config.VllmConfig",
@@ -78,6 +80,19 @@ class TuneConfig(EvaluateConfig):
     """The configuration of `tune`: that of `evaluate`, with `tune` of its own."""
 
     tune: "TuneSettings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """The configuration of `chat` and `generate`: the saved run, how to decode, what is said."""
+
+    run: RunConfig
+    model: "ModelConfig"
+    data: "DataConfig"
+    drafter: "DrafterConfig"
+    hardware: "HardwareConfig"
+    eval: "EvalConfig"
+    chat: "ChatSettings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +156,8 @@ COMMANDS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "tune": TuneConfig,
     "compare": CompareConfig,
+    "chat": ChatConfig,
+    "generate": ChatConfig,
     "export": ExportConfig,
     "capture": CaptureConfig,
     "regenerate": RegenerateConfig,

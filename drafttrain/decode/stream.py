@@ -42,13 +42,14 @@ def written_by(drafted: int, accepted: int, kept: int) -> list[tuple[str, int]]:
 class Stream:
     """The pieces of one answer, decoded as they are asked for: `for`, or `async for` in a thread.
 
-    What has been decoded so far is in `tokens` and `text`; `num_passes` and `seconds` of the wall
-    are those after the prefill. `decoded` is there once the answer has ended; `close` ends it
-    where it is.
+    What has been decoded so far is in `tokens`, `text` and `pieces`; `num_passes` and `seconds` of
+    the wall are those after the prefill. `decoded` is there once the answer has ended; `close` ends
+    it where it is.
     """
 
     def __init__(self, passes: Passes, tokenizer: Any, depth: int) -> None:
         self.tokens: list[int] = []
+        self.pieces: list[Piece] = []
         self.text = ""
         self.num_passes, self.seconds = 0, 0.0
         self.decoded: Decoded | None = None
@@ -56,8 +57,8 @@ class Stream:
         self._pieces = self._decode()
 
     @property
-    def acceptance_length(self) -> float | None:
-        """Tokens for each pass after the prefill, so far."""
+    def tokens_per_pass(self) -> float | None:
+        """Tokens for each pass of the target after the prefill, so far."""
         return (len(self.tokens) - 1) / self.num_passes if self.num_passes else None
 
     @property
@@ -115,4 +116,5 @@ class Stream:
 
     def _piece(self, text: str, tokens: list[int], writer: str) -> Piece:
         self.text += text
-        return Piece(text, tuple(tokens), writer)
+        self.pieces.append(Piece(text, tuple(tokens), writer))
+        return self.pieces[-1]

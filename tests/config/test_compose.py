@@ -60,7 +60,7 @@ def run_folder(tmp_path: Path) -> Path:
 def test_every_choice_of_every_group_composes_and_types(row: int) -> None:
     """One composition takes the row-th choice of all groups: as few as cover every choice."""
     wanted = {group: names[row] for group, names in GROUPS.items() if row < len(names)}
-    others = {group: wanted.pop(group) for group in ("export", "tune") if group in wanted}
+    others = {group: wanted.pop(group) for group in ("chat", "export", "tune") if group in wanted}
     if wanted.get("drafter") == "admitted":  # trained elsewhere: not for `train`
         drafter = wanted.pop("drafter")
         alone = typed(compose("evaluate", overrides_with("drafter", drafter)), EvaluateConfig)

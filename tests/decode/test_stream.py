@@ -56,7 +56,7 @@ def test_the_pieces_are_the_answer_and_accepted_ones_are_those_counted(
     assert len(accepted) == whole.stats.trimmed.num_accepted_tokens > 2
     assert CORRECTED in {piece.writer for piece in pieces}
     assert stream.num_passes == whole.stats.num_target_passes
-    assert stream.acceptance_length == (len(whole.tokens) - 1) / stream.num_passes
+    assert stream.tokens_per_pass == (len(whole.tokens) - 1) / stream.num_passes
     assert stream.decoded is not None
     assert stream.tokens_per_second is not None
     assert stream.decoded.tokens == whole.tokens
@@ -65,7 +65,7 @@ def test_the_pieces_are_the_answer_and_accepted_ones_are_those_counted(
 def test_without_a_drafter_the_target_writes_all(target: Target) -> None:
     stream = drafttrain.stream(target, None, LIST, max_new_tokens=8)
     assert {piece.writer for piece in stream} == {PLAIN}
-    assert stream.acceptance_length == 1
+    assert stream.tokens_per_pass == 1
 
 
 def test_a_tree_that_is_accepted_to_its_end_gives_a_bonus(target: Target, lookup: Drafter) -> None:

@@ -170,16 +170,18 @@ def stream_of(
     how: EvalConfig,
     depth: int,
     seed: int,
+    most: int | None = None,
 ) -> Stream:
-    """Return the stream that continues a text of tokens."""
+    """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens."""
+    most = most or how.max_new_tokens
     told: dict[str, Any] = {
         "sampling": how.sampling,
-        "max_new_tokens": how.max_new_tokens,
+        "max_new_tokens": most,
         "stop_strings": how.stop_strings,
         "chance": SeededChance(seed),
         "rows": [0],
     }
-    check_room(target, [tokens], how.max_new_tokens, 0 if drafter is None else depth)
+    check_room(target, [tokens], most, 0 if drafter is None else depth)
     if drafter is None:
         return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, 0)
     _check_pair(target, drafter)

@@ -20,7 +20,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
-from drafttrain.config.sections import EvaluateConfig, TuneConfig
+from drafttrain.config.sections import ChatConfig, EvaluateConfig, TuneConfig
 from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import (
     Prompt,
@@ -90,7 +90,7 @@ class Loaded:
     device: torch.device
 
 
-def load(config: EvaluateConfig, settings: EvalConfig) -> Loaded:
+def load(config: EvaluateConfig | ChatConfig, settings: EvalConfig) -> Loaded:
     """Load the drafter, then the target, which takes longer. ValueError for what does not fit."""
     model = config.model
     device = torch.device(choose_device(config.hardware))

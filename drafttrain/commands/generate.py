@@ -1,0 +1,178 @@
+"""Answers to one prompt or to a file of them."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from drafttrain.commands.setup.talk import Talk, ready_to_talk
+from drafttrain.config.sections import ChatConfig
+from drafttrain.data.evaluation_prompts import Prompt, read_prompts
+from drafttrain.data.records import Message
+from drafttrain.decode.stream import Stream
+from drafttrain.report.answers import AnswerView, numbers_of
+from drafttrain.runtime.disk import require_writable
+from drafttrain.runtime.journal import append_records, read_records
+from drafttrain.runtime.terminal import console, progress
+from drafttrain.runtime.untrusted_input import UntrustedError, read_bytes, shown
+
+MAX_FILE = 64 << 20  # bytes of a file of prompts, a line each
+
+
+def generate(config: ChatConfig) -> None:
+    """Answer the prompts, and print the answers or write them to chat.out."""
+    settings = config.chat
+    prompts = asked(config)
+    if settings.out is not None:
+        out = Path(settings.out).expanduser()
+        require_writable(out.parent, "chat.out")
+        write(ready_to_talk(config), prompts, config, out)
+        return
+    if console.is_terminal:
+        talk = ready_to_talk(config)
+    else:  # only the answers are printed
+        with console.capture():
+            talk = ready_to_talk(config)
+    show: Callable[[Stream], None] = piped
+    if console.is_terminal:
+        show = lambda stream: viewed(stream, settings.marks)  # noqa: E731
+    for prompt in prompts:
+        if len(prompts) > 1 and console.is_terminal:
+            console.print(f"{prompt.id}:", style="dim")
+        answered(talk, prompt, settings.system, show)
+
+
+def asked(config: ChatConfig) -> list[Prompt]:
+    """Return the prompts of chat.prompt or chat.file; ValueError if there are none."""
+    settings = config.chat
+    if settings.prompt is not None:
+        return [Prompt("prompt", "", "", (settings.prompt,))]
+    if settings.file is None:
+        raise ValueError(
+            "chat.prompt or chat.file must be given: 'chat.prompt=Why is the sky blue?', or a file "
+            "with a prompt in each line"
+        )
+    file = Path(settings.file).expanduser()
+    if file.suffix == ".jsonl":
+        try:
+            prompts, skipped = read_prompts(file, None)
+        except ValueError as error:  # it reads eval.prompts too
+            raise ValueError(str(error).replace("eval.prompts", "chat.file", 1)) from error
+        if skipped.counts:
+            raise ValueError(f"chat.file must be usable in every line: {skipped.sentence()}")
+        return prompts
+    try:
+        lines = read_bytes(file, MAX_FILE).decode().splitlines()
+    except (OSError, UntrustedError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat.file={shown(file, 400)} cannot be read: {shown(error)}") from None
+    found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"chat.file={shown(file, 400)} must hold a prompt in each line, got none")
+    return [Prompt(f"line {number}", "", "", (line,)) for number, line in found]
+
+
+def answered(
+    talk: Talk, prompt: Prompt, system: str | None, show: Callable[[Stream], None]
+) -> list[Stream]:
+    """Answer every turn of a prompt, and return the answers."""
+    messages = [Message("system", system)] if system else []
+    streams = []
+    for turn in prompt.turns:
+        messages.append(Message("user", turn))
+        try:
+            stream = talk.stream(talk.tokens(messages))
+        except ValueError as error:
+            raise ValueError(f"{prompt.id}: {error}") from error
+        show(stream)
+        messages.append(Message("assistant", stream.text))
+        streams.append(stream)
+    return streams
+
+
+def viewed(stream: Stream, marks: bool) -> None:
+    """Show an answer on the terminal."""
+    with AnswerView(console, partial(numbers_of, stream, None), marks) as view:
+        for piece in stream:
+            view.add(piece)
+
+
+def piped(stream: Stream) -> None:
+    """Write an answer as it comes."""
+    for piece in stream:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """What is read again of a line of chat.out."""
+
+    id: str
+    mark: str
+
+
+def write(talk: Talk, prompts: list[Prompt], config: ChatConfig, out: Path) -> None:
+    """Write an answer for each prompt that `out` has none for.
+
+    ValueError, before anything is decoded, if it holds answers of other settings or weights.
+    """
+    conditions = {
+        "drafter": talk.loaded.given.origin,
+        "target": talk.loaded.target.spec.fingerprint,
+        "seed": talk.seed,
+        "system": config.chat.system,
+        "eval": {k: v for k, v in vars(config.eval).items() if k not in ("name", "overwrite")},
+        "template": vars(talk.template),
+    }
+    marks = {prompt.id: _mark(conditions, prompt) for prompt in prompts}
+    done = set()
+    try:
+        for record in read_records(out, _Answered) if out.exists() else ():
+            if marks.get(record.id) != record.mark:
+                raise ValueError(
+                    f"chat.out={out} must be a new file, or hold answers to these prompts by these "
+                    f"settings and weights, got another's for {shown(record.id)}"
+                )
+            done.add(record.id)
+    except UntrustedError as error:
+        raise ValueError(f"chat.out must be a new file, or one of `generate`: {error}") from None
+    with progress("answers", len(prompts), done=len(done)) as tick:
+        for prompt in prompts:
+            if prompt.id in done:
+                continue
+            streams = answered(talk, prompt, config.chat.system, _to_the_end)
+            append_records(out, [_record(prompt, streams, marks[prompt.id])])
+            tick()
+    console.print(f"answers: {out}")
+
+
+def _to_the_end(stream: Stream) -> None:
+    for _ in stream:
+        pass
+
+
+def _mark(conditions: dict[str, Any], prompt: Prompt) -> str:
+    content = json.dumps([conditions, prompt.turns], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _record(prompt: Prompt, streams: list[Stream], mark: str) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "mark": mark,
+        "turns": list(prompt.turns),
+        "answers": [
+            {
+                "text": stream.text,
+                "pieces": [[piece.writer, len(piece.tokens)] for piece in stream.pieces],
+                "tokens": stream.tokens,
+                "tokens_per_pass": stream.tokens_per_pass,
+            }
+            for stream in streams
+        ],
+    }
