@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     told = parser.parse_args()
     target = random_target(told.shape, told.device, TORCH_DTYPES[told.dtype])
-    problem = target.capture_passes() if told.graphs else "as asked"
+    problem = target.use_graphs() if told.graphs else "as asked"
     print(f"passes are not captured: {problem}" if problem else "passes are captured")
     # All weights are read for each token but the table of embeddings, of which one row is.
     table = target.readout.embedding

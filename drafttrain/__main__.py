@@ -43,6 +43,7 @@ GOES_ON = {
     "regenerate": "; the same command resumes from what is answered",
     "evaluate": "; the same command resumes from what it measured",
     "tune": "; the same command resumes from what it measured",
+    "generate": "; with chat.out the same command goes on with what is missing",
 }
 OPTIONS = (
     *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),

@@ -49,8 +49,8 @@ def test_greedy_speculative_output_is_greedy_output_on_the_gpu(
     }
     if graphs:
         target = load_target(model_config(tiny_target_dir), torch.float32, "cuda")
-        assert target.capture_passes() is None
-        drafter.capture_passes(CAPTURES["cuda"])
+        assert target.use_graphs() is None
+        drafter.use_graphs(CAPTURES["cuda"])
     for prompt in PROMPTS:
         plain = autoregressive_decode(target, prompt, **settings)
         assert (

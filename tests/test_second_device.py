@@ -19,7 +19,7 @@ from test_init_from import conversations
 from drafttrain.__main__ import main
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops import room
+from drafttrain.core.ops import graphs, room
 from drafttrain.core.ops.graphs import CAPTURES
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.placed_batch import placed
@@ -355,10 +355,10 @@ def test_a_run_is_evaluated_as_on_the_cpu(
     prompts, found = tmp_path / "prompts.jsonl", []
     lines = [{"id": str(n), "task": "one", "turns": [f"Say {n}."]} for n in range(2)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for place, graphs in zip(both, ("auto", "true"), strict=True):
+    for place, asked in zip(both, ("auto", "true"), strict=True):
         run = place.train("run", *place.jsonl, "drafter=eagle3")
         settings = [f"run.dir={run}", f"hardware.device={place.device}", "hardware.threads=1"]
-        settings += ["hardware.dtype=float32", f"hardware.graphs={graphs}", "eval.depth=2"]
+        settings += ["hardware.dtype=float32", f"hardware.graphs={asked}", "eval.depth=2"]
         settings += [f"eval.prompts={prompts}", "eval.max_new_tokens=12", "eval.resamples=100"]
         assert main(["evaluate", *settings, "eval.blocks=1", *told]) == 0
         (file,) = (run / "evaluations").rglob("*.measurements.jsonl")
@@ -428,7 +428,8 @@ def test_drafts_are_decoded_as_on_the_cpu(
 @pytest.fixture
 def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(CAPTURES, NAME, Capturing.capture)
-    assert targets[NAME].capture_passes() is None
+    monkeypatch.setattr(graphs, "USES", 1)
+    assert targets[NAME].use_graphs() is None
     Capturing.num_captured = Capturing.num_replayed = 0
     yield
     targets[NAME].rooms = None
@@ -454,7 +455,7 @@ def test_captured_passes_write_what_others_write(
     for device, target in targets.items():
         drafter = random_drafter(family, targets["cpu"]).to(device)
         if target.rooms is not None:
-            drafter.capture_passes(Capturing.capture)
+            drafter.use_graphs(Capturing.capture)
         alone = [speculative_decode(target, drafter, text, **settings) for text in FEW[:2]]
         together = speculative_decode_batch(target, drafter, FEW, rows=range(3), **settings)
         written.append([(one.tokens, one.stats.untrimmed) for one in (*alone, *together)])
@@ -483,10 +484,10 @@ def test_a_captured_pass_that_asks_the_device_is_refused(
     visible = RaggedCache.visible
     for wrong, told in (
         (asks, "cannot be captured: operation not permitted"),
-        (stays, "answers otherwise"),
+        (stays, "answers otherwise by graphs"),
     ):
         monkeypatch.setattr(RaggedCache, "visible", wrong)
-        problem = targets[NAME].capture_passes()
+        problem = targets[NAME].use_graphs()
         assert problem is not None
         assert told in problem
         assert targets[NAME].rooms is None
@@ -526,7 +527,7 @@ def assert_one_wait(
     """From one verification to the next of the same rows; a cycle in which rows end may wait."""
     target, drafter = targets[NAME], random_drafter(family, targets["cpu"]).to(NAME)
     if target.rooms is not None:
-        drafter.capture_passes(Capturing.capture)
+        drafter.use_graphs(Capturing.capture)
     settings: dict[str, Any] = {"sampling": sampling, "chance": SeededChance(3), "rule": rule}
     settings |= {"policy": policy, "max_new_tokens": 14, "stop_tokens": ()}
     if isinstance(policy, DynamicTree):

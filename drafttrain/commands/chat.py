@@ -11,7 +11,7 @@ from drafttrain import __version__
 from drafttrain.commands.setup.talk import Talk, ready_to_talk
 from drafttrain.config.sections import ChatConfig
 from drafttrain.data.records import Message
-from drafttrain.report.answers import DRAFTED, LEGEND, AnswerView, numbers_of
+from drafttrain.report.answers import DRAFTED, LEGEND, show
 from drafttrain.runtime.signals import answered_by
 from drafttrain.runtime.terminal import console
 
@@ -20,38 +20,37 @@ ASK = "> "
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk to the target: in a terminal, or each line of a pipe is a turn."""
-    at_terminal = sys.stdin.isatty() and console.is_terminal
-    if at_terminal:
+    """Talk to the target: at a terminal, or each line of a pipe is a turn."""
+    for key in ("prompt", "file", "out"):
+        unset = getattr(config.chat, key) is None
+        config.chat.require(key, unset, "be null: it is for `generate`")
+    if console.is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (lines can be edited, and earlier ones come back)
         console.print(f"drafttrain {__version__}: chat")
-        talk = ready_to_talk(config)
-    else:  # only the answers are written
-        with console.capture():
-            talk = ready_to_talk(config)
-    Conversation(talk, config, at_terminal).run()
+    ChatLoop(ready_to_talk(config), config).run()
 
 
-class Conversation:
+class ChatLoop:
     """The turns so far, and how they are shown."""
 
-    def __init__(self, talk: Talk, config: ChatConfig, at_terminal: bool) -> None:
-        self.talk, self.at_terminal, self.marks = talk, at_terminal, config.chat.marks
+    def __init__(self, talk: Talk, config: ChatConfig) -> None:
+        self.talk, self.marks = talk, config.chat.marks
+        self.asked = sys.stdin.isatty()  # somebody types
         self.system, self.said = config.chat.system, list[Message]()
         self.plain: float | None = None  # tokens per second of the target alone
         talk.tokens(self._with(Message("user", "Hello")))  # a base model has no chat template
 
     def run(self) -> None:
         """Answer turns until there are no more."""
-        if self.at_terminal:
+        if self.asked and console.is_terminal:
             if self.marks:
                 console.print(Text(LEGEND).append(DRAFTED, DRAFTED))
             console.print(COMMANDS)
         # Ctrl-C stops an answer, and at the prompt the command.
         with answered_by(signal.default_int_handler, [signal.SIGINT]):
             for text in self._turns():
-                if text.startswith("/") and self.at_terminal:
+                if self.asked and text.startswith("/"):
                     if text.split()[0] == "/exit":
                         return
                     self._obey(text)
@@ -60,25 +59,46 @@ class Conversation:
 
     def _turns(self) -> Iterator[str]:
         """Yield the user's turns, without empty ones."""
-        while True:
+        for number in range(1, sys.maxsize):
             try:
-                line = input(ASK) if self.at_terminal else sys.stdin.readline()
+                line = self._line()
             except EOFError:
-                console.print()
                 return
-            if not line and not self.at_terminal:
-                return
+            except KeyboardInterrupt:
+                sys.stderr.write("\n")
+                raise
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {number} of stdin must be UTF-8 ({error.reason})") from None
             if line.strip():
                 yield line.strip()
 
+    def _line(self) -> str:
+        if self.asked and console.is_terminal:
+            try:
+                return input(ASK)
+            except EOFError:
+                console.print()
+                raise
+        if self.asked:
+            sys.stderr.write(ASK)
+            sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line
+
     def _obey(self, text: str) -> None:
         name, _, rest = text.partition(" ")
-        if name in ("/new", "/system"):
+        told = COMMANDS
+        if name == "/new" and not rest:
             self.said.clear()
-        if name == "/system":
+            told = "a new conversation"
+        elif name == "/system":
+            self.said.clear()
             self.system = rest.strip() or None
-        known = {"/new": "a new conversation", "/system": "a new conversation, with this system"}
-        console.print(known.get(name, COMMANDS))
+            told = (
+                f"a new conversation, {'with this' if self.system else 'without a'} system's turn"
+            )
+        sys.stderr.write(told + "\n")
 
     def _with(self, turn: Message) -> list[Message]:
         system = [Message("system", self.system)] if self.system else []
@@ -90,25 +110,17 @@ class Conversation:
             tokens = self.talk.tokens(self._with(turn))
             stream = self.talk.stream(tokens)
         except ValueError as error:
-            if not self.at_terminal:
+            if not self.asked:
                 raise
-            console.print(f"{error}; /new begins a new conversation")
+            sys.stderr.write(f"{error}\n")
             return
-        if not self.at_terminal:
-            for piece in stream:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
-            sys.stdout.write("\n")
-        else:
-            try:
-                if self.plain is None:
-                    self.plain = self.talk.plain_tokens_per_second(tokens)
-                with AnswerView(
-                    console, lambda: numbers_of(stream, self.plain), self.marks
-                ) as view:
-                    for piece in stream:
-                        view.add(piece)
-            except KeyboardInterrupt:
-                console.print("stopped")
+        try:
+            if self.plain is None and console.is_terminal:
+                self.plain = self.talk.plain_tokens_per_second(tokens)
+            show(stream, console, self.marks, self.plain)
+        except KeyboardInterrupt:
+            if not self.asked:
+                raise
+            sys.stderr.write("stopped\n")
         if stream.text.strip():  # else it was stopped before it began
             self.said += [turn, Message("assistant", stream.text)]

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +12,34 @@ from drafttrain.config.sections import ChatConfig
 from drafttrain.data.evaluation_prompts import Prompt, read_prompts
 from drafttrain.data.records import Message
 from drafttrain.decode.stream import Stream
-from drafttrain.report.answers import AnswerView, numbers_of
+from drafttrain.report.answers import show
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.journal import append_records, read_records
+from drafttrain.runtime.lock import hold, of_answers, require_free
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.runtime.untrusted_input import UntrustedError, read_bytes, shown
 
 MAX_FILE = 64 << 20  # bytes of a file of prompts, a line each
+FIRST = b'{"id": '  # how each line of chat.out begins
 
 
 def generate(config: ChatConfig) -> None:
     """Answer the prompts, and print the answers or write them to chat.out."""
     settings = config.chat
     prompts = asked(config)
-    if settings.out is not None:
-        out = Path(settings.out).expanduser()
-        require_writable(out.parent, "chat.out")
-        write(ready_to_talk(config), prompts, config, out)
-        return
-    if console.is_terminal:
+    if settings.out is None:
         talk = ready_to_talk(config)
-    else:  # only the answers are printed
-        with console.capture():
-            talk = ready_to_talk(config)
-    show: Callable[[Stream], None] = piped
-    if console.is_terminal:
-        show = lambda stream: viewed(stream, settings.marks)  # noqa: E731
-    for prompt in prompts:
-        if len(prompts) > 1 and console.is_terminal:
-            console.print(f"{prompt.id}:", style="dim")
-        answered(talk, prompt, settings.system, show)
+        for prompt in prompts:
+            if len(prompts) > 1 and console.is_terminal:
+                console.print(f"{prompt.id}:", style="dim")
+            answered(talk, prompt, lambda stream: show(stream, console, settings.marks))
+        return
+    out = Path(settings.out).expanduser()
+    check_out(out, settings.file)
+    require_free(out, "chat.out", file=of_answers(out))
+    talk = ready_to_talk(config)
+    with hold(out, "chat.out", "generate", console.print, file=of_answers(out)):
+        write(talk, prompts, out)
 
 
 def asked(config: ChatConfig) -> list[Prompt]:
@@ -66,7 +62,7 @@ def asked(config: ChatConfig) -> list[Prompt]:
             raise ValueError(f"chat.file must be usable in every line: {skipped.sentence()}")
         return prompts
     try:
-        lines = read_bytes(file, MAX_FILE).decode().splitlines()
+        lines = read_bytes(file, MAX_FILE).decode("utf-8-sig").split("\n")
     except (OSError, UntrustedError, UnicodeDecodeError) as error:
         raise ValueError(f"chat.file={shown(file, 400)} cannot be read: {shown(error)}") from None
     found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
@@ -75,10 +71,9 @@ def asked(config: ChatConfig) -> list[Prompt]:
     return [Prompt(f"line {number}", "", "", (line,)) for number, line in found]
 
 
-def answered(
-    talk: Talk, prompt: Prompt, system: str | None, show: Callable[[Stream], None]
-) -> list[Stream]:
-    """Answer every turn of a prompt, and return the answers."""
+def answered(talk: Talk, prompt: Prompt, decode: Callable[[Stream], Any]) -> list[Stream]:
+    """Answer every turn of a prompt by `decode`, and return the answers."""
+    system = talk.config.chat.system
     messages = [Message("system", system)] if system else []
     streams = []
     for turn in prompt.turns:
@@ -87,25 +82,10 @@ def answered(
             stream = talk.stream(talk.tokens(messages))
         except ValueError as error:
             raise ValueError(f"{prompt.id}: {error}") from error
-        show(stream)
+        decode(stream)
         messages.append(Message("assistant", stream.text))
         streams.append(stream)
     return streams
-
-
-def viewed(stream: Stream, marks: bool) -> None:
-    """Show an answer on the terminal."""
-    with AnswerView(console, partial(numbers_of, stream, None), marks) as view:
-        for piece in stream:
-            view.add(piece)
-
-
-def piped(stream: Stream) -> None:
-    """Write an answer as it comes."""
-    for piece in stream:
-        sys.stdout.write(piece.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 @dataclass(frozen=True)
@@ -116,20 +96,26 @@ class _Answered:
     mark: str
 
 
-def write(talk: Talk, prompts: list[Prompt], config: ChatConfig, out: Path) -> None:
+def check_out(out: Path, file: str | None) -> None:
+    """Raise ValueError, before anything is loaded, where answers cannot be written to `out`."""
+    require_writable(out.parent, "chat.out")
+    if out.is_symlink() or (out.exists() and not out.is_file()):
+        raise ValueError(f"chat.out must be a file or not there yet, got {out}, which is none")
+    if not out.exists():
+        return
+    with out.open("rb") as stream:
+        begins = stream.read(len(FIRST))
+    # Its last line is cut off if it is torn, so it must be ours.
+    if (begins and begins != FIRST) or (file and Path(file).expanduser().samefile(out)):
+        raise ValueError(f"chat.out must be a new file, or one of `generate`, got {out}")
+
+
+def write(talk: Talk, prompts: list[Prompt], out: Path) -> None:
     """Write an answer for each prompt that `out` has none for.
 
     ValueError, before anything is decoded, if it holds answers of other settings or weights.
     """
-    conditions = {
-        "drafter": talk.loaded.given.origin,
-        "target": talk.loaded.target.spec.fingerprint,
-        "seed": talk.seed,
-        "system": config.chat.system,
-        "eval": {k: v for k, v in vars(config.eval).items() if k not in ("name", "overwrite")},
-        "template": vars(talk.template),
-    }
-    marks = {prompt.id: _mark(conditions, prompt) for prompt in prompts}
+    marks = {prompt.id: _mark(talk.conditions, prompt) for prompt in prompts}
     done = set()
     try:
         for record in read_records(out, _Answered) if out.exists() else ():
@@ -143,17 +129,11 @@ def write(talk: Talk, prompts: list[Prompt], config: ChatConfig, out: Path) -> N
         raise ValueError(f"chat.out must be a new file, or one of `generate`: {error}") from None
     with progress("answers", len(prompts), done=len(done)) as tick:
         for prompt in prompts:
-            if prompt.id in done:
-                continue
-            streams = answered(talk, prompt, config.chat.system, _to_the_end)
-            append_records(out, [_record(prompt, streams, marks[prompt.id])])
-            tick()
+            if prompt.id not in done:
+                streams = answered(talk, prompt, Stream.rest)
+                append_records(out, [_record(prompt, streams, marks[prompt.id])])
+                tick()
     console.print(f"answers: {out}")
-
-
-def _to_the_end(stream: Stream) -> None:
-    for _ in stream:
-        pass
 
 
 def _mark(conditions: dict[str, Any], prompt: Prompt) -> str:
@@ -162,17 +142,14 @@ def _mark(conditions: dict[str, Any], prompt: Prompt) -> str:
 
 
 def _record(prompt: Prompt, streams: list[Stream], mark: str) -> dict[str, Any]:
-    return {
-        "id": prompt.id,
-        "mark": mark,
-        "turns": list(prompt.turns),
-        "answers": [
-            {
-                "text": stream.text,
-                "pieces": [[piece.writer, len(piece.tokens)] for piece in stream.pieces],
-                "tokens": stream.tokens,
-                "tokens_per_pass": stream.tokens_per_pass,
-            }
-            for stream in streams
-        ],
-    }
+    answers = [
+        {
+            "text": stream.text,
+            "cut": stream.cut,
+            "pieces": [[piece.writer, len(piece.tokens)] for piece in stream.pieces],
+            "tokens": stream.tokens,
+            "tokens_per_pass": stream.tokens_per_pass,
+        }
+        for stream in streams
+    ]
+    return {"id": prompt.id, "mark": mark, "turns": list(prompt.turns), "answers": answers}

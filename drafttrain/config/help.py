@@ -25,10 +25,10 @@ MOST_USED = {
         "eval.max_new_tokens hardware.device",
         "compare": "compare.runs compare.evaluation compare.baseline compare.all_pairs compare.dir",
         "tune": "run.dir tune.depths tune.batch_sizes tune.measure eval.prompts_per_task",
-        "chat": "run.dir chat.system chat.marks eval.temperature eval.depth "
-        "eval.policy eval.max_new_tokens",
+        "chat": "run.dir chat.system chat.max_new_tokens chat.marks eval.temperature "
+        "eval.depth eval.policy",
         "generate": "run.dir chat.prompt chat.file chat.out eval.temperature "
-        "eval.depth eval.max_new_tokens",
+        "eval.depth chat.max_new_tokens",
         "regenerate": "data.path regenerate.out regenerate.backend regenerate.base_url "
         "regenerate.temperature regenerate.max_new_tokens regenerate.turns",
         "export": "run.dir export.dir export.dtype export.push export.dry_run",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -38,7 +37,6 @@ def autoregressive_decode(
     return decode(target, [prompt], rows=[row], **settings)[0]
 
 
-@torch.inference_mode()
 def autoregressive_passes(
     target: Target,
     prompts: Sequence[Sequence[int]],

@@ -13,6 +13,7 @@ class ChatSettings(Settings):
 
     name: str
     system: str | None
+    max_new_tokens: int
     marks: bool
     prompt: str | None
     file: str | None
@@ -22,5 +23,6 @@ class ChatSettings(Settings):
         for key in ("system", "prompt", "file", "out"):
             value = getattr(self, key)
             self.require(key, value is None or bool(value.strip()), "hold text, or be null")
+        self.require("max_new_tokens", self.max_new_tokens >= 1, "be at least 1")
         one = self.prompt is None or self.file is None
         self.require("prompt", one, "be null where chat.file is given")

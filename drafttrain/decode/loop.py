@@ -88,7 +88,6 @@ def speculative_decode(
     return decode(target, drafter, [prompt], rows=[row], **settings)[0]
 
 
-@torch.inference_mode()
 def speculative_passes(
     target: Target,
     drafter: Drafter,
@@ -243,10 +242,10 @@ def _count(
     """Count one draft of a row, which is at `place` in the batch."""
     stats = row.stats
     stats.num_target_passes += 1
+    row.depth = depth = min(proposal.depth, num_nodes)
     if num_nodes == 0:
         stats.cycles.append((len(row.output) - num_kept, 0, 0))
         return
-    depth = min(proposal.depth, num_nodes)
     stats.untrimmed.add(num_nodes, num_accepted, depth)
     drafted, accepted = num_nodes, num_accepted
     if num_kept <= num_accepted:  # the bonus did not reach the output: something was cut

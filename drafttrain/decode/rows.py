@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec
 
+import torch
+
 from drafttrain.core.types import Decoded, DecodeStats
 from drafttrain.target.model import Target
 
@@ -47,6 +49,7 @@ class Row:
     num_prompt_tokens: int
     output: list[int] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
+    depth: int = 0  # of its last proposal
 
 
 class Rows:
@@ -89,7 +92,8 @@ class Rows:
 
 
 # A decoding pass by pass: it yields the rows of each pass, once their new tokens are in their
-# outputs, and returns what was decoded. Seconds of the rows are counted at its end.
+# outputs, and returns what was decoded. Seconds of the rows are counted at its end. Who takes the
+# passes does so in torch's inference mode, which a generator would leave on where it is used.
 Passes = Generator[list[Row], None, list[Decoded]]
 Told = ParamSpec("Told")
 
@@ -98,6 +102,7 @@ def to_the_end(decode: Callable[Told, Passes]) -> Callable[Told, list[Decoded]]:
     """Return the function that decodes to the end at once."""
 
     @wraps(decode)
+    @torch.inference_mode()
     def whole(*args: Told.args, **kwargs: Told.kwargs) -> list[Decoded]:
         passes = decode(*args, **kwargs)
         while True:

@@ -2,17 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+import torch
 
 from drafttrain.core.types import Decoded
-from drafttrain.decode.rows import Passes, Row
+from drafttrain.decode.rows import Passes
 
 # Who wrote a token: the drafter, and the target accepted it; the target, in place of a rejected
-# draft, after a draft that was accepted whole, or where nothing was drafted.
+# draft, after a draft that was accepted as deep as it went, or where nothing was drafted.
 ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"
 
 
@@ -25,16 +26,16 @@ class Piece:
     writer: str  # ACCEPTED, CORRECTED, BONUS or PLAIN
 
 
-def written_by(drafted: int, accepted: int, kept: int) -> list[tuple[str, int]]:
+def written_by(depth: int, accepted: int, kept: int) -> list[tuple[str, int]]:
     """Return who wrote the tokens that a pass added to an output, and how many each, in order.
 
-    drafted: tokens of the proposal, or of its deepest path; kept: of the new tokens, those that
-    reached the output, which may end inside an accepted run.
+    depth: of the proposal, 0 without one; kept: of the new tokens, those that reached the output,
+    which may end inside an accepted run.
     """
     by_drafter = min(accepted, kept)
     found = [(ACCEPTED, by_drafter)] if by_drafter else []
     if kept > by_drafter:
-        last = PLAIN if drafted == 0 else BONUS if accepted == drafted else CORRECTED
+        last = PLAIN if depth == 0 else BONUS if accepted == depth else CORRECTED
         found.append((last, kept - by_drafter))
     return found
 
@@ -43,18 +44,21 @@ class Stream:
     """The pieces of one answer, decoded as they are asked for: `for`, or `async for` in a thread.
 
     What has been decoded so far is in `tokens`, `text` and `pieces`; `num_passes` and `seconds` of
-    the wall are those after the prefill. `decoded` is there once the answer has ended; `close` ends
-    it where it is.
+    the wall are those after the prefill. Once the answer has ended, `decoded` is there. `close`, or
+    the end of a `with` block, ends it where it is, and frees what it holds.
     """
 
-    def __init__(self, passes: Passes, tokenizer: Any, depth: int) -> None:
+    def __init__(self, passes: Passes, tokenizer: Any, limit: int) -> None:
         self.tokens: list[int] = []
         self.pieces: list[Piece] = []
         self.text = ""
+        self.limit = limit  # of tokens
         self.num_passes, self.seconds = 0, 0.0
         self.decoded: Decoded | None = None
-        self._passes, self._tokenizer, self._depth = passes, tokenizer, depth
-        self._pieces = self._decode()
+        self._passes, self._tokenizer = passes, tokenizer
+        self._ready: deque[Piece] = deque()
+        self._ended = False
+        self._before = self._spelled = 0  # tokens before the last ones, and those in `text`
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -66,55 +70,93 @@ class Stream:
         """Tokens for each second after the prefill, so far."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds else None
 
+    @property
+    def cut(self) -> bool:
+        """Whether the answer ended at its limit."""
+        return self.decoded is not None and len(self.tokens) >= self.limit
+
     def close(self) -> None:
         """End the answer where it is; a stream that has ended stays as it is."""
-        self._pieces.close()
+        self._ended = True
+        self._ready.clear()
+        self._passes.close()
 
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
+    def rest(self) -> "Stream":
+        """Decode to the end."""
+        for _ in self:
+            pass
+        return self
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Piece:
+        while not self._ready and not self._ended:
+            self._decode()
+        if not self._ready:
+            raise StopIteration
+        return self._ready.popleft()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        step = None
         try:
             while True:
-                piece = await asyncio.to_thread(next, self._pieces, None)
+                step = asyncio.ensure_future(asyncio.to_thread(next, self, None))
+                piece = await asyncio.shield(step)
                 if piece is None:
                     return
                 yield piece
         finally:
-            self.close()
+            if step is None or step.done():
+                self.close()
+            else:  # it was cancelled, and its thread still decodes
+                step.add_done_callback(lambda _: self.close())
 
-    def _decode(self) -> Generator[Piece, None, None]:
-        spell, began = DecodeStream(skip_special_tokens=True), time.perf_counter()
-        writer = PLAIN
-        for row in self._rows():
-            drafted = accepted = 0
-            if self.tokens:  # else this is the prefill's
-                self.num_passes += 1
-                self.seconds += time.perf_counter() - began
-                _, drafted, accepted = row.stats.cycles[-1] if row.stats.cycles else (0, 0, 0)
-            new = row.output[len(self.tokens) :]
-            for writer, count in written_by(min(drafted, self._depth), accepted, len(new)):
-                own, new = new[:count], new[count:]
-                parts = [spell.step(self._tokenizer.backend_tokenizer, token) for token in own]
-                self.tokens += own
-                yield self._piece("".join(part or "" for part in parts), own, writer)
-            began = time.perf_counter()
-        # An answer may end inside a character.
-        whole = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if whole.startswith(self.text) and whole != self.text:
-            yield self._piece(whole[len(self.text) :], [], writer)
-
-    def _rows(self) -> Iterator[Row]:
-        """Yield the row after each pass; keep what was decoded at the end."""
-        while True:
-            try:
+    def _decode(self) -> None:
+        """Decode one pass."""
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode():
                 (row,) = next(self._passes)
-            except StopIteration as end:
-                (self.decoded,) = end.value
-                return
-            yield row
+        except StopIteration as end:
+            (self.decoded,) = end.value
+            self._ended = True
+            if rest := self._new_text(at_end=True):  # an answer may end inside a character
+                self._give(rest, [], self.pieces[-1].writer)
+            return
+        depth = accepted = 0
+        if self.tokens:  # else it is the prefill's
+            self.num_passes += 1
+            self.seconds += time.perf_counter() - began
+            if row.stats.cycles:
+                depth, (_, _, accepted) = row.depth, row.stats.cycles[-1]
+        new = row.output[len(self.tokens) :]
+        for writer, count in written_by(depth, accepted, len(new)):
+            own, new = new[:count], new[count:]
+            self.tokens += own
+            self._give(self._new_text(), own, writer)
 
-    def _piece(self, text: str, tokens: list[int], writer: str) -> Piece:
+    def _give(self, text: str, tokens: Sequence[int], writer: str) -> None:
         self.text += text
         self.pieces.append(Piece(text, tuple(tokens), writer))
-        return self.pieces[-1]
+        self._ready.append(self.pieces[-1])
+
+    def _new_text(self, at_end: bool = False) -> str:
+        """Return the text of the tokens that are not in `text` yet, if its characters are whole.
+
+        The tokens before them are decoded too, as a token's text depends on them. (The decoder of
+        streams in `tokenizers` raises where a target writes bytes that are no character.)
+        """
+        decode = self._tokenizer.decode
+        known = decode(self.tokens[self._before : self._spelled], skip_special_tokens=True)
+        whole = decode(self.tokens[self._before :], skip_special_tokens=True)
+        if len(whole) <= len(known) or (whole.endswith("\ufffd") and not at_end):
+            return ""
+        self._before, self._spelled = self._spelled, len(self.tokens)
+        return whole[len(known) :]

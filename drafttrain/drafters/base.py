@@ -164,7 +164,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
     rooms: Rooms | None = None  # where its passes are captured, in place; None: they are not
 
-    def capture_passes(self, capture: Capture) -> None:
+    def use_graphs(self, capture: Capture) -> None:
         """Capture the passes over its caches from now on; nothing else about them changes."""
         self.rooms = Rooms(capture)
 
@@ -256,7 +256,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
         if self.vocab is not None:
             self.vocab = DraftVocab.of(self.get_buffer("target_ids"), self.spec.vocab_size)
         if self.rooms is not None:  # graphs read the weights where they were
-            self.capture_passes(self.rooms.capture)
+            self.use_graphs(self.rooms.capture)
         return self
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:

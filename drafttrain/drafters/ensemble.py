@@ -76,9 +76,9 @@ class Ensemble(Drafter[EnsembleState]):
             member.to(*args, **kwargs)
         return self
 
-    def capture_passes(self, capture: Capture) -> None:
+    def use_graphs(self, capture: Capture) -> None:
         for member in self.members:
-            member.capture_passes(capture)
+            member.use_graphs(capture)
 
     def attach(self, tokenizer: Any) -> None:
         for member in self.members:

@@ -96,18 +96,18 @@ class Ranks:
         dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), rank, group=self._messages)
         return json.loads(content)
 
-    def broadcast_numbers(self, tensors: list[Tensor] | None, count: int) -> list[Tensor]:
-        """Return rank 0's `count` tensors of integers, which lie on the CPU, on every rank."""
-        shapes = self.broadcast_object(tensors and [list(tensor.shape) for tensor in tensors])
-        assert len(shapes) == count, f"{count} tensors, not {len(shapes)}"
-        found = tensors or [torch.empty(shape, dtype=torch.long) for shape in shapes]
+    def broadcast_tensors(self, tensors: list[Tensor] | None) -> list[Tensor]:
+        """Return rank 0's tensors, which lie on the CPU, on every rank; the others give None."""
+        own = [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors or ()]
+        kinds = self.broadcast_object(own)
+        found = tensors or [torch.empty(size, dtype=getattr(torch, kind)) for size, kind in kinds]
         if self.world_size > 1:
             with self._naming_the_loss():
                 for tensor in found:
                     dist.broadcast(tensor, src=0, group=self._messages)
         return found
 
-    def in_turn(self, work: Callable[[], Any]) -> Any:
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Return what `work` gives on rank 0, None elsewhere; what it raises there ends all ranks.
 
         An error of rank 0 is a ValueError of the same words on the others.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from unicodedata import category
 
 import yaml
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -48,13 +49,16 @@ def shown(text: object, most: int = SHOWN) -> str:
     return escaped(plain if len(plain) <= most else plain[: most - 3] + "...")
 
 
+OBEYED_BY_NONE = "\n\t\u200c\u200d"  # the last two join and part letters, in emoji and Persian
+
+
 def escaped(text: str) -> str:
     """Return a text without characters that a terminal would obey; lines and tabs stay."""
     if text.isprintable():
         return text
     return "".join(
         char
-        if char.isprintable() or char in "\n\t"
+        if char.isprintable() or char in OBEYED_BY_NONE or category(char) == "Zs"
         else char.encode("unicode_escape", "replace").decode()
         for char in text
     )

@@ -1,6 +1,6 @@
 """The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.graphs import CAPTURES
+from drafttrain.core.ops.graphs import CAPTURES, USES, Outputs
 from drafttrain.core.ops.grouped_attention import share_heads
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.ops.room import Rooms
@@ -103,38 +103,48 @@ class Target:
         """Let ranks take different numbers of steps; a whole target needs nothing for that."""
         return nullcontext()
 
-    def capture_passes(self) -> str | None:
-        """Capture the passes over caches from now on; return why that cannot be, else None.
+    def use_graphs(self) -> str | None:
+        """Run the passes over caches by graphs from now on; return why that cannot be, else None.
 
-        Graphs are trusted once they have answered as passes that are not captured do, at lengths
-        that they were not captured at.
+        Graphs are trusted once they have answered as passes without them do, at lengths that they
+        were not captured at.
         """
         capture = CAPTURES.get(self.device.type)
         if capture is None:
             return f"{self.device.type} is not a device whose passes can be captured"
         if self.where:
             return f"the target is in several places ({self.where})"
+        problems: list[str] = []
+
+        def tried(function: Callable[[], Outputs], device: torch.device) -> Any:
+            try:
+                return capture(function, device)
+            except RuntimeError as error:
+                problems.append(shown(error, 200))
+                raise
+
         try:
             expected = self._in_steps()
-            self.rooms = Rooms(capture)
+            self.rooms = Rooms(tried)
             found = self._in_steps()
-        except Exception as error:  # whatever an architecture does that a graph cannot repeat
+        finally:
             self.rooms = None
-            return f"{self.spec.architecture} cannot be captured: {shown(error, 200)}"
+        if problems:
+            return f"{self.spec.architecture} cannot be captured: {problems[0]}"
         most = torch.finfo(self.dtype).eps ** 0.5 * expected.norm()
         if not (found - expected).norm() <= most:
-            self.rooms = None
-            return f"{self.spec.architecture} answers otherwise where passes are captured"
+            return f"{self.spec.architecture} answers otherwise by graphs"
+        self.rooms = Rooms(capture)
         return None
 
     @torch.no_grad()
-    def _in_steps(self) -> Float[Tensor, "3 2 vocab"]:
-        """Return logits of passes over two tokens: the second is the one that is captured."""
+    def _in_steps(self) -> Float[Tensor, "step 2 vocab"]:
+        """Return logits of passes over two tokens: one is captured, and then at a new length."""
         tokens = torch.arange(TRIED, device=self.device)[None] % self.spec.vocab_size
         cache, found = self.begin(), []
         self.step(cache, tokens[:, :3])
-        for start in (3, 4, 6):
-            self.rollback(cache, [min(start, cache.lengths[0])])
+        for start in (*[3] * USES, 4, 6):
+            self.rollback(cache, [start])
             found.append(self.step(cache, tokens[:, start : start + 2], captures=(0,))[0][0])
         return torch.stack(found).float()
 

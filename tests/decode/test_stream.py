@@ -1,11 +1,14 @@
 """A stream gives what decoding gives, as it is decoded, and says who wrote each token."""
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
 import drafttrain
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Decoded
 from drafttrain.decode.rows import Passes, Row
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, PLAIN, Stream, written_by
@@ -81,7 +84,7 @@ def test_a_tree_that_is_accepted_to_its_end_gives_a_bonus(target: Target, lookup
 def test_a_stream_that_is_left_decodes_no_more(target: Target, lookup: Drafter) -> None:
     stream = drafttrain.stream(target, lookup, LIST, max_new_tokens=200)
     for piece in stream:
-        assert piece.text
+        assert piece.tokens
         if len(stream.tokens) > 4:
             break
     stream.close()
@@ -100,6 +103,64 @@ def test_a_stream_can_be_awaited(target: Target, lookup: Drafter) -> None:
     assert asyncio.run(all_of()) == expected.text
 
 
+def test_a_consumer_that_is_cancelled_ends_the_stream(target: Target, lookup: Drafter) -> None:
+    stream = drafttrain.stream(target, lookup, LIST, max_new_tokens=400)
+
+    async def take() -> None:
+        async for piece in stream:
+            assert piece.tokens
+
+    async def cancelled() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(take(), 0.3)
+        await asyncio.sleep(0.5)  # the pass that was being decoded ends
+
+    asyncio.run(cancelled())
+    assert stream.decoded is None
+    assert list(stream) == []
+
+
+def test_a_stream_that_is_dropped_frees_its_cache(
+    target: Target, lookup: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches, begin = [], target.begin
+
+    def begins() -> RaggedCache:
+        cache = begin()
+        caches.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr(target, "begin", begins)
+    gc.disable()
+    try:
+        for _ in drafttrain.stream(target, lookup, LIST, max_new_tokens=40):
+            break
+        with drafttrain.stream(target, lookup, LIST, max_new_tokens=40) as stream:
+            next(stream)
+        assert [cache() for cache in caches] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_bytes_that_are_no_character_do_not_end_a_stream(target: Target) -> None:
+    """As tokenizers with byte fallback may write them, and byte-level ones too."""
+    spelled = {1: "a", 2: "\ufffd", 3: "b", 4: " c"}
+
+    class Tokenizer:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return "".join(spelled[token] for token in tokens)
+
+    def passes() -> Passes:
+        row = Row(0, 1)
+        for token in (1, 2, 3, 2, 2, 4, 2):
+            row.output.append(token)
+            yield [row]
+        return [Decoded(tuple(row.output), row.stats)]
+
+    stream = Stream(passes(), Tokenizer(), 99).rest()
+    assert stream.text == "a\ufffdb\ufffd\ufffd c\ufffd"
+
+
 def test_text_comes_once_its_characters_are_whole(target: Target) -> None:
     text = "é🙂 ok 漢"
     tokens = target.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,11 +173,11 @@ def test_text_comes_once_its_characters_are_whole(target: Target) -> None:
             yield [row]
         return [Decoded(tuple(row.output), row.stats)]
 
-    pieces = [piece.text for piece in Stream(passes(len(tokens)), target.tokenizer, 0)]
+    pieces = [piece.text for piece in Stream(passes(len(tokens)), target.tokenizer, 99)]
     assert "".join(pieces) == text
     assert "" in pieces
     assert not any("\ufffd" in piece for piece in pieces)
-    cut = Stream(passes(len(tokens) - 1), target.tokenizer, 0)
+    cut = Stream(passes(len(tokens) - 1), target.tokenizer, 99)
     last = list(cut)[-1]
     assert last.text.endswith("\ufffd")
     assert last.tokens == ()

@@ -133,9 +133,9 @@ def share(ranks: Ranks) -> None:
         assert torch.equal(mine.loss_mask, expected.loss_mask), "mask"
         assert mine.index == expected.index, "names"
     try:
-        ranks.in_turn(lambda: int("x"))
+        ranks.on_rank_0(lambda: int("x"))
     except ValueError as error:
-        print(ranks.in_turn(lambda: "read"), error)
+        print(ranks.on_rank_0(lambda: "read"), error)
 
 
 def die(ranks: Ranks, task: str) -> None:

@@ -112,9 +112,11 @@ class Capturing:
         self.made: set[int] = set()
 
     @classmethod
-    def capture(cls, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(
+        cls, function: Callable[[], Any], device: torch.device
+    ) -> tuple[Any, Callable[[], None]]:
         """Capture a function for `drafttrain.core.ops.graphs`."""
-        assert cls.now is None, "a capture inside another"
+        assert (cls.now, device.type) == (None, NAME), "a capture inside another, or elsewhere"
         cls.now, found = cls(), None
         try:
             found, outputs = cls.now, function()
@@ -148,6 +150,9 @@ class Capturing:
         if fresh or changing:  # a view follows what it views
             self.calls.append((kernel, args, kwargs, fresh))
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Capturing":
+        raise TypeError("cannot pickle a graph")  # as CUDA's
 
     def replay(self) -> None:
         """Run the operations again on the same memory."""

@@ -78,7 +78,7 @@ def interrupt() -> dict[str, float]:
     raise KeyboardInterrupt
 
 
-def metrics_in_turn(values: Sequence[float]) -> Validate:
+def metrics_on_rank_0(values: Sequence[float]) -> Validate:
     rest = iter(values)
     return lambda: {METRIC: next(rest)}
 
@@ -205,7 +205,7 @@ def test_the_best_checkpoint_is_the_one_that_validated_highest(
     target: Target, tmp_path: Path
 ) -> None:
     config = trainer(validate_every=1, keep_checkpoints=1)
-    start("medusa", target, tmp_path, config, metrics_in_turn([1.1, 1.5, 1.4, 1.5, 1.2, 1.3]))
+    start("medusa", target, tmp_path, config, metrics_on_rank_0([1.1, 1.5, 1.4, 1.5, 1.2, 1.3]))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     assert checkpoints.best() == tmp_path / "checkpoints" / "step-000002"
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step-000006"

@@ -137,6 +137,7 @@ def stream(
     Nothing is decoded before the first piece is asked for.
     """
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
+    check_alone(config.eval)
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
     return stream_of(target, drafter, tokens, config.eval, _depth_of(config), seed)
 
@@ -155,12 +156,18 @@ def generate(
     stop_strings, max_new_tokens), and template, template_kwargs, template_date. template="none"
     takes the text as it is, for a target without a chat template.
     """
-    answer = stream(target, drafter, prompt, seed=seed, **settings)
-    for _ in answer:
-        pass
+    answer = stream(target, drafter, prompt, seed=seed, **settings).rest()
     assert answer.decoded is not None, "it has ended"
     text = target.tokenizer.decode(answer.decoded.tokens, skip_special_tokens=True)
     return Generated(answer.decoded.tokens, answer.decoded.stats, text)
+
+
+def check_alone(how: EvalConfig) -> None:
+    """Raise ValueError for settings that mean nothing to a single answer."""
+    how.require("engine", how.engine == "drafttrain", "be drafttrain for an answer")
+    how.require("batch_size", how.batch_size == 1, "be 1 for an answer")
+    for key in ("depths", "temperatures", "batch_sizes"):
+        how.require(key, not getattr(how, key), "be empty for an answer")
 
 
 def stream_of(
@@ -173,7 +180,7 @@ def stream_of(
     most: int | None = None,
 ) -> Stream:
     """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens."""
-    most = most or how.max_new_tokens
+    most, policy = most or how.max_new_tokens, how.policy_at(depth)
     told: dict[str, Any] = {
         "sampling": how.sampling,
         "max_new_tokens": most,
@@ -181,16 +188,14 @@ def stream_of(
         "chance": SeededChance(seed),
         "rows": [0],
     }
-    check_room(target, [tokens], most, 0 if drafter is None else depth)
+    # What does not fit is refused here, not where the first piece is asked for.
+    check_room(target, [tokens], most, 0 if drafter is None else policy.depth)
     if drafter is None:
-        return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, 0)
+        return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, most)
     _check_pair(target, drafter)
-    policy = how.policy_at(depth)
     policy.check(drafter, how.draft_sampling)
     told |= {"draft_sampling": how.draft_sampling, "rule": how.acceptance_rule, "policy": policy}
-    return Stream(
-        speculative_passes(target, drafter, [tokens], **told), target.tokenizer, policy.depth
-    )
+    return Stream(speculative_passes(target, drafter, [tokens], **told), target.tokenizer, most)
 
 
 def evaluate(

@@ -111,14 +111,14 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
         check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
-    capture_as(target, [drafter])
+    use_graphs_as(target, [drafter])
 
 
-def capture_as(target: Target, drafters: Iterable[Drafter]) -> None:
-    """Capture the passes of drafters if those of the target are captured."""
+def use_graphs_as(target: Target, drafters: Iterable[Drafter]) -> None:
+    """Run the passes of drafters by graphs if those of the target are."""
     if target.rooms is not None:
         for drafter in drafters:
-            drafter.capture_passes(target.rooms.capture)
+            drafter.use_graphs(target.rooms.capture)
 
 
 @contextmanager
@@ -170,9 +170,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started.to(device, draft_dtype)
-    capture_as(target, references.values())
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
+    use_graphs_as(target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format
@@ -218,6 +218,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             "model": asdict(model),
             "target_fingerprint": target.spec.fingerprint,
             **timing,
+            "graphs": target.rooms is not None,
             "seed": config.run.seed,
             "prompts": prompts_sha256(prompts),
             "template": asdict(template),

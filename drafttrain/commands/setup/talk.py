@@ -1,24 +1,30 @@
 """A target and a drafter that are ready to be talked to."""
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from drafttrain.commands.setup.api import stream_of
-from drafttrain.commands.setup.evaluation import Loaded, as_tuned, capture_as, load
+from drafttrain.commands.setup.api import check_alone, stream_of
+from drafttrain.commands.setup.evaluation import Loaded, as_tuned, load
 from drafttrain.commands.setup.target_and_drafter import inflate_as
 from drafttrain.config.sections import ChatConfig
-from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import prompt_tokens
-from drafttrain.data.records import Message
-from drafttrain.data.template import Template
-from drafttrain.decode.autoregressive import autoregressive_decode
+from drafttrain.data.records import Message, Unusable
+from drafttrain.decode.loop import describe_rule, is_lossless
+from drafttrain.decode.policy import Policy
 from drafttrain.decode.stream import Stream
-from drafttrain.evaluation.config import EvalConfig
 from drafttrain.runtime.hardware import choose_draft_dtype, dtype_name
 from drafttrain.runtime.terminal import console
 
 PLAIN_STEPS = 8  # of the target alone, which the drafter's speed is compared with
+# Settings of `eval` that say how to decode; the others are of measurements.
+DECODING = (
+    *("policy", "tree", "tree_replacement", "tree_nodes", "tree_width", "latency_ms", "depth"),
+    *("temperature", "top_k", "top_p", "draft_temperature", "draft_top_k", "draft_top_p", "rule"),
+    *("typical_epsilon", "typical_delta", "lenience", "stop_strings", "from_tune"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,48 +32,74 @@ class Talk:
     """What answers, and how."""
 
     loaded: Loaded
-    how: EvalConfig
-    template: Template
-    seed: int
+    config: ChatConfig  # with what `tune` chose
+
+    @property
+    def policy(self) -> Policy:
+        """How proposals grow."""
+        return self.config.eval.policy_at(int(self.config.eval.depth))
 
     def tokens(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt; ValueError if the target has no chat template."""
-        return prompt_tokens(messages, self.loaded.target.tokenizer, self.template)
+        """Return the prompt; ValueError if the target has no chat template, or that refuses it."""
+        try:
+            template = self.config.data.text_format
+            return prompt_tokens(messages, self.loaded.target.tokenizer, template)
+        except Unusable as error:
+            raise ValueError(f"{error.reason} {error.detail}".strip()) from error
 
     def stream(self, tokens: Sequence[int]) -> Stream:
         """Return the answer to a prompt, not begun; it is cut where the context ends.
 
         ValueError for a prompt that leaves no room for an answer.
         """
-        target, how, depth = self.loaded.target, self.how, int(self.how.depth)
-        room = target.spec.max_positions - len(tokens) - how.policy_at(depth).depth
+        target, drafter = self.loaded.target, self.loaded.given.drafter
+        room = target.spec.max_positions - len(tokens) - self.policy.depth
         if room < 1:
             raise ValueError(
                 f"the text so far has {len(tokens):,} tokens and leaves no room for an answer in "
-                f"the {target.spec.context}"
+                f"the {target.spec.context}; shorten it, or begin anew"
             )
-        most = min(how.max_new_tokens, room)
-        drafter = self.loaded.given.drafter
-        return stream_of(target, drafter, tokens, how, depth, self.seed, most)
+        how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
+        return stream_of(target, drafter, tokens, how, int(how.depth), self.config.run.seed, most)
 
-    def plain_tokens_per_second(self, tokens: Sequence[int]) -> float:
-        """Return the speed of the target alone after a prompt, from a few steps."""
-        target = self.loaded.target
-        room = target.spec.max_positions - len(tokens)
-        stats = autoregressive_decode(
-            target,
-            tokens,
-            sampling=self.how.sampling,
-            max_new_tokens=max(1, min(PLAIN_STEPS + 1, room)),
-            chance=SeededChance(self.seed),
-            stop_tokens=(),
-        ).stats
-        taken = stats.verify_s + stats.other_s
-        return stats.num_target_passes / taken if taken else 0.0
+    def plain_tokens_per_second(self, tokens: Sequence[int]) -> float | None:
+        """Return the speed of the target alone after a prompt, from a few steps, warmed up."""
+        how, seed = self.config.eval, self.config.run.seed
+        most = min(PLAIN_STEPS + 1, self.loaded.target.spec.max_positions - len(tokens))
+        told = self.loaded.target, None, tokens, how, 1, seed, most
+        return [stream_of(*told).rest().tokens_per_second for _ in range(2)][-1]
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What an answer depends on, beside the prompt."""
+        config, loaded = self.config, self.loaded
+        return {
+            "drafter": [loaded.given.weights, asdict(config.drafter)],
+            "target": [loaded.target.spec.fingerprint, config.model.inflate],
+            "dtype": dtype_name(loaded.choice.dtype),
+            "seed": config.run.seed,
+            "chat": [config.chat.system, config.chat.max_new_tokens],
+            "eval": {key: getattr(config.eval, key) for key in DECODING},
+            "template": asdict(config.data.text_format),
+        }
 
 
 def ready_to_talk(config: ChatConfig) -> Talk:
-    """Load what answers, and print notes on it. ValueError for whatever does not fit."""
+    """Load what answers, and print notes on it: to stderr where answers go to a pipe.
+
+    ValueError for whatever does not fit.
+    """
+    check_alone(config.eval)
+    if console.is_terminal:
+        return _ready(config)
+    with console.capture() as notes:
+        talk = _ready(config)
+    if sys.stdin.isatty():  # somebody is there who waits
+        sys.stderr.write(notes.get())
+    return talk
+
+
+def _ready(config: ChatConfig) -> Talk:
     folder = config.run.dir
     how = as_tuned(config.eval, folder)
     loaded = load(config, how)
@@ -75,13 +107,19 @@ def ready_to_talk(config: ChatConfig) -> Talk:
     as_tuned(config.eval, folder, given.weights)  # for these very weights?
     dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype)
     drafter = given.drafter.to(device, dtype)
-    capture_as(target, [drafter])
     if widened := inflate_as(config.model, target, [drafter]):
         console.print(widened)
-    how.policy_at(int(how.depth)).check(drafter, how.draft_sampling)
+    settings = {field: getattr(config, field) for field in ChatConfig.__dataclass_fields__}
+    talk = Talk(loaded, ChatConfig(**(settings | {"eval": how})))
+    talk.policy.check(drafter, how.draft_sampling)
     name = Path(folder).name if given.checkpoint else drafter.config.name
+    rule = (
+        ""
+        if is_lossless(how.acceptance_rule, how.sampling)
+        else (f", by {describe_rule(how.sampling, how.acceptance_rule)}")
+    )
     console.print(
-        f"{target.spec.name} answers with {name}, {how.policy_at(int(how.depth)).describe()}, "
+        f"{target.spec.name} answers with {name}, {talk.policy.describe()}{rule}, "
         f"{dtype_name(loaded.choice.dtype)}, {loaded.choice.threads} threads on {device}"
     )
-    return Talk(loaded, how, config.data.text_format, config.run.seed)
+    return talk

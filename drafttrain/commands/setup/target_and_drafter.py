@@ -57,7 +57,7 @@ def read_samples(
     config.check_text()
     if isinstance(config, SelfgenConfig):
         return None
-    found = ranks.in_turn(lambda: _read_samples(config, model))
+    found = ranks.on_rank_0(lambda: _read_samples(config, model))
     if ranks.world_size == 1:
         return found
     samples, report = found or ([], None)
@@ -71,10 +71,10 @@ def shared_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
     if ranks.is_main:
         mine = [
             torch.cat([sample.tokens for sample in samples]),
-            torch.cat([sample.loss_mask for sample in samples]).long(),
+            torch.cat([sample.loss_mask for sample in samples]).to(torch.uint8),
             torch.tensor([[len(sample.tokens), sample.index] for sample in samples]),
         ]
-    tokens, masks, numbers = ranks.broadcast_numbers(mine, 3)
+    tokens, masks, numbers = ranks.broadcast_tensors(mine)
     lengths, names = numbers.T.tolist()
     parts = zip(tokens.split(lengths), masks.bool().split(lengths), names, strict=True)
     return [Sample(*part) for part in parts]
@@ -389,18 +389,18 @@ def load_target_to_decode(
 
     choice = choose_decoding(hardware, device, pass_of)
     target = target_in(choice.dtype)
-    capture_passes(target, hardware.graphs)
+    use_graphs(target, hardware.graphs)
     return target, choice
 
 
-def capture_passes(target: Target, asked: bool | str) -> None:
-    """Capture the target's passes where that is asked for and can be; ValueError if it cannot."""
+def use_graphs(target: Target, asked: bool | str) -> None:
+    """Run the target's passes by graphs where that is asked for and can be; ValueError if not."""
     if asked is False or (asked == "auto" and target.device.type not in CAPTURES):
         return
-    problem = target.capture_passes()
+    problem = target.use_graphs()
     if problem and asked is True:
         raise ValueError(f"hardware.graphs must be auto or false: {problem}")
-    console.print(f"passes are not captured: {problem}" if problem else "passes are captured")
+    console.print(f"without graphs: {problem}" if problem else "passes are launched by graphs")
 
 
 def load_alone(

@@ -163,7 +163,11 @@ class RaggedCache(DynamicCache):
     def _captured(
         self, room: Room, function: Callable[..., Outputs], inputs: Sequence[Tensor], key: Hashable
     ) -> Outputs:
-        """Run a pass whose shapes do not depend on the rows' lengths."""
+        """Run a pass whose shapes do not depend on the rows' lengths.
+
+        What the layers ask this cache for while it is captured (`mask`, `spots`, `starts`) is
+        computed within it, from inputs that the graph holds.
+        """
         (rows, new), device = inputs[0].shape[:2], inputs[0].device
         varying = [self._starts(device)]
         if self.branches is not None:
@@ -185,14 +189,15 @@ class RaggedCache(DynamicCache):
             self.lengths = [0] * rows
         self.past = max(self.lengths)
         self.total = self.past + new
-        if self.lent is None:
-            return
-        if self.room is None or self.room.width < self.total:
+        if self.lent is not None and (self.room is None or self.room.width < self.total):
             self.room = self.lent.room(rows, self.total)
+            if self.room is None:  # from now on the layers have room of their own, which grows
+                self.lent = None
+                return
             for layer in self.layers:
                 assert isinstance(layer, RaggedLayer)
                 layer.move(self.room, self.past)
-        if self.past:
+        if self.room is not None and self.past:
             self.total = self.room.width
 
     def masked(self, rows: int, new: int, device: torch.device) -> Tensor | None:
@@ -211,7 +216,7 @@ class RaggedCache(DynamicCache):
 
     def end_pass(self, counts: Sequence[int]) -> None:
         """Add `counts` tokens of the pass to the rows' lengths; what follows them is garbage."""
-        self.branches = self.mask = self.starts = None
+        self.branches = self.mask = self.starts = self.spots = None
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def positions(self, new: int, device: torch.device) -> Int[Tensor, "rows new"]:

@@ -9,6 +9,10 @@ from torch import Tensor
 from drafttrain.core.ops.graphs import Capture, Graphs
 
 NARROWEST = 256  # positions; each wider room has twice as many
+# Passes read whole rooms, and rooms are kept: longer texts, or more of them, lose more by that than
+# they gain by graphs, as their passes take longer than their launches.
+WIDEST = 4096
+MOST_ROWS = 8
 
 
 class Room:
@@ -50,15 +54,18 @@ class Lent:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
         self.rooms: dict[int, Room] = {}
+        self.rows = 0  # the most that were asked for: fewer are left when a text has grown
 
-    def room(self, rows: int, length: int) -> Room:
-        """Return the narrowest room for texts of this length, empty."""
-        width = NARROWEST
+    def room(self, rows: int, length: int) -> Room | None:
+        """Return the narrowest room for texts of this length, empty; None if they are too large."""
+        if rows > MOST_ROWS or length > WIDEST:
+            return None
+        self.rows, width = max(self.rows, rows), NARROWEST
         while width < length:
             width *= 2
         room = self.rooms.get(width)
-        if room is None or room.rows < rows:
-            room = self.rooms[width] = Room(rows, width, self.capture)
+        if room is None or room.rows < self.rows:
+            room = self.rooms[width] = Room(self.rows, width, self.capture)
         room.clear()
         return room
 
@@ -73,5 +80,11 @@ class Rooms:
     def lend(self, borrower: Any) -> Lent:
         """Return rooms that no other uses until `borrower` is gone."""
         lent = self.idle.pop() if self.idle else Lent(self.capture)
-        weakref.finalize(borrower, self.idle.append, lent)
+        weakref.finalize(borrower, self._take_back, lent)
         return lent
+
+    def _take_back(self, lent: Lent) -> None:
+        self.idle[:] = [lent]  # of several at once, the one that was used last
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rooms":
+        return Rooms(self.capture)  # graphs read the weights of the drafter that was copied

@@ -123,10 +123,10 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) 
     if bias is None and queries.dtype in (torch.bfloat16, torch.float16):
         answer = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True)
         return _Mixture(answer[0], answer[1], "flash", tuple(answer[2:8]))
-    seq, parts = queries.shape[2], []
+    seq, aligned, parts = queries.shape[2], _aligned(bias, keys), []
     for own in _members(queries, keys):
         answer = _aten._scaled_dot_product_efficient_attention(
-            own, keys, values, _aligned(bias, own), True, 0.0, bias is None
+            own, keys, values, aligned, True, 0.0, bias is None
         )
         # Its log-sum-exps are padded to a multiple of 32 queries.
         parts.append((answer[0], answer[1][..., :seq]))
@@ -153,16 +153,20 @@ def _attend_backward(
     room = -of.logsumexp.shape[-1] % 32
     padded = torch.nn.functional.pad(of.logsumexp, (0, room), value=torch.inf)
     all_parts = (_members(part, keys) for part in (grad, queries, of.mixed, padded))
-    d_own, d_keys, d_values = [], torch.zeros_like(keys), torch.zeros_like(values)
+    aligned, found = _aligned(bias, keys), []
     for slope, own, mixed, total in zip(*all_parts, strict=True):
         answer = _aten._scaled_dot_product_efficient_attention_backward(
-            *(slope, own, keys, values, _aligned(bias, own), mixed, total.contiguous()),
+            *(slope, own, keys, values, aligned, mixed, total.contiguous()),
             *(seed, offset, 0.0, [True, True, True, False], bias is None),
         )
-        d_own.append(answer[0])
-        d_keys += answer[1]
-        d_values += answer[2]
-    return _joined(d_own), d_keys, d_values
+        found.append(answer[:3])
+    d_own, d_keys, d_values = zip(*found, strict=True)
+    return _joined(list(d_own)), _summed(list(d_keys)), _summed(list(d_values))
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    """Return the sum, rounded once."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _members(heads: Tensor, keys: Tensor) -> tuple[Tensor, ...]:

@@ -63,6 +63,8 @@ class CausalDrafter(Drafter[CausalState]):
 
     def take(self, model: Any) -> None:
         """Draft with this model; if it has fewer ids than the target, draft only those."""
+        if self.rooms is not None:  # graphs read the weights of the one before
+            self.use_graphs(self.rooms.capture)
         self.model = model
         self._decoder = (model.get_decoder(),)  # in a tuple, so that weights are not listed twice
         self._head = (model.get_output_embeddings(),)

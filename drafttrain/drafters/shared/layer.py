@@ -249,7 +249,8 @@ class LayerDrafter(Drafter[LayerState]):
             turn = Rotation(cos, sin)
             return (self.through(state.readout, state.cache, turn, tokens, hidden, last),)
 
-        (found,) = state.cache.run(run, inputs, counts)
+        # Graphs read the embedding where it was, and a drafter may meet another copy of its target.
+        (found,) = state.cache.run(run, inputs, counts, key=state.readout.embedding.data_ptr())
         return found
 
     def select(self, state: LayerState, rows: Sequence[int]) -> None:

@@ -23,7 +23,9 @@ from rich.text import Text
 
 import drafttrain
 from drafttrain.__main__ import main
-from drafttrain.decode.stream import ACCEPTED
+from drafttrain.core.types import Decoded, DecodeStats
+from drafttrain.decode.rows import Passes
+from drafttrain.decode.stream import ACCEPTED, Piece, Stream
 from drafttrain.report.answers import DRAFTED, AnswerView, numbers_of
 from drafttrain.runtime.terminal import Terminal
 
@@ -77,7 +79,7 @@ def plain(text: str) -> str:
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    found = Session(tmp_path, "eval.max_new_tokens=400", "eval.stop_strings=['\\n\\n\\n']")
+    found = Session(tmp_path, "chat.max_new_tokens=400", "eval.stop_strings=['\\n\\n\\n']")
     yield found
     found.process.kill()
     found.process.wait()
@@ -104,7 +106,7 @@ def test_a_conversation_in_a_terminal(session: Session) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_then_the_command(tmp_path: Path) -> None:
-    told = ["model.inflate=200M", "eval.max_new_tokens=400", "hardware.dtype=bfloat16"]
+    told = ["model.inflate=200M", "chat.max_new_tokens=400", "hardware.dtype=bfloat16"]
     session = Session(tmp_path, *told, NO_COLOR="1")
     session.until("> ")
     session.type("Tell me a long story about a dog and a cat.\n")
@@ -132,7 +134,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_only_answers_are_written(
 ) -> None:
     turns = ["Hello", "And now?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd now?\n"))
-    code, out, err = run(capsys, "chat", *QUICK, "eval.max_new_tokens=12", "chat.system=Be brief.")
+    code, out, err = run(capsys, "chat", *QUICK, "chat.max_new_tokens=12", "chat.system=Be brief.")
     assert (code, err) == (0, "")
     target = drafttrain.load_target("tiny", device="cpu", dtype="float32")
     said, expected = [{"role": "system", "content": "Be brief."}], []
@@ -158,7 +160,7 @@ def test_answers_to_a_file_are_written_once(
 ) -> None:
     file, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     file.write_text("Say red, red, red.\n\nWhat is 2 + 2?\n")
-    told = [*QUICK, f"chat.file={file}", f"chat.out={out}", "eval.max_new_tokens=10"]
+    told = [*QUICK, f"chat.file={file}", f"chat.out={out}", "chat.max_new_tokens=10"]
     code, printed, _ = run(capsys, "generate", *told)
     assert code == 0
     assert f"answers: {out}" in printed
@@ -173,11 +175,10 @@ def test_answers_to_a_file_are_written_once(
         assert sum(count for _, count in answer["pieces"]) == len(answer["tokens"])
     # A killed command goes on with what is missing.
     first, second = out.read_text().splitlines(keepends=True)
-    out.write_text(first + second[:20])
-    (tmp_path / "torn.jsonl").write_text(out.read_text())
-    out.write_text(first)
-    assert run(capsys, "generate", *told)[0] == 0
-    assert out.read_text() == first + second
+    for left in (first + second[:20], first, first[:20]):
+        out.write_text(left)
+        assert run(capsys, "generate", *told)[0] == 0
+        assert out.read_text() == first + second
     code, _, error = run(capsys, "generate", *told, "eval.temperature=0.5")
     assert code == 2
     assert "chat.out=" in error
@@ -185,7 +186,7 @@ def test_answers_to_a_file_are_written_once(
 
 
 def test_one_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "generate", *QUICK, "chat.prompt=Hello", "eval.max_new_tokens=8")
+    code, out, _ = run(capsys, "generate", *QUICK, "chat.prompt=Hello", "chat.max_new_tokens=8")
     target = drafttrain.load_target("tiny", device="cpu", dtype="float32")
     assert code == 0
     assert out == drafttrain.generate(target, None, "Hello", max_new_tokens=8).text + "\n"
@@ -205,6 +206,12 @@ def test_one_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "chat.prompt=a", "eval.depth=auto"], "tuned.json"),
         (["chat", "eval.policy=adaptive"], "tuned.json"),
         (["generate", "chat.file=one.txt", "chat.out=other.jsonl"], "chat.out must be a new file"),
+        (["generate", "chat.file=one.txt", "chat.out=notes.md"], "chat.out must be a new file"),
+        (["generate", "chat.file=one.txt", "chat.out=one.txt"], "chat.out must be a new file"),
+        (["generate", "chat.file=one.txt", "chat.out=."], "chat.out must be a file"),
+        (["generate", "chat.prompt=a", "eval.engine=vllm"], "eval.engine must be drafttrain"),
+        (["generate", "chat.prompt=a", "eval.batch_size=4"], "eval.batch_size must be 1"),
+        (["chat", "chat.prompt=a"], "chat.prompt must be null: it is for `generate`"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -221,11 +228,14 @@ def test_what_cannot_be_is_one_line(
     Path("bad.jsonl").write_text('{"id": "a"}\n')
     Path("long.txt").write_text("word " * 3000 + "\n")
     Path("other.jsonl").write_text('{"some": "thing"}\n')
+    Path("notes.md").write_text("precious, in one line")
     code, _, error = run(capsys, *told[:1], *QUICK, *told[1:])
     assert code == 2
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+    assert Path("notes.md").read_text() == "precious, in one line"
+    assert Path("one.txt").read_text() == "Hello\n"
 
 
 def test_a_target_without_a_chat_template_is_named(
@@ -263,7 +273,7 @@ def test_a_long_line_is_shown_once_however_narrow_the_terminal(
         draw(text, **told)
 
     monkeypatch.setattr(console, "print", keep)
-    with AnswerView(console, lambda: numbers_of(stream, 10.0), marks=True) as view:
+    with AnswerView(console, stream, marks=True, plain=10.0) as view:
         for piece in stream:
             view.add(piece)
     *lines, status = kept
@@ -277,3 +287,21 @@ def test_a_long_line_is_shown_once_however_narrow_the_terminal(
     ]
     assert drafted
     assert "".join("".join(marked).split()) == "".join(drafted.split())
+
+
+def test_spaces_at_the_margin_and_letters_of_every_script_stay() -> None:
+    def passes() -> Passes:
+        yield from ()
+        return [Decoded((), DecodeStats())]
+
+    console, written = (
+        Terminal(width=10),
+        ["aaaa bbbbb", " ", "cc d", "\u00a0!\n", "\u3000漢\x1b[2J"],
+    )
+    console._force_terminal, console.file = True, io.StringIO()
+    with AnswerView(console, Stream(passes(), None, 9), marks=True) as view:
+        for text in written:
+            view.add(Piece(text, (1,), ACCEPTED))
+    shown = plain(console.file.getvalue())
+    assert "aaaa bbbbb cc d\u00a0!" in shown.replace("\n", " ")
+    assert "\u3000漢\\x1b[2J" in shown.replace("\n", "")
