@@ -463,6 +463,25 @@ def test_captured_passes_write_what_others_write(
     assert Capturing.num_replayed > Capturing.num_captured > 0
 
 
+@pytest.mark.parametrize("limit", [("WIDEST", 32), ("MOST_ROWS", 2)], ids=["long", "many"])
+def test_texts_too_large_for_graphs_go_on_without(
+    limit: tuple[str, int],
+    targets: dict[str, Target],
+    capturing: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "NARROWEST", 16)
+    monkeypatch.setattr(room, *limit)
+    settings, written = settings_of("greedy") | {"policy": chain(3), "max_new_tokens": 30}, []
+    for device, target in targets.items():
+        drafter = random_drafter("eagle3", targets["cpu"]).to(device)
+        if target.rooms is not None:
+            drafter.use_graphs(Capturing.capture)
+        together = speculative_decode_batch(target, drafter, FEW, rows=range(3), **settings)
+        written.append([(one.tokens, one.stats.untrimmed) for one in together])
+    assert written[0] == written[1]
+
+
 @pytest.mark.parametrize("family", CACHED[1:4])
 def test_the_host_waits_once_in_a_cycle_of_captured_passes(
     family: str, targets: dict[str, Target], capturing: None
