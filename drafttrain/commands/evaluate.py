@@ -60,8 +60,7 @@ def evaluation_table(report: Report) -> tuple[list[str], list[list[str | float |
     columns = ["method", "task", "acceptance_length", "acceptance_rate", "tokens_per_second"]
     columns += ["speedup", "speedup_low", "speedup_high"]
     rows: list[list[str | float | None]] = []
-    drafting = report.drafting | {report.drafter: report.by_depth[report.depth]}
-    for method, part in drafting.items():
+    for method, part in report.drafting.items():
         for task, row in {**part.tasks, "all": part.summary}.items():
             low, high = row.speedup.ci95 or (None, None)
             values = [row.acceptance_length.micro, row.acceptance_rate]

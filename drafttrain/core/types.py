@@ -8,7 +8,7 @@ tokens along one path).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -216,13 +216,19 @@ class Counters:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
+    num_cut_drafts: int = 0  # those whose bonus did not reach the output
 
     def add(
-        self, num_draft_tokens: int, num_accepted_tokens: int, depth: int | None = None
+        self,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        depth: int | None = None,
+        cut: bool = False,
     ) -> None:
         """Add one draft to the counts; depth: of its longest path (None: it is a chain)."""
         depth = num_draft_tokens if depth is None else depth
         self.num_drafts += 1
+        self.num_cut_drafts += cut
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
         per_position = self.num_accepted_tokens_per_position
@@ -237,7 +243,19 @@ class Counters:
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
             [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)],
+            self.num_cut_drafts + other.num_cut_drafts,
         )
+
+    @property
+    def of_vllm(self) -> dict[str, Any]:
+        """The counts that vLLM has too: it cuts no draft."""
+        return {name: count for name, count in vars(self).items() if name != "num_cut_drafts"}
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a draft yields, its bonus included; None without a draft."""
+        yielded = self.num_accepted_tokens + self.num_drafts - self.num_cut_drafts
+        return yielded / self.num_drafts if self.num_drafts else None
 
 
 @dataclass
@@ -259,11 +277,19 @@ class DecodeStats:
     other_s: float = 0.0
     # Each cycle's first output position, and its drafted and accepted tokens, trimmed.
     cycles: list[tuple[int, int, int]] = field(default_factory=list)
+    # Each pass after the prefill: the rows in it, the depth and the nodes of their proposals, and
+    # this row's share of its seconds: draft, verify, other.
+    passes: list[tuple[int, int, int, float, float, float]] = field(default_factory=list)
 
     @property
     def total_s(self) -> float:
         """Seconds from the first prompt token to the last output token."""
         return self.prefill_s + self.draft_s + self.verify_s + self.other_s
+
+    @property
+    def pass_s(self) -> list[float]:
+        """Seconds of each pass after the prefill."""
+        return [draft + verify + other for *_, draft, verify, other in self.passes]
 
 
 @dataclass(frozen=True)

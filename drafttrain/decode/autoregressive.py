@@ -83,7 +83,7 @@ def autoregressive_passes(
         new = token.tolist()  # the only wait of the host
         after = clock.now()
         own = [(before, committed), (resumed, stepping), (stepped, after)]
-        clock.charge(batch.active, verify_s=[(stepping, stepped)], other_s=own)
+        clock.charge(batch.active, (0, 0), verify_s=[(stepping, stepped)], other_s=own)
         for row in batch.active:
             row.stats.num_target_passes += 1
         before = after

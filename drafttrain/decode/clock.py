@@ -9,6 +9,8 @@ from drafttrain.decode.rows import Row
 
 Moment = float | torch.cuda.Event
 Spans = Sequence[tuple[Moment, Moment]]
+Kind = tuple[int, int]  # of a pass: the depth and the nodes of its proposals
+PARTS = ("draft_s", "verify_s", "other_s")
 
 
 class Clock:
@@ -20,7 +22,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.charges: list[tuple[Sequence[Row], dict[str, Spans]]] = []
+        self.charges: list[tuple[Sequence[Row], Kind | None, dict[str, Spans]]] = []
 
     def now(self) -> Moment:
         """Return the moment at which the work so far is done."""
@@ -30,19 +32,28 @@ class Clock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def charge(self, rows: Sequence[Row], **parts: Spans) -> None:
-        """Charge rows in equal shares, which add up to the wall time, for each part's spans."""
-        self.charges.append((rows, parts))
+    def charge(self, rows: Sequence[Row], kind: Kind | None = None, **parts: Spans) -> None:
+        """Charge rows in equal shares, which add up to the wall time, for each part's spans.
+
+        kind: of a pass, which is then listed among each row's passes.
+        """
+        self.charges.append((rows, kind, parts))
 
     def settle(self) -> None:
         """Add the seconds of all charges to the rows; on CUDA this waits."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        for rows, parts in self.charges:
-            for part, spans in parts.items():
-                share = sum(seconds(*span) for span in spans) / len(rows)
-                for row in rows:
+        for rows, kind, parts in self.charges:
+            shares = {
+                part: round(sum(seconds(*span) for span in spans) / len(rows), 7)
+                for part, spans in parts.items()
+            }
+            draft, verify, other = (shares.get(part, 0.0) for part in PARTS)
+            for row in rows:
+                for part, share in shares.items():
                     setattr(row.stats, part, getattr(row.stats, part) + share)
+                if kind is not None:
+                    row.stats.passes.append((len(rows), *kind, draft, verify, other))
         self.charges.clear()
 
 

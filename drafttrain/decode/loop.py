@@ -192,6 +192,7 @@ def speculative_passes(
         after = clock.now()
         clock.charge(
             active,
+            (proposal.depth, proposal.tokens.shape[1]),
             draft_s=[(before, t_verify), (t_observe, after)],
             verify_s=[(t_verify, t_commit)],
             other_s=[(t_commit, t_observe)],
@@ -248,11 +249,11 @@ def _count(
         return
     stats.untrimmed.add(num_nodes, num_accepted, depth)
     drafted, accepted = num_nodes, num_accepted
-    if num_kept <= num_accepted:  # the bonus did not reach the output: something was cut
+    if cut := num_kept <= num_accepted:  # the bonus did not reach the output
         depth = accepted = drafted = num_kept
         if proposal.tree is not None:
             depths = proposal.tree.depth
             own = depths[min(place, len(depths) - 1), :num_nodes]
             drafted = int((own <= num_kept).sum())
-    stats.trimmed.add(drafted, accepted, depth)
+    stats.trimmed.add(drafted, accepted, depth, cut)
     stats.cycles.append((len(row.output) - num_kept, drafted, accepted))

@@ -1,6 +1,6 @@
 """The rows of a decoding batch: their outputs, when they end, and what they cost."""
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import ParamSpec
@@ -98,18 +98,46 @@ Passes = Generator[list[Row], None, list[Decoded]]
 Told = ParamSpec("Told")
 
 
+@torch.inference_mode()
+def at_once(passes: Passes) -> list[Decoded]:
+    """Decode to the end."""
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
+
+
+def in_turns(decoding: Mapping[str, Passes], num_tokens: int) -> dict[str, list[Decoded]]:
+    """Decode by several methods in turns: that which has written least goes on, for `num_tokens`.
+
+    So all of them are at the same place of the output at nearly the same time.
+    """
+    decoded: dict[str, list[Decoded]] = {}
+    with torch.inference_mode():
+        rows = {name: list(next(passes)) for name, passes in decoding.items()}
+        while len(decoded) < len(decoding):
+            written = {
+                name: sum(len(row.output) for row in rows[name])
+                for name in decoding
+                if name not in decoded
+            }
+            name = min(written, key=lambda each: written[each])
+            while sum(len(row.output) for row in rows[name]) < written[name] + num_tokens:
+                try:
+                    next(decoding[name])
+                except StopIteration as end:
+                    decoded[name] = end.value
+                    break
+    return decoded
+
+
 def to_the_end(decode: Callable[Told, Passes]) -> Callable[Told, list[Decoded]]:
-    """Return the function that decodes to the end at once."""
+    """Return the function that decodes at once."""
 
     @wraps(decode)
-    @torch.inference_mode()
     def whole(*args: Told.args, **kwargs: Told.kwargs) -> list[Decoded]:
-        passes = decode(*args, **kwargs)
-        while True:
-            try:
-                next(passes)
-            except StopIteration as end:
-                return end.value
+        return at_once(decode(*args, **kwargs))
 
     whole.__annotations__ = {**decode.__annotations__, "return": list[Decoded]}
     return whole

@@ -18,6 +18,7 @@ from drafttrain.decode.adaptive import Adaptive
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import Cycle, is_lossless, speculative_decode
 from drafttrain.decode.policy import Policy
+from drafttrain.decode.rows import at_once
 from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
@@ -358,11 +359,11 @@ def _decoded(
 ) -> list[Decoded]:
     texts = [tokens for _, tokens in prompts]
     if together:
-        return decode(texts, rows=range(len(texts)))
-    found = []
+        return at_once(decode(texts, rows=range(len(texts))))
+    found: list[Decoded] = []
     for row, (name, tokens) in enumerate(prompts):
         own = {"policy": policies[name]} if policies and name in policies else {}
-        found += decode([tokens], rows=[row], **own)
+        found += at_once(decode([tokens], rows=[row], **own))
     return found
 
 

@@ -1,6 +1,7 @@
 """The whole evaluation: certificate, measurements at every point of the sweep, the report."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.report.build import build_report, certified, sweep_point
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
     Certificate,
     LosslessCheck,
@@ -34,6 +36,7 @@ from drafttrain.report.results import (
     TimingInfo,
 )
 from drafttrain.report.tables import certificate_table, sweep_table
+from drafttrain.report.totals import FEWEST_PROMPTS
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import console
 from drafttrain.target.model import Target
@@ -79,9 +82,10 @@ def evaluate_drafter(
     lossless, section = losslessness(parts, prompts, template, config, seed)
     timed, name = parts.timed_drafter, parts.drafter_name
     methods = methods_of({**parts.references, name: timed}, config)
+    choosing = choosing_prompts(prompts, config)
     points: list[Point] = []
     base: list[PromptResult] = []
-    journals = []
+    main_depth, journals = config.depth, []
     told = {**conditions, **config.conditions, "references": list(parts.references)}
     for temperature, batch_size in config.points:
         journal = Measurements(
@@ -97,7 +101,7 @@ def evaluate_drafter(
                 "there, set hardware.dtype, hardware.threads and the rest as in its first line"
             )
         journals.append(journal)
-        results = measure(
+        measured = measure(
             parts.target,
             methods,
             prompts,
@@ -108,10 +112,21 @@ def evaluate_drafter(
             seed=seed,
             journal=journal,
         )
+        results = [one for one in measured.results if one.prompt_id not in choosing]
+        if not base:
+            if choosing:
+                others = [one for one in measured.results if one.prompt_id in choosing]
+                main_depth = fastest(others, name, config.every_depth)
+            base = at_depth(results, methods, name, main_depth)
+            timing = replace(
+                timing,
+                blocks=len({result.block for result in base}),
+                others_cores=measured.load.others_cores,
+                stolen=measured.load.stolen,
+                delayed=measured.delayed,
+            )
         for depth in config.every_depth:
             here = at_depth(results, methods, name, depth)
-            if not base and depth == config.depth:
-                base = here
             if config.sweeps:
                 points.append(
                     sweep_point(
@@ -136,8 +151,9 @@ def evaluate_drafter(
     report = build_report(
         base,
         drafter=name,
-        depth=config.depth,
-        tree="" if config.policy == "chain" else config.policy_at(config.depth).describe(),
+        depth=main_depth,
+        of_depths=config.every_depth if choosing else [],
+        tree="" if config.policy == "chain" else config.policy_at(main_depth).describe(),
         sampling=config.sampling,
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,
@@ -146,7 +162,7 @@ def evaluate_drafter(
         certificate=section,
         sweep=points,
         tables=tables,
-        timing=replace(timing, blocks=len({result.block for result in base})),
+        timing=timing,
         resamples=config.resamples,
         seed=seed,
         verdict=config.verdict,
@@ -154,6 +170,35 @@ def evaluate_drafter(
         **report_settings,
     )
     return report, base, journals
+
+
+def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:
+    """Return the prompts on which the depth of a sweep is chosen: the first of three of each task.
+
+    No number of the report is of them. Empty for one depth, and where too few would be left to
+    choose on: the depth is then eval.depth.
+    """
+    if len(config.every_depth) == 1:
+        return set()
+    seen: Counter[str] = Counter()
+    chosen = set()
+    for prompt in prompts:
+        if seen[prompt.task] % 3 == 0:
+            chosen.add(prompt.id)
+        seen[prompt.task] += 1
+    return chosen if len(prompts) - len(chosen) >= len(chosen) >= FEWEST_PROMPTS else set()
+
+
+def fastest(results: Sequence[PromptResult], drafter: str, depths: Sequence[int]) -> int:
+    """Return the depth at which a drafter takes the least time for each token."""
+    times = PassTimes(results)
+
+    def per_token(depth: int) -> float:
+        mine = [result for result in results if result.method == f"{drafter}@{depth}"]
+        seconds = sum(times.seconds(result).total for result in mine)
+        return seconds / max(sum(len(result.tokens) for result in mine), 1)
+
+    return min(depths, key=per_token)
 
 
 def losslessness(

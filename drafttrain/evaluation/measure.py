@@ -15,20 +15,24 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import NothingUsable, SkipReport
 from drafttrain.data.template import Template
-from drafttrain.decode.autoregressive import autoregressive_decode_batch
-from drafttrain.decode.loop import speculative_decode_batch
+from drafttrain.decode.autoregressive import autoregressive_passes
+from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.policy import Policy
+from drafttrain.decode.rows import Passes, at_once, in_turns
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import PLAIN
-from drafttrain.report.totals import disturbed_turns
+from drafttrain.runtime.load import Busy, LoadWatch
 from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
 
-TRIES_AGAIN = 2  # how often disturbed batches are measured again
+TRIES_AGAIN = 2  # how often delayed batches are measured again
+DELAYED = 1.5  # times as long as usual: something else kept the machine busy
+TURN = 8  # tokens that a method decodes before another goes on with the same prompt
 
-Decode = Callable[..., list[Decoded]]  # of prompts, and rows: their names
+Decode = Callable[..., Passes]  # of prompts, and rows: their names
 
 
 @dataclass(frozen=True)
@@ -199,11 +203,11 @@ def decoders(
         "chance": SeededChance(seed),
         "stop_strings": tuple(config.stop_strings),
     }
-    decode: dict[str, Decode] = {PLAIN: partial(autoregressive_decode_batch, target, **settings)}
+    decode: dict[str, Decode] = {PLAIN: partial(autoregressive_passes, target, **settings)}
     settings["draft_sampling"] = config.draft_sampling_beside(sampling)
     settings["rule"] = config.acceptance_rule
     for method in methods:
-        ready = partial(speculative_decode_batch, target, method.drafter, policy=method.policy)
+        ready = partial(speculative_passes, target, method.drafter, policy=method.policy)
         decode[method.name] = partial(ready, **settings)
     return decode
 
@@ -231,6 +235,15 @@ def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prom
     ]
 
 
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """One result per turn, method and block; what else the machine did, and what it delayed."""
+
+    results: list[PromptResult]
+    load: Busy
+    delayed: float  # share of the batches, after the last try
+
+
 def measure(
     target: Target,
     methods: Sequence[DraftMethod],
@@ -243,15 +256,15 @@ def measure(
     seed: int,
     journal: Measurements | None = None,
     show: bool = True,
-) -> list[PromptResult]:
+) -> MeasuredPoint:
     """Decode every turn of every prompt by every method; return one result each.
 
     Prompts of a task are decoded `batch_size` together. The batches are dealt into `config.blocks`
-    blocks, each into `config.repeats` of them. Within a block each batch goes through all methods
-    one after another, in an order that rotates, so that a change in the machine's speed affects
-    all of them. Later turns follow the plain loop's answers, the same for every method. Batches
-    that the journal holds are not measured again. Batches in which one method was disturbed are
-    measured again as a whole, and the new times replace the old ones.
+    blocks, each into `config.repeats` of them. Within a block each batch goes through all methods,
+    in an order that rotates, so that a change in the machine's speed affects all of them. Later
+    turns follow the plain loop's answers, the same for every method. Batches that the journal holds
+    are not measured again. Batches on which a method was delayed are, as a whole, and the times
+    that are nearer to the usual ones are taken.
     """
     decode = decoders(target, methods, config, sampling, seed)
     names = list(decode)
@@ -260,8 +273,7 @@ def measure(
     own = {task for method in methods for task in method.of_task}
     # First calls pay for allocations that later ones do not.
     for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
-        for one in ready.values():
-            one(warm, rows=[0] * len(warm))
+        _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
     measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
@@ -271,49 +283,67 @@ def measure(
     ]
     label = "evaluate" if batch_size == 1 else f"evaluate, batch {batch_size}"
 
-    def take(done: int, key: Key) -> None:
+    def take(done: int, key: Key) -> list[PromptResult]:
         block, place = key
         shift = (done + block) % len(names)
         order = names[shift:] + names[:shift]
         here = of_task(decode, methods, groups[place][0][1].task)
-        measured[key] = _group(target, here, order, groups[place], template, block)
-        if journal:
-            journal.add(key, measured[key])
+        taken = _group(target, here, order, groups[place], template, block)
         gc.collect(0)  # new objects only; a full collection takes half a second
+        return taken
 
+    def keep(key: Key, results: list[PromptResult]) -> None:
+        measured[key] = results
+        if journal:
+            journal.add(key, results)
+
+    load = LoadWatch()
     gc.collect()
-    gc.disable()  # a collection inside a timed cycle would be charged to one method
+    gc.disable()  # a collection inside a timed pass would be charged to one method
     try:
         with progress(label, len(work), show=show) as tick:
             for done, key in enumerate(work):
                 if journal and key in journal.known:
                     measured[key] = journal.known[key]
                 else:
-                    take(done, key)
+                    keep(key, take(done, key))
                 tick(1)
         for _ in range(TRIES_AGAIN):
-            again = disturbed_keys(measured)
-            if not again:
+            if not (again := delayed(measured)):
                 break
             console.print(
                 f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
-                "kept the machine busy while one method decoded them"
+                "kept the machine busy meanwhile"
             )
+            times = PassTimes(chain.from_iterable(measured.values()))
             for key in again:
-                take(work.index(key), key)
+                taken = take(work.index(key), key)
+                if _delay(taken, times) < _delay(measured[key], times):
+                    keep(key, taken)
     finally:
         gc.enable()
-    return [result for key in work for result in measured[key]]
+    results = [result for key in work for result in measured[key]]
+    return MeasuredPoint(results, load.so_far(), len(delayed(measured)) / len(work))
 
 
-def disturbed_keys(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
-    """Return the keys of batches in which a method took far longer than others on a prompt."""
-    found = disturbed_turns(chain.from_iterable(measured.values()))
-    return [
-        key
-        for key, results in measured.items()
-        if any((r.block, r.prompt_id, r.turn) in found for r in results)
-    ]
+def delayed(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
+    """Return the keys of batches on which a method took far longer than its passes usually do."""
+    times = PassTimes(chain.from_iterable(measured.values()))
+    return [key for key, results in measured.items() if _delay(results, times) > DELAYED]
+
+
+def _delay(results: Sequence[PromptResult], times: PassTimes) -> float:
+    return max(map(times.delay, results))
+
+
+def _decode(target: Target, decoding: Mapping[str, Passes]) -> dict[str, list[Decoded]]:
+    """Decode a batch by every method: in turns on a CPU, which other processes use as well.
+
+    On other devices one after the other, as they would need the caches of all at once.
+    """
+    if target.device.type == "cpu":
+        return in_turns(decoding, TURN)
+    return {name: at_once(passes) for name, passes in decoding.items()}
 
 
 def _group(
@@ -333,7 +363,7 @@ def _group(
             messages[place].append(Message("user", prompt.turns[turn]))
         places = [place for place, _ in members]
         tokens = [prompt_tokens(messages[p], target.tokenizer, template) for p in places]
-        outputs = {name: decode[name](tokens, rows=places) for name in order}
+        outputs = _decode(target, {name: decode[name](tokens, rows=places) for name in order})
         for name in decode:
             for (_, prompt), asked, said in zip(members, tokens, outputs[name], strict=True):
                 about = (prompt.id, turn, prompt.task, name, block, len(asked))

@@ -33,6 +33,7 @@ from drafttrain.evaluation.optimal_tree import (
     predicted_times,
     samples,
 )
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
@@ -135,7 +136,7 @@ def tune_drafter(
             batch_size=batch_size,
             seed=seed,
             journal=journals[-1],
-        )
+        ).results
 
     alone = results_at(1)
     predictions: list[DepthPrediction] = []
@@ -231,7 +232,7 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
-    """Return the predicted acceptance length of each depth, from proposals of the deepest.
+    """Return the predicted tokens of a whole draft of each depth, from proposals of the deepest.
 
     One of depth d accepts what the first d levels of a deeper one would have accepted. (Cycles of
     another depth begin elsewhere in the text, and a shallower dynamic tree has more nodes on each
@@ -262,7 +263,9 @@ def predict(
     def lengths_of(results: Sequence[PromptResult], task: str) -> dict[int, float]:
         if expected:
             return {depth: expected[depth][task] for depth in depths}
-        return acceptance_lengths(_accepted(results), depths)
+        told = _accepted(results)
+        cut = told.num_cut_drafts / max(told.num_drafts, 1)
+        return {depth: n - cut for depth, n in acceptance_lengths(told, depths).items()}
 
     plain = [result for result in results if result.method == PLAIN]
     drafted = [result for result in results if result.method == deepest]
@@ -336,9 +339,12 @@ def decoding_speedup(results: Sequence[PromptResult], method: str, point: DepthP
     """Return the measured speedup of decoding on the point's task, prefill left out."""
     chosen = [result for result in results if point.task in ("all", result.task)]
 
+    times = PassTimes(results)
+
     def per_token(name: str) -> float:
         mine = [result for result in chosen if result.method == name]
-        seconds = sum(r.stats.total_s - r.stats.prefill_s for r in mine)
+        timed = map(times.seconds, mine)
+        seconds = sum(each.total - each.prefill for each in timed)
         return seconds / max(sum(len(r.tokens) - 1 for r in mine), 1)
 
     return per_token(PLAIN) / per_token(method)

@@ -29,13 +29,14 @@ from drafttrain.report.results import (
     Report,
     Table,
     TimingInfo,
-    depths_of,
 )
 from drafttrain.report.tables import adaptation_table
 from drafttrain.report.totals import Totals, by_task, collect
-from drafttrain.report.verdict import disagreement, disturbance, handicap, headline, verdicts_of
-from drafttrain.report.wording import bounds, number, rule_statement
+from drafttrain.report.verdict import disagreement, handicap, headline, verdicts_of
+from drafttrain.report.wording import bounds, number, percent, rule_statement
 
+BUSY_CORES = 0.25  # that other processes kept busy, from which a report says so
+BUSY_SHARE = 0.02  # of the time, or of the decodings
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; with fewer, the ratio contains the machine's noise
 
 
@@ -61,13 +62,15 @@ def build_report(
     seed: int,
     verdict: VerdictSettings,
     tree: str = "",
+    of_depths: Sequence[int] = (),
     memory: ExtraMemory | None = None,
 ) -> Report:
     """Return the report of an evaluation.
 
     results: every prompt, turn and block by every method. drafter: the method whose rows come
-    first; all others except the plain loop are under `methods`. tables: shown in addition to the
-    report's own. ValueError if the results cannot be compared as pairs.
+    first; all others except the plain loop are under `methods`. of_depths: those that `depth` was
+    chosen from, on other prompts. tables: shown in addition to the report's own. ValueError if the
+    results cannot be compared as pairs.
     """
     totals = collect(results)
     if drafter not in totals or drafter == PLAIN:
@@ -85,14 +88,11 @@ def build_report(
     resampling = Resampling(resamples, seed)
     drafting = [method for method in totals if method != PLAIN]
     rows = {method: method_rows(totals, method, depth, resampling) for method in drafting}
-    measured = depths_of(sweep, sampling.temperature, batch_size) | {depth: rows[drafter]}
     prompts_by_name = {"all": list(totals[drafter].values()), **by_task(totals[drafter])}
     longest = {name: max(p.num_positions for p in of) for name, of in prompts_by_name.items()}
-    verdicts = verdicts_of(measured, depth, batch_size, longest, verdict, memory)
+    chosen_from = of_depths or [depth]
+    verdicts = verdicts_of(rows[drafter], depth, chosen_from, batch_size, longest, verdict, memory)
     beats_ngram = _beats_ngram(totals, drafter, resampling)
-    if verdicts["all"].depth != depth:
-        statement = f"{beats_ngram.statement} Both at depth {depth}."
-        beats_ngram = replace(beats_ngram, statement=statement)
     measurements = [row for prompts in totals.values() for row in rows_of(prompts.values())]
     adapted = adaptation(measurements, drafter, resampling)
     told = "greedy outputs were not checked"
@@ -101,7 +101,7 @@ def build_report(
         told = f"{counted} to plain decoding in {lossless.dtype}"
     rule = rule_statement(lossless.rule, lossless.lossless)
     lossless = replace(lossless, statement=f"{rule}; {told}")
-    repeats = min(len(prompt.block_seconds) for prompt in plain.values())
+    repeats = min(prompt.num_blocks for prompt in plain.values())
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
@@ -223,6 +223,18 @@ def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampl
     return NgramAnswer(answer, difference, statement)
 
 
+def busy(timing: TimingInfo) -> str:
+    """Return what kept the machine busy while it measured, "" if nothing did."""
+    others, stolen, delayed = timing.others_cores or 0.0, timing.stolen or 0.0, timing.delayed
+    told = [
+        f"other processes used {number(others)} cores" if others > BUSY_CORES else "",
+        f"the host took {percent(stolen)} of its time" if stolen > BUSY_SHARE else "",
+        f"{percent(delayed)} of the decodings were delayed" if delayed > BUSY_SHARE else "",
+    ]
+    what = " and ".join(filter(None, told))
+    return f"the machine was busy: {what}; the times are medians by kind of pass" if what else ""
+
+
 def _flags(
     drafter: str,
     rows: Mapping[str, MethodRows],
@@ -236,14 +248,14 @@ def _flags(
     for method in (drafter, *others):
         for name, row in rows[method].by_name.items():
             found = {"handicapped_baseline": handicap(row)}
-            if method == drafter:  # the others were timed together with it
-                found["disturbed"] = disturbance(row)
             if name == "all":
                 found["blocks_disagree"] = disagreement(row)
             where = f"{method}: {name}"
             flags += [Flag(kind, where, text) for kind, text in found.items() if text]
     if not lossless.lossless or not lossless.identical:
         flags.append(Flag("lossless", "all", lossless.statement))
+    if told := busy(timing):
+        flags.append(Flag("busy", "all", told))
     if timing.blocks < ENOUGH_BLOCKS:
         text = f"fewer than {ENOUGH_BLOCKS} leave noise in the speedup"
         flags.append(Flag("timing", "all", f"timing blocks: {timing.blocks}; {text}"))

@@ -1,6 +1,6 @@
 """Definitions of every number in a report, printed wherever the number is."""
 
-from drafttrain.report.totals import DISTURBED, FEWEST_PROMPTS
+from drafttrain.report.totals import FEWEST_PROMPTS
 
 DEFINITIONS: dict[str, str] = {
     "num_prompts": "Prompts measured; the turns of one prompt count as one, and one prompt is the "
@@ -14,28 +14,30 @@ DEFINITIONS: dict[str, str] = {
     "num_draft_tokens": "Nodes submitted to verification.",
     "num_accepted_tokens": "Drafted tokens that were accepted and reached the output, without the "
     "bonus token.",
-    "acceptance_length": "1 + accepted / drafts: tokens per target pass, bonus counted, prefill "
-    "not counted (tau; vLLM's mean acceptance length). micro: over all drafts; macro: mean of the "
-    "prompts' own lengths, prompts without a draft left out; ci95: interval of micro.",
+    "num_cut_drafts": "Drafts that the end token or the limit cut: their bonus token did not reach "
+    "the output.",
+    "acceptance_length": "Tokens that a draft yields: accepted ones and, where nothing was cut, "
+    "the bonus; the prefill is not counted (tau). vLLM, whose mean acceptance length is 1 + "
+    "accepted / drafts, counts a bonus for a cut draft too. micro: over all drafts; macro: mean of "
+    "the prompts' own lengths, prompts without a draft left out; ci95: interval of micro.",
     "acceptance_rate": "Accepted / drafted tokens; of a tree at most its depth / its nodes.",
     "acceptance_per_position": "Share of all drafts whose i-th token was accepted (vLLM's rate per "
     "position).",
     "conditional_acceptance": "Share of the drafts whose first i - 1 tokens were accepted in which "
     "the i-th was accepted too (EAGLE's n-alpha); a draft that ended earlier counts as rejected.",
     "tokens_per_second": "Output tokens over seconds from first prompt token to last output "
-    "token, prefill included; for each turn the median over the blocks that timed it, "
-    "summed over turns. autoregressive: the plain loop; speculative: with the drafter.",
+    "token, prefill included. The passes of a prompt are counted; each counts at the median time "
+    "of its kind (method, rows, proposal, range of contexts) over all prompts and blocks. "
+    "autoregressive: the plain loop; speculative: with the drafter.",
     "speedup": "Tokens per second over those of the plain autoregressive loop: same process, "
-    "prompts, batch, sampling, trimmed output, blocks interleaved. ci95: paired by prompt; blocks: "
-    "the same ratio within each timing block, over the prompts that were timed in it, as measured; "
-    "num_disturbed: prompts on whose passes one method took, by its own median, more than "
-    f"{DISTURBED:g} times as long as another; they count at the pace of the others.",
-    "predicted_speedup": "acceptance_length * t_plain / (t_draft + t_verify), t_plain being the "
-    "target's time for one plain step; it leaves out prefill and the loop's own time, and a pass "
-    "without a draft counts as a draft with nothing accepted.",
+    "prompts, batch, sampling, trimmed output; on a CPU the methods decode a prompt in turns of a "
+    "few tokens. ci95: paired by prompt; blocks: the same prompts, with the median times of one "
+    "timing block alone.",
+    "predicted_speedup": "Tokens per pass * t_plain / (t_draft + t_verify), t_plain being the "
+    "target's time for one plain step; it leaves out prefill and the loop's own time.",
     "time_ms": "Milliseconds. draft, verify, other (the loop's own time): per target pass after "
-    "the prefill; prefill: per turn. Means over passes or turns of each turn's median over the "
-    "blocks that timed it. Plain decoding has verify (its step) and other.",
+    "the prefill; prefill: per turn. Means over passes or turns, each at the median of its kind. "
+    "Plain decoding has verify (its step) and other.",
     "timing": "What the speeds were measured with; blocks: interleaved groups of prompts, each "
     "by all methods in turn; repeats: how many blocks timed each prompt, at the least.",
     "repetition_rate": "Share of output tokens that end a run of 4 tokens which stood earlier in "
@@ -48,7 +50,7 @@ DEFINITIONS: dict[str, str] = {
     "(ngram), paired by prompt; all_text: of all drafts, outside_repetition: of those that began "
     "outside repetition. Passes in which prompt lookup found nothing to propose are no drafts, "
     "which flatters it; a method without any draft has length 1.",
-    "tokens_per_pass_difference_to_ngram": "The same of 1 + accepted / target passes, those in "
+    "tokens_per_pass_difference_to_ngram": "The same of the tokens of all target passes, those in "
     "which a method proposed nothing counted as the one token that they yield: what a drafter is "
     "worth where it is used throughout.",
     "outputs_differing": "Turns whose output is not, token for token, that of the plain loop in "
@@ -56,7 +58,8 @@ DEFINITIONS: dict[str, str] = {
     "not.",
     "untrimmed": "The same counters with what lay past the end token or the limit, as vLLM counts "
     "them.",
-    "ci95": '95 % interval by bootstrap over prompts (BCa); none, "too few", from '
+    "ci95": "95 % interval by studentized bootstrap over prompts, which covers with few and "
+    'skewed ones too; none, "too few", from '
     f"fewer than {FEWEST_PROMPTS} prompts. Prompts "
     "decoded together share their batch's time, so that intervals of speeds at batch sizes above 1 "
     "are somewhat too narrow.",
@@ -115,8 +118,7 @@ def verdict_definition(marginal_speedup: float) -> str:
     return (
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
         "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
-        "whose plain loop was handicapped, or whose timings were disturbed. unknown: nothing was "
-        "timed. Where a sweep measured "
-        "other depths too, each verdict is on the fastest of several depths, chosen on the prompts "
-        "it is judged by, which flatters it a little."
+        "whose plain loop was handicapped, or whose timing blocks disagree. unknown: nothing was "
+        "timed. Where a sweep measured several depths, the fastest was chosen on other prompts, "
+        "which no number here is of."
     )

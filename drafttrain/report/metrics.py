@@ -1,7 +1,6 @@
 """Compute the rows of a report from totals, and their intervals by bootstrap over prompts."""
 
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,11 +28,13 @@ from drafttrain.report.results import (
 from drafttrain.report.totals import FEWEST_PROMPTS, PromptTotals
 
 CONFIDENCE = 0.95
+MOST_DRAWN = 500  # resamples at a time
+STEP = 1e-6  # of a column's mean, for slopes
 
 Values = np.ndarray | np.float64  # one value per resample, or the statistic of the data itself
-Statistic = Callable[..., Values]  # of columns by prompt, and `axis`
-Columns = Sequence[Sequence[float] | np.ndarray]
-Pairs = list[tuple[int, int]]  # by prompt: accepted tokens, and their drafts or passes
+Statistic = Callable[..., Values]  # of the sum of each column
+Columns = Sequence[Sequence[float] | np.ndarray]  # values by prompt
+Pairs = list[tuple[int, int]]  # by prompt: tokens, and the drafts or passes that yielded them
 
 
 @dataclass(frozen=True)
@@ -52,37 +53,56 @@ def ratio(numerator: int | float, denominator: int | float) -> float | None:
 def interval(statistic: Statistic, columns: Columns, resampling: Resampling) -> Interval | None:
     """Return the 95 % interval of a statistic of whole prompts, or None for too few of them.
 
-    `columns` are values by prompt; prompts are resampled whole, so that columns stay paired, with
-    bias correction and acceleration (BCa; Efron 1987). The statistic takes the columns and `axis`.
+    `columns` are values by prompt; prompts are resampled whole, so that columns stay paired. The
+    interval is that of the studentized bootstrap (bootstrap-t; Efron and Tibshirani, 1993, 12.5):
+    how far resamples are off, each in its own standard errors. With few or skewed prompts it
+    covers what percentiles and BCa do not (benchmarks/README.md).
     """
-    if len(columns[0]) < FEWEST_PROMPTS:
+    data = np.asarray(columns, dtype=np.float64)
+    num_prompts = data.shape[1]
+    if num_prompts < FEWEST_PROMPTS:
         return None
-    # Importing takes a second, which commands that only lay out tables (plan, --help) avoid.
-    from scipy.stats import DegenerateDataWarning, bootstrap
+    rng = np.random.default_rng(resampling.seed)
+    value, error = _with_error(statistic, data, np.ones((1, num_prompts)))
+    off = []
+    for start in range(0, resampling.resamples, MOST_DRAWN):
+        size = min(MOST_DRAWN, resampling.resamples - start)
+        drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)
+        values, errors = _with_error(statistic, data, drawn.astype(np.float64))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            off.append((values - value) / errors)
+    # Resamples of one prompt alone, or of none that drafted, have no error.
+    every = np.concatenate(off)
+    every = every[np.isfinite(every)]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(every, [tail, 1 - tail]) if every.size else (0.0, 0.0)
+    return [float(value[0] - high * error[0]), float(value[0] - low * error[0])]
 
-    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
-    with warnings.catch_warnings():
-        # All prompts alike: no acceleration can be estimated, and the interval is one point.
-        warnings.simplefilter("ignore", DegenerateDataWarning)
-        warnings.filterwarnings("ignore", "invalid value|divide by zero", RuntimeWarning)
-        result = bootstrap(
-            arrays,
-            statistic,
-            paired=True,
-            vectorized=True,
-            n_resamples=resampling.resamples,
-            batch=max(1, 100_000 // len(arrays[0])),
-            confidence_level=CONFIDENCE,
-            method="BCa",
-            rng=np.random.default_rng(resampling.seed),
+
+def _with_error(
+    statistic: Statistic, data: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a statistic of each sample and its standard error, by the delta method.
+
+    data: columns x prompts; weights: samples x prompts, how often each prompt is in a sample.
+    """
+    num_columns, num_prompts = data.shape
+    means = (weights @ data.T).T / num_prompts
+    steps = STEP * np.maximum(np.abs(means), STEP)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        value = np.asarray(statistic(*means))
+        slopes = [
+            (statistic(*(means + step)) - statistic(*(means - step))) / (2 * step[place])
+            for place, step in enumerate(np.eye(num_columns)[:, :, None] * steps)
+        ]
+        variance = sum(
+            slopes[one]
+            * slopes[two]
+            * ((weights @ (data[one] * data[two])) / num_prompts - means[one] * means[two])
+            for one in range(num_columns)
+            for two in range(num_columns)
         )
-    bounds = result.confidence_interval.low, result.confidence_interval.high
-    if not np.isfinite(bounds).all():
-        tail = (1 - CONFIDENCE) / 2
-        drawn = result.bootstrap_distribution
-        # Prompts drawn without a single draft have no acceptance length.
-        bounds = np.quantile(drawn[np.isfinite(drawn)], [tail, 1 - tail])
-    return [float(bound) for bound in bounds]
+    return value, np.sqrt(np.maximum(variance, 0.0) / (num_prompts - 1))
 
 
 def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statistic:
@@ -91,51 +111,40 @@ def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statisti
     sides: how many runs each side has; every run has `width` columns, one run after the other.
     """
 
-    def combined(*columns: np.ndarray, axis: int) -> Values:
-        starts = range(0, len(columns), width)
-        values = [statistic(*columns[start : start + width], axis=axis) for start in starts]
+    def combined(*sums: Values) -> Values:
+        values = [statistic(*sums[start : start + width]) for start in range(0, len(sums), width)]
         mean = np.mean(values[: sides[0]], axis=0)
         return mean - np.mean(values[sides[0] :], axis=0) if len(sides) > 1 else mean
 
     return combined
 
 
-def length(accepted: int, drafts: int) -> float | None:
-    """Return the acceptance length, or None if there was no draft."""
-    return 1 + accepted / drafts if drafts else None
+def length_statistic(yielded: Values, drafts: Values) -> Values:
+    """Return the tokens that a draft yields: the acceptance length."""
+    return yielded / drafts
 
 
-def length_statistic(accepted: np.ndarray, drafts: np.ndarray, axis: int) -> Values:
-    """Return the acceptance length of resampled prompts, all their drafts taken together."""
-    return 1 + accepted.sum(axis) / drafts.sum(axis)
-
-
-def length_or_one(accepted: np.ndarray, of: np.ndarray, axis: int) -> Values:
+def length_or_one(yielded: Values, of: Values) -> Values:
     """Return the acceptance length, or 1 where the prompts hold no draft."""
-    return 1 + accepted.sum(axis) / np.maximum(of.sum(axis), 1)
+    return np.where(of > 0, yielded / np.where(of > 0, of, 1), 1.0)
 
 
 def speedup_statistic(
-    tokens: np.ndarray,
-    seconds: np.ndarray,
-    plain_tokens: np.ndarray,
-    plain_seconds: np.ndarray,
-    axis: int,
+    tokens: Values, seconds: Values, plain_tokens: Values, plain_seconds: Values
 ) -> Values:
-    """Return the speedup over the plain loop, for resampled prompts."""
-    plain = plain_tokens.sum(axis) / plain_seconds.sum(axis)
-    return tokens.sum(axis) / seconds.sum(axis) / plain
+    """Return the speedup over the plain loop."""
+    return tokens / seconds / (plain_tokens / plain_seconds)
 
 
 def acceptance_length(rows: Sequence[Measurement], resampling: Resampling) -> AcceptanceLength:
     """Return micro and macro acceptance length, and the interval of the micro one."""
-    drafted = [(row.num_accepted_tokens, row.num_drafts) for row in rows if row.num_drafts]
+    drafted = [(row.yielded, row.num_drafts) for row in rows if row.num_drafts]
     if not drafted:
         return AcceptanceLength(None, None, None)
-    accepted, drafts = zip(*drafted, strict=True)
-    macro = statistics.fmean(1 + a / d for a, d in drafted)
-    ci95 = interval(length_statistic, [accepted, drafts], resampling)
-    return AcceptanceLength(length(sum(accepted), sum(drafts)), macro, ci95)
+    yielded, drafts = zip(*drafted, strict=True)
+    macro = statistics.fmean(tokens / of for tokens, of in drafted)
+    ci95 = interval(length_statistic, [yielded, drafts], resampling)
+    return AcceptanceLength(sum(yielded) / sum(drafts), macro, ci95)
 
 
 def speed(rows: Sequence[Measurement]) -> float | None:
@@ -163,20 +172,20 @@ def speedup(
     mine, theirs = rows_of(prompts), rows_of(plain)
     fast, slow = speed(mine), speed(theirs)
     if not (fast and slow and _timed(mine) and _timed(theirs)):
-        return Speedup(None, None, [], 0)
+        return Speedup(None, None, [])
     columns = [*_tokens_and_seconds(mine), *_tokens_and_seconds(theirs)]
+    tokens, plain_tokens = (sum(row.num_output_tokens for row in rows) for rows in (mine, theirs))
 
-    def in_block(prompts: Sequence[PromptTotals], block: int) -> float:
-        timed = [prompt for prompt in prompts if block in prompt.block_seconds]
-        tokens = sum(prompt.row.num_output_tokens for prompt in timed)
-        return ratio(tokens, sum(prompt.block_seconds[block] for prompt in timed)) or 0.0
+    def in_block(block: int) -> float | None:
+        seconds, plain_seconds = (
+            sum(prompt.block_seconds[block] for prompt in each) for each in (prompts, plain)
+        )
+        return ratio(tokens * plain_seconds, seconds * plain_tokens)
 
-    blocks = sorted({block for prompt in plain for block in prompt.block_seconds})
     return Speedup(
         fast / slow,
         interval(speedup_statistic, columns, resampling),
-        [ratio(in_block(prompts, block), in_block(plain, block)) for block in blocks],
-        sum(one.disturbed or two.disturbed for one, two in zip(mine, theirs, strict=True)),
+        [in_block(block) for block in plain[0].block_seconds],
     )
 
 
@@ -197,7 +206,7 @@ def speedup_difference(
 
 
 def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resampling) -> Change:
-    """Return 1 + accepted / drafts (or passes) minus the other method's, paired by prompt.
+    """Return the tokens of a draft (or pass) minus the other method's, paired by prompt.
 
     A method that made no draft has length 1. None where neither did, or one was not recorded.
     """
@@ -208,7 +217,7 @@ def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resa
         return NOT_COMPARED
     columns = [np.array(column, dtype=np.float64) for column in zip(*drafted, strict=True)]
     statistic = of_sides(length_or_one, [1, 1], width=2)
-    value = float(statistic(*columns, axis=-1))
+    value = float(statistic(*(column.sum() for column in columns)))
     return Change(value, interval(statistic, columns, resampling))
 
 
@@ -224,14 +233,14 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
     if found is None:
         return Outside()
     sums = {name: sum(getattr(one, name) for one in found) for name in vars(found[0])}
-    accepted, drafts = sums["num_accepted_tokens"], sums["num_drafts"]
-    some = [(one.num_accepted_tokens, one.num_drafts) for one in found if one.num_drafts]
+    drafts = sums["num_drafts"]
+    some = [(one.yielded, one.num_drafts) for one in found if one.num_drafts]
     columns = list(zip(*some, strict=True))
     return Outside(
         **sums,
-        acceptance_length=length(accepted, drafts),
+        acceptance_length=ratio(sum(one.yielded for one in found), drafts),
         ci95=interval(length_or_one, columns, resampling) if some else None,
-        acceptance_rate=ratio(accepted, sums["num_draft_tokens"]),
+        acceptance_rate=ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
         share_of_drafts=ratio(drafts, sum(row.num_drafts for row in rows)),
     )
 
@@ -239,10 +248,10 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
 def _differences(
     mine: Sequence[Measurement],
     theirs: Sequence[Measurement] | None,
-    per: str,
+    pairs: Callable[[Measurement | OutsideCounts], tuple[int, int]],
     resampling: Resampling,
 ) -> Differences:
-    """Return 1 + accepted / `per` minus the other method's, in all text and outside repetition."""
+    """Return tokens per draft (or pass) minus the other's, in all text and outside repetition."""
     if theirs is None:
         return Differences(NOT_COMPARED, NOT_COMPARED)
 
@@ -251,12 +260,21 @@ def _differences(
         theirs: Sequence[Measurement | OutsideCounts] | None,
     ) -> Change:
         one, two = (
-            None if rows is None else [(row.num_accepted_tokens, getattr(row, per)) for row in rows]
-            for rows in (mine, theirs)
+            None if rows is None else [pairs(row) for row in rows] for rows in (mine, theirs)
         )
         return length_difference(one, two, resampling)
 
     return Differences(difference(mine, theirs), difference(outside_of(mine), outside_of(theirs)))
+
+
+def by_draft(row: Measurement | OutsideCounts) -> tuple[int, int]:
+    """Return the tokens that drafts yielded, and the drafts."""
+    return row.yielded, row.num_drafts
+
+
+def by_pass(row: Measurement | OutsideCounts) -> tuple[int, int]:
+    """Return the tokens of all passes, each without a draft yielding one, and the passes."""
+    return row.yielded + row.num_target_passes - row.num_drafts, row.num_target_passes
 
 
 def plain_row(prompts: Sequence[PromptTotals]) -> PlainRow:
@@ -299,6 +317,7 @@ def method_row(
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
+        num_cut_drafts=counters.num_cut_drafts,
         acceptance_length=acceptance_length(rows, resampling),
         acceptance_rate=ratio(counters.num_accepted_tokens, counters.num_draft_tokens),
         acceptance_per_position=[ratio(count, counters.num_drafts) for count in per_position],
@@ -309,14 +328,12 @@ def method_row(
         time_ms=times,
         repetition_rate=_repetition(rows),
         outside_repetition=_outside(rows, resampling),
-        acceptance_length_difference_to_ngram=_differences(rows, lookup, "num_drafts", resampling),
-        tokens_per_pass_difference_to_ngram=_differences(
-            rows, lookup, "num_target_passes", resampling
-        ),
+        acceptance_length_difference_to_ngram=_differences(rows, lookup, by_draft, resampling),
+        tokens_per_pass_difference_to_ngram=_differences(rows, lookup, by_pass, resampling),
         outputs_differing=Differing(sum(a != b for a, b in outputs), len(outputs)),
         untrimmed=Untrimmed(
-            **vars(untrimmed),
-            acceptance_length=length(untrimmed.num_accepted_tokens, untrimmed.num_drafts),
+            **untrimmed.of_vllm,
+            acceptance_length=untrimmed.acceptance_length,
         ),
     )
 
@@ -349,6 +366,5 @@ def _predicted(rows: Sequence[Measurement], times: Times, step: float | None) ->
     draft, verify = times.draft, times.verify
     if draft is None or verify is None or step is None or draft + verify <= 0:
         return None
-    accepted = sum(row.num_accepted_tokens for row in rows)
-    # 1 + accepted / passes is the acceptance length if every pass had a draft, as it should.
-    return (1 + accepted / sum(row.num_target_passes for row in rows)) * step / (draft + verify)
+    tokens, passes = (sum(column) for column in zip(*map(by_pass, rows), strict=True))
+    return tokens / passes * step / (draft + verify)

@@ -49,6 +49,7 @@ class Measured:
         mine, theirs = [self.drafted[key] for key in keys], [self.plain[key] for key in keys]
         return {
             "accepted": [float(row.num_accepted_tokens) for row in mine],
+            "yielded": [float(row.yielded) for row in mine],
             "drafts": [float(row.num_drafts) for row in mine],
             "drafted": [float(row.num_draft_tokens) for row in mine],
             "passes": [float(row.num_target_passes) for row in mine],
@@ -110,8 +111,7 @@ class Quantity:
         enough: Callable[[Any], bool] = all if self.every_prompt else any
         if not all(enough(value > 0 for value in run[name]) for name in self.positive):
             return None
-        columns = (np.asarray(run[name]) for name in self.columns)
-        return float(self.statistic(*columns, axis=-1))
+        return float(self.statistic(*(np.sum(run[name]) for name in self.columns)))
 
     def mean(self, runs: Sequence[Columns], resampling: Resampling) -> Spread:
         """Return the mean over runs, its interval over prompts, the range and each run's own."""
@@ -146,7 +146,7 @@ class Quantity:
 
 
 ACCEPTANCE_LENGTH = Quantity(
-    ("accepted", "drafts"), length_statistic, ("drafts",), every_prompt=False
+    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False
 )
 SPEEDUP = Quantity(
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),

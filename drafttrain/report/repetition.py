@@ -38,10 +38,14 @@ def outside_repetition(
     """
     flags = repeats(tokens)
     counters, num_target_passes = Counters(), 0
-    for position, num_draft_tokens, num_accepted_tokens in cycles:
+    starts = [*(position for position, *_ in cycles), len(tokens)]
+    for (position, num_draft_tokens, num_accepted_tokens), end in zip(
+        cycles, starts[1:], strict=True
+    ):
         if flags[position]:
             continue
         num_target_passes += 1
         if num_draft_tokens:
-            counters.add(num_draft_tokens, num_accepted_tokens)
+            cut = end - position == num_accepted_tokens
+            counters.add(num_draft_tokens, num_accepted_tokens, cut=cut)
     return counters, num_target_passes

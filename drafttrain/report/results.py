@@ -84,7 +84,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The time of a prompt by stage: the median over blocks of each turn, summed."""
+    """The time of a prompt by stage: each of its passes at the median of its kind."""
 
     total: Amount
     prefill: Amount
@@ -93,18 +93,32 @@ class Seconds:
     other: Amount
 
 
+class Drafted:
+    """Counts of drafts, from which their yield follows."""
+
+    num_drafts: Count
+    num_accepted_tokens: Count
+    num_cut_drafts: Count
+
+    @property
+    def yielded(self) -> int:
+        """The tokens that the drafts yielded: those accepted, and a bonus of each not cut."""
+        return self.num_accepted_tokens + self.num_drafts - self.num_cut_drafts
+
+
 @dataclass(frozen=True)
-class OutsideCounts:
+class OutsideCounts(Drafted):
     """Counts of the drafts and passes that began where the text does not repeat itself."""
 
     num_target_passes: Count
     num_drafts: Count
     num_draft_tokens: Count
     num_accepted_tokens: Count
+    num_cut_drafts: Count = 0  # those whose bonus did not reach the output
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Drafted):
     """One prompt decoded by one method, its turns taken together: the unit of the bootstrap."""
 
     task: str
@@ -118,7 +132,7 @@ class Measurement:
     num_repeated_tokens: Count
     outside_repetition: OutsideCounts | None  # None: cycles were not recorded
     seconds: Seconds
-    disturbed: bool  # if so, its seconds are estimated from the other methods' passes
+    num_cut_drafts: Count = 0  # those whose bonus did not reach the output
 
 
 @dataclass(frozen=True)
@@ -137,10 +151,9 @@ class AcceptanceLength:
 
 @dataclass(frozen=True)
 class Speedup(Estimate):
-    """The speedup over plain decoding, also within each timing block."""
+    """The speedup over plain decoding, also by the passes of each timing block alone."""
 
     blocks: Rates
-    num_disturbed: int
 
 
 @dataclass(frozen=True)
@@ -175,6 +188,7 @@ class Outside:
     num_drafts: int | None = None
     num_draft_tokens: int | None = None
     num_accepted_tokens: int | None = None
+    num_cut_drafts: int | None = None
     acceptance_length: float | None = None
     ci95: Interval | None = None
     acceptance_rate: float | None = None
@@ -234,6 +248,7 @@ class MethodRow(Sizes):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_cut_drafts: int
     acceptance_length: AcceptanceLength
     acceptance_rate: float | None
     acceptance_per_position: Rates
@@ -276,15 +291,6 @@ class Point(ByTask[MethodRow]):
     summary: MethodRow
     tasks: dict[str, MethodRow]
     ngram: MethodRow | None
-
-
-def depths_of(sweep: Sequence[Point], temperature: float, batch_size: int) -> dict[int, MethodRows]:
-    """Return the rows of a sweep at one temperature and batch size, by depth."""
-    return {
-        point.depth: MethodRows(point.summary, point.tasks)
-        for point in sweep
-        if (point.temperature, point.batch_size) == (temperature, batch_size)
-    }
 
 
 @dataclass(frozen=True)
@@ -340,6 +346,9 @@ class TimingInfo:
     device: str
     draft_dtype: str | None = None  # of the drafter, where it is not the target's
     repeats: int = 0  # how many blocks timed each prompt, at the least; a report fills it in
+    others_cores: float | None = None  # that other processes kept busy meanwhile; None: not known
+    stolen: float | None = None  # share of the time that the host gave to other machines
+    delayed: float = 0.0  # share of the decodings that were delayed, after the last try
 
 
 @dataclass(frozen=True)
@@ -399,7 +408,7 @@ class TaskVerdict:
 
     decision: str
     depth: int
-    of_depths: list[int]  # the measured depths; `depth` is the fastest
+    of_depths: list[int]  # `depth` was the fastest of them, on other prompts
     num_prompts: int
     speedup: Estimate
     acceptance_length: float | None
@@ -407,7 +416,7 @@ class TaskVerdict:
     money: Money | None
     extra_memory: MemoryUse | None
     flagged: bool  # its plain loop was handicapped
-    disturbed: bool = False  # its timings were
+    disturbed: bool = False  # its timing blocks disagree
     statement: str = ""
 
 
@@ -574,18 +583,7 @@ class Report:
     adaptation: Adaptation | None = None
 
     @property
-    def by_depth(self) -> dict[int, MethodRows]:
-        """The drafter's rows at every depth measured at the report's temperature and batch size."""
-        found = depths_of(self.sweep, self.sampling.temperature, self.batch_size)
-        return found | {self.depth: MethodRows(self.summary, self.tasks)}
-
-    @property
-    def main_depth(self) -> int:
-        """The depth of the headline: every page shows the drafter at that depth."""
-        return self.verdicts["all"].depth
-
-    @property
     def drafting(self) -> dict[str, MethodRows]:
-        """The rows of each drafting method: the drafter's, at the headline's depth, come first."""
+        """The rows of each drafting method; the drafter's come first."""
         others = {name: m for name, m in self.methods.items() if isinstance(m, MethodRows)}
-        return {self.drafter: self.by_depth[self.main_depth], **others}
+        return {self.drafter: MethodRows(self.summary, self.tasks), **others}

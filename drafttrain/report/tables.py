@@ -147,12 +147,9 @@ WITNESSED: list[Column[WitnessRow]] = [
 
 
 def depth_shown(report: Report) -> str:
-    """Return the depth that the drafter is shown at, and the depths it was chosen from."""
+    """Return the depth of the drafts, and the depths it was chosen from."""
     shown = fastest_depth(report.verdicts["all"])
-    at = report.depth
-    if report.main_depth == at:
-        return f"{shown} ({report.tree})" if report.tree else shown
-    return f"{shown} (ngram drafts at {at}{f': {report.tree}' if report.tree else ''})"
+    return f"{shown} ({report.tree})" if report.tree else shown
 
 
 def summary_table(report: Report) -> Table:

@@ -1,20 +1,18 @@
-"""Compute totals by prompt from results: sums over its turns, medians over its blocks."""
+"""Compute totals by prompt from results: sums over its turns, times composed of its passes."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 from drafttrain.core.types import Counters, PromptResult
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
 FEWEST_PROMPTS = 5  # resampling fewer says nothing about other prompts
-DISTURBED = 4.0  # times as long as the other methods' passes over the same prompt
 
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
-Unit = TypeVar("Unit")
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,8 @@ class PromptTotals:
     """One prompt decoded by one method: its measurement, and what only this evaluation needs.
 
     Outputs and counters are those of the first block; `num_unstable_turns` counts the turns whose
-    output differed in a later block. A prompt may be timed in some blocks only: `block_seconds`
-    has its total in each of these.
+    output differed in a later block. `block_seconds` composes its time of the passes of each
+    block alone, of whichever prompts. A prompt may be timed in some blocks only.
     """
 
     row: Measurement
@@ -31,6 +29,7 @@ class PromptTotals:
     trimmed: Counters
     untrimmed: Counters
     block_seconds: dict[int, float]
+    num_blocks: int  # that timed it
     num_unstable_turns: int
     num_positions: int  # of the longest turn, prompt and output together
 
@@ -69,20 +68,18 @@ def collect(results: Iterable[PromptResult]) -> dict[str, Totals]:
                 f"{method} differs in {len(odd)} of them, such as turn {turn} of {prompt_id!r} in "
                 f"block {block}"
             )
-    totals = {
-        method: {key: _totals(prompts[key]) for key in measured[PLAIN]}
+    every = [
+        one for prompts in measured.values() for found in prompts.values() for one in found.values()
+    ]
+    whole = PassTimes(every)
+    blocks = {
+        block: PassTimes((one for one in every if one.block == block), whole)
+        for block in sorted({one.block for one in every})
+    }
+    return {
+        method: {key: _totals(prompts[key], whole, blocks) for key in measured[PLAIN]}
         for method, prompts in measured.items()
     }
-    paces: dict[str, dict[Key, float]] = {method: {} for method in totals}
-    for method, found in totals.items():
-        for key, prompt in found.items():
-            seconds, passes = prompt.row.seconds, max(prompt.row.num_target_passes, 1)
-            paces[method][key] = (seconds.total - seconds.prefill) / passes
-    for method, promised in disturbed(paces).items():
-        for key, pace in promised.items():
-            prompt = totals[method][key]
-            totals[method][key] = replace(prompt, row=_at_pace(prompt.row, pace))
-    return totals
 
 
 def by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
@@ -93,65 +90,32 @@ def by_task(totals: Totals) -> dict[str, list[PromptTotals]]:
     return tasks
 
 
-def disturbed(paces: Mapping[str, Mapping[Unit, float]]) -> dict[str, dict[Unit, float]]:
-    """Return by method the units whose timing was disturbed, and the pace expected of them.
-
-    paces: by method, the seconds per target pass of each unit (a prompt, or a turn of it), without
-    prefill. The methods decode a unit in direct succession. If one of them took more than DISTURBED
-    times as long as another, each relative to its own median over units, something else kept the
-    machine busy (a long context slows all of them). Empty for fewer than FEWEST_PROMPTS units.
-    """
-    found: dict[str, dict[Unit, float]] = {}
-    if len(paces) < 2 or any(len(units) < FEWEST_PROMPTS for units in paces.values()):
-        return found
-    medians = {method: statistics.median(units.values()) for method, units in paces.items()}
-    if not all(medians.values()):
-        return found
-    for unit in next(iter(paces.values())):
-        relative = {method: paces[method][unit] / medians[method] for method in paces}
-        least = min(relative.values())
-        for method, value in relative.items():
-            if value > DISTURBED * least > 0:
-                found.setdefault(method, {})[unit] = least * medians[method]
-    return found
-
-
-def disturbed_turns(results: Iterable[PromptResult]) -> set[tuple[int, str, int]]:
-    """Return block, prompt and turn of the measurements in which a method was disturbed."""
-    paces: dict[str, dict[tuple[int, str, int], float]] = {}
-    for result in results:
-        seconds = result.stats.total_s - result.stats.prefill_s
-        paces.setdefault(result.method, {})[result.block, result.prompt_id, result.turn] = (
-            seconds / max(result.stats.num_target_passes, 1)
-        )
-    return {unit for units in disturbed(paces).values() for unit in units}
-
-
-def _at_pace(row: Measurement, pace: float) -> Measurement:
-    """Return a prompt as if each of its passes had taken `pace` seconds."""
-    seconds = row.seconds
-    spent = pace * max(row.num_target_passes, 1)
-    share = spent / (seconds.total - seconds.prefill)
-    parts = (share * part for part in (seconds.draft, seconds.verify, seconds.other))
-    settled = Seconds(seconds.prefill + spent, seconds.prefill, *parts)
-    return replace(row, seconds=settled, disturbed=True)
-
-
-def _totals(cells: Mapping[tuple[int, int], PromptResult]) -> PromptTotals:
+def _totals(
+    cells: Mapping[tuple[int, int], PromptResult],
+    whole: PassTimes,
+    blocks: Mapping[int, PassTimes],
+) -> PromptTotals:
     turns: dict[int, list[PromptResult]] = defaultdict(list)
-    blocks: dict[int, float] = defaultdict(float)
-    for (turn, block), result in sorted(cells.items()):
+    for (turn, _), result in sorted(cells.items()):
         turns[turn].append(result)
-        blocks[block] += result.stats.total_s
     first = [results[0] for results in turns.values()]
     trimmed = sum((result.stats.trimmed for result in first), Counters())
+    # An engine that does not time its passes has times by turn: their median over the blocks.
+    timed = [[whole.seconds(one) for one in results] for results in turns.values()]
 
     def seconds(part: str) -> float:
-        return sum(
-            statistics.median(getattr(result.stats, part) for result in results)
+        return sum(statistics.median(getattr(one, part) for one in each) for each in timed)
+
+    block_seconds = {
+        block: sum(
+            statistics.median(
+                times.seconds(one).total
+                for one in ([r for r in results if r.block == block] or results)
+            )
             for results in turns.values()
         )
-
+        for block, times in blocks.items()
+    }
     row = Measurement(
         task=first[0].task,
         prompt_id=first[0].prompt_id,
@@ -163,15 +127,16 @@ def _totals(cells: Mapping[tuple[int, int], PromptResult]) -> PromptTotals:
         num_accepted_tokens=trimmed.num_accepted_tokens,
         num_repeated_tokens=sum(repeated_tokens(result.tokens) for result in first),
         outside_repetition=_outside(first),
-        seconds=Seconds(*(seconds(f"{part}_s") for part in Seconds.__annotations__)),
-        disturbed=False,
+        seconds=Seconds(**{part: seconds(part) for part in Seconds.__annotations__}),
+        num_cut_drafts=trimmed.num_cut_drafts,
     )
     return PromptTotals(
         row,
         outputs=tuple(result.tokens for result in first),
         trimmed=trimmed,
         untrimmed=sum((result.stats.untrimmed for result in first), Counters()),
-        block_seconds=dict(blocks),
+        block_seconds=block_seconds,
+        num_blocks=len({block for _, block in cells}),
         num_unstable_turns=sum(
             any(result.tokens != results[0].tokens for result in results)
             for results in turns.values()
@@ -192,5 +157,9 @@ def _outside(results: Sequence[PromptResult]) -> OutsideCounts | None:
         here, passes = outside_repetition(result.tokens, cycles)
         total, num_target_passes = total + here, num_target_passes + passes
     return OutsideCounts(
-        num_target_passes, total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens
+        num_target_passes,
+        total.num_drafts,
+        total.num_draft_tokens,
+        total.num_accepted_tokens,
+        total.num_cut_drafts,
     )

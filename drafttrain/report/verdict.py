@@ -1,6 +1,6 @@
 """The verdict on a drafter, task by task: speculate, marginal or do not; money and memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from drafttrain.report.config import VerdictSettings
@@ -15,7 +15,6 @@ from drafttrain.report.results import (
     Speeds,
     TaskVerdict,
 )
-from drafttrain.report.totals import DISTURBED
 from drafttrain.report.wording import bounds, memory, money, number, percent
 
 SPECULATE, MARGINAL, DO_NOT, UNKNOWN = "speculate", "marginal", "do not", "unknown"
@@ -27,8 +26,7 @@ IN_WORDS = {
 }
 SECONDS_PER_HOUR = 3600
 FEWEST_BLOCKS = 3  # needed to judge whether blocks agree
-DISAGREEING = 1.5  # times as fast in one block as in another
-FEW_DISTURBED = 0.05  # of the prompts: a share too small to matter
+DISAGREEING = 1.15  # times as fast by the times of one block as by those of another
 
 
 def decide(speedup: Estimate, marginal_speedup: float) -> str:
@@ -54,17 +52,6 @@ def handicap(row: MethodRow) -> str:
     return f"{told}: the plain loop was handicapped"
 
 
-def disturbance(row: MethodRow) -> str:
-    """Return a sentence on how many of a row's timings were disturbed, "" if none."""
-    if not row.speedup.num_disturbed:
-        return ""
-    return (
-        f"{row.speedup.num_disturbed} of {row.num_prompts} prompts took more than {DISTURBED:g} "
-        "times as long by one method as by another: something else kept the machine busy; each "
-        "counts at the pace of the other methods"
-    )
-
-
 def disagreement(row: MethodRow) -> str:
     """Return a sentence on how far a row's timing blocks disagree, "" if they agree."""
     blocks = [value for value in row.speedup.blocks if value]
@@ -72,7 +59,7 @@ def disagreement(row: MethodRow) -> str:
         return ""
     return (
         f"the timing blocks disagree, {number(min(blocks))} to {number(max(blocks))} times as fast:"
-        " measure again on a quiet machine, or in more blocks (eval.blocks, eval.repeats)"
+        " measure again on a quiet machine, or more often (eval.repeats)"
     )
 
 
@@ -114,7 +101,7 @@ def _statement(verdict: TaskVerdict) -> str:
     if verdict.flagged:
         clauses.append("but the plain loop was handicapped")
     if verdict.disturbed:
-        clauses.append("but its timings were disturbed")
+        clauses.append("but its timing blocks disagree")
     return "; ".join(clauses) + "."
 
 
@@ -133,38 +120,32 @@ def bill(verdict: TaskVerdict) -> list[str]:
 
 
 def verdicts_of(
-    measured: Mapping[int, MethodRows],
+    rows: MethodRows,
     depth: int,
+    of_depths: Sequence[int],
     batch_size: int,
     longest: Mapping[str, int],
     settings: VerdictSettings,
     extra: ExtraMemory | None,
 ) -> dict[str, TaskVerdict]:
-    """Return the verdict on the report's drafter, in all and by task, each at its fastest depth.
+    """Return the verdict on the report's drafter, in all and by task.
 
-    measured: the drafter's rows by depth, at the report's own temperature and batch size.
-    longest: the positions of the longest turn, in all and by task.
-    A row whose plain loop was handicapped, or whose timings were disturbed, has a speedup that
-    cannot be trusted: its verdict is at most marginal.
+    of_depths: those that `depth` was chosen from. longest: the positions of the longest turn, in
+    all and by task. A row whose plain loop was handicapped, or whose timing blocks disagree, has a
+    speedup that cannot be trusted: its verdict is at most marginal.
     """
     found = {}
-    for name in measured[depth].by_name:
-        rows = {each: measured[each].by_name[name] for each in sorted(measured)}
-        best = max(rows, key=lambda each: rows[each].speedup.value or 0.0)
-        row = rows[best]
-        # A few disturbed prompts among many change little. Only blocks over all tasks are compared
-        # with each other: those of a single task hold few prompts.
-        disturbed = row.speedup.num_disturbed > FEW_DISTURBED * row.num_prompts
-        if name == "all" and disagreement(row):
-            slowest = min(value for value in row.speedup.blocks if value)
-            disturbed = disturbed or slowest <= settings.marginal_speedup
+    for name, row in rows.by_name.items():
+        disturbed = bool(disagreement(row)) and (
+            min(value for value in row.speedup.blocks if value) <= settings.marginal_speedup
+        )
         decision = decide(row.speedup, settings.marginal_speedup)
         if (handicap(row) or disturbed) and decision == SPECULATE:
             decision = MARGINAL
         verdict = TaskVerdict(
             decision=decision,
-            depth=best,
-            of_depths=list(rows),
+            depth=depth,
+            of_depths=list(of_depths),
             num_prompts=row.num_prompts,
             speedup=row.speedup.estimate,
             acceptance_length=row.acceptance_length.micro,
@@ -185,7 +166,7 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
         return f"No speedup could be computed for {drafter} on {target}."
     gain = f"{number(verdict.speedup.value)} times as fast with {drafter} as alone"
     rule = "" if lossless else ", by a rule that changes what it writes"
-    doubt = ", but its timings were disturbed" if verdict.disturbed else ""
+    doubt = ", but its timing blocks disagree" if verdict.disturbed else ""
     open_ = ci95 is not None and ci95[0] <= 1 <= ci95[1]
     sure = ", which may be no difference at all" if open_ else ""
     return f"{call(verdict)}: {target} decodes {gain} ({bounds(ci95)}){sure}{doubt}{rule}."
@@ -194,11 +175,11 @@ def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) ->
 def is_serious(flag: Flag, check: LosslessCheck) -> bool:
     """Return whether a flag puts a report's numbers in doubt.
 
-    Two do not: few timing blocks, and greedy outputs that rounding changed in a narrow dtype, if
-    the rule is lossless and the check found no difference.
+    Three do not: few timing blocks, a busy machine, and greedy outputs that rounding changed in a
+    narrow dtype, if the rule is lossless and the check found no difference.
     """
     sound = check.lossless and check.identical
-    return not (flag.kind == "timing" or (flag.kind == "outputs_differing" and sound))
+    return not (flag.kind in ("timing", "busy") or (flag.kind == "outputs_differing" and sound))
 
 
 def grouped(verdicts: Mapping[str, TaskVerdict]) -> list[str]:

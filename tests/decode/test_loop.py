@@ -90,7 +90,12 @@ def test_full_acceptance_emits_depth_plus_one_tokens_a_pass(target: Target) -> N
         16,
     )
     assert counters == decoded.stats.untrimmed
+    assert counters.acceptance_length == 5
     assert decoded.stats.num_target_passes == 4
+    assert [passed[:3] for passed in decoded.stats.passes] == [(1, 4, 4)] * 4
+    assert sum(decoded.stats.pass_s) == pytest.approx(
+        decoded.stats.total_s - decoded.stats.prefill_s
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 7])
@@ -102,6 +107,10 @@ def test_the_limit_cuts_an_accepted_run(target: Target, limit: int) -> None:
     assert decoded.stats.untrimmed.num_accepted_tokens == 4 * drafts
     cut = 5 * drafts - (limit - 1)  # tokens past the limit; the bonus is the first to go
     assert decoded.stats.trimmed.num_accepted_tokens == 4 * drafts - max(cut - 1, 0)
+    assert decoded.stats.trimmed.num_cut_drafts == (cut > 0)
+    assert decoded.stats.untrimmed.num_cut_drafts == 0
+    # Every token but the prefill's comes from a draft, so the lengths add up to the output.
+    assert limit - 1 == drafts * (decoded.stats.trimmed.acceptance_length or 0)
 
 
 def test_a_stop_token_ends_the_output_inside_an_accepted_run(target: Target) -> None:

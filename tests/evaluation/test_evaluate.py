@@ -14,7 +14,7 @@ from paths import ROOT
 from test_drafters import random_drafter
 from test_engine import deepspeed_config
 
-from drafttrain.core.types import Decoded, PromptResult, Proposal, Sample
+from drafttrain.core.types import Decoded, DecodeStats, PromptResult, Proposal, Sample
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
@@ -24,6 +24,7 @@ from drafttrain.drafters.ngram import Ngram
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
 from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.evaluate import choosing_prompts, fastest
 from drafttrain.evaluation.measure import (
     at_depth,
     check_depths,
@@ -81,7 +82,7 @@ def results_of(
     }
     values |= more
     prompts = values.pop("prompts", PROMPTS)
-    results = measure(target, methods, prompts, BY_TEMPLATE, config, **values)
+    results = measure(target, methods, prompts, BY_TEMPLATE, config, **values).results
     return at_depth(results, methods, "eagle3", config.depth)
 
 
@@ -115,9 +116,10 @@ def test_every_turn_is_measured_by_every_method_in_as_many_blocks_as_asked(
 
 
 def test_between_prompts_only_what_is_new_is_looked_through_for_garbage(
-    target: Target, drafters: dict[str, Drafter]
+    target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python and its libraries hold takes half a second to look through."""
+    monkeypatch.setattr("drafttrain.evaluation.measure.TRIES_AGAIN", 0)  # by whoever else is here
     seen: list[int] = []
 
     def collected(phase: str, info: dict[str, int]) -> None:
@@ -343,6 +345,23 @@ def test_a_depth_that_no_context_holds_is_refused_by_its_own_name(
     medusa = random_drafter("medusa", target)
     with pytest.raises(ValueError, match=r"eval\.depth must be in 1\.\.4 for drafter=medusa, got"):
         check_depths(medusa, settings(depth=99999))
+
+
+def test_a_depth_is_chosen_on_prompts_of_which_no_number_is() -> None:
+    tasks = [f"t{index % 6}" for index in range(18)]
+    prompts = [Prompt(f"{place}", t, t, ("x",)) for place, t in enumerate(tasks)]
+    assert choosing_prompts(prompts, settings(depths=[1])) == set("012345")
+    assert choosing_prompts(prompts, settings()) == set(), "one depth: nothing to choose"
+    assert choosing_prompts(prompts[:4], settings(depths=[1])) == set(), "too few prompts"
+
+
+def test_the_fastest_depth_takes_the_least_time_for_a_token() -> None:
+    def decoded(depth: int, num_tokens: int, seconds: float) -> PromptResult:
+        stats = DecodeStats(verify_s=seconds)
+        return PromptResult("a", 0, "math", f"eagle3@{depth}", 0, 5, (7,) * num_tokens, stats)
+
+    results = [decoded(2, 10, 1.0), decoded(4, 12, 1.1), decoded(6, 12, 1.3)]
+    assert fastest(results, "eagle3", [2, 4, 6]) == 4
 
 
 def test_spreading_takes_one_task_after_the_other() -> None:

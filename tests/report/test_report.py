@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from drafttrain.report.build import build_report, sweep_point
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
-from drafttrain.report.metrics import Resampling, interval
+from drafttrain.report.metrics import Resampling, interval, length_statistic
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
+from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.plots import bounds, report_figures
 from drafttrain.report.repetition import repeated_tokens
-from drafttrain.report.results import Estimate, LosslessCheck, Report, TimingInfo
+from drafttrain.report.results import PLAIN, Estimate, LosslessCheck, Report, TimingInfo
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect
@@ -39,10 +41,10 @@ RESAMPLING = Resampling(resamples=2000, seed=0)
 EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [], "")
 
 
-def counters(drafts: list[tuple[int, int]]) -> Counters:
+def counters(drafts: list[tuple[int, int]], last_is_cut: bool = False) -> Counters:
     total = Counters()
-    for drafted, accepted in drafts:
-        total.add(drafted, accepted)
+    for place, (drafted, accepted) in enumerate(drafts, 1):
+        total.add(drafted, accepted, cut=last_is_cut and place == len(drafts))
     return total
 
 
@@ -65,7 +67,7 @@ def measured(
         cycles.append((min(position, len(tokens) - 1), drafted, accepted))
         position += accepted + 1
     stats = DecodeStats(
-        counters(drafts or []),
+        counters(drafts or [], last_is_cut=position > len(tokens)),
         counters(untrimmed or drafts or []),
         passes,
         *seconds,
@@ -152,6 +154,15 @@ def two_prompts() -> list[PromptResult]:
     ]
 
 
+def until(length: int, accepted: list[int]) -> list[int]:
+    """As many of the accepted runs as make an output of this length with their bonus tokens."""
+    position, found = 1, []
+    while position < length:
+        found.append(min(accepted[len(found)], length - position))
+        position += found[-1] + 1
+    return found
+
+
 def many_prompts(seed: int = 0, prompts: int = 30, blocks: int = 5) -> list[PromptResult]:
     """Prompts whose length and speed vary much, and whose speedup varies little."""
     random = np.random.default_rng(seed)
@@ -160,13 +171,13 @@ def many_prompts(seed: int = 0, prompts: int = 30, blocks: int = 5) -> list[Prom
         length = int(random.integers(10, 200))
         rate = float(random.uniform(0.5, 2.0))  # slow and fast prompts
         tokens = tuple(int(token) for token in random.integers(0, 50, length))
-        accepted = [int(count) for count in random.binomial(2, 0.6, length // 2)]
+        accepted = until(length, random.binomial(2, 0.6, length).tolist())
         gain = float(random.normal(1.6, 0.05))
         for block in range(blocks):
             for method, factor in (("autoregressive", 1.0), ("eagle3", gain), ("ngram", 1.1)):
                 drafts = None if method == "autoregressive" else [(2, count) for count in accepted]
                 if method == "ngram":
-                    drafts = [(2, 1)] * (length // 2)
+                    drafts = [(2, count) for count in until(length, [1] * length)]
                 spent = length * rate / factor
                 results.append(
                     measured(
@@ -193,8 +204,9 @@ def test_numbers_of_two_prompts_are_those_computed_by_hand():
     assert row["num_prompts"] == 2
     assert row["num_output_tokens"] == 20
     assert (row["num_drafts"], row["num_draft_tokens"], row["num_accepted_tokens"]) == (10, 20, 9)
-    assert row["acceptance_length"]["micro"] == pytest.approx(1 + 9 / 10)
-    assert row["acceptance_length"]["macro"] == pytest.approx(((1 + 6 / 4) + (1 + 3 / 6)) / 2)
+    assert row["num_cut_drafts"] == 1  # the fourth of "a" accepts the last token
+    assert row["acceptance_length"]["micro"] == pytest.approx((9 + 10 - 1) / 10)
+    assert row["acceptance_length"]["macro"] == pytest.approx(((6 + 4 - 1) / 4 + (3 + 6) / 6) / 2)
     assert row["acceptance_rate"] == pytest.approx(9 / 20)
     assert row["acceptance_per_position"] == pytest.approx([7 / 10, 2 / 10])
     assert row["conditional_acceptance"] == pytest.approx([7 / 10, 2 / 7])
@@ -206,7 +218,7 @@ def test_numbers_of_two_prompts_are_those_computed_by_hand():
     assert row["time_ms"]["verify"] == pytest.approx(1000 * (0.20 + 0.9) / 10)
     assert row["time_ms"]["other"] == pytest.approx(1000 * 0.06 / 10)
     assert row["time_ms"]["prefill"] == pytest.approx(1000 * 0.2 / 2)
-    assert row["predicted_speedup"] == pytest.approx(1.9 * 100 / (4 + 110))
+    assert row["predicted_speedup"] == pytest.approx(1.8 * 100 / (4 + 110))
     assert row["outputs_differing"] == {"num": 0, "of": 2}
     assert row["untrimmed"]["num_accepted_tokens"] == 10
     assert row["untrimmed"]["num_accepted_tokens_per_position"] == [7, 3]
@@ -239,34 +251,95 @@ def test_turns_of_a_prompt_are_one_unit_and_blocks_count_tokens_once():
     assert row["speedup"]["ci95"] is None
 
 
-def test_a_block_compares_the_prompts_that_were_timed_in_it():
-    results = [
-        PromptResult(**{**vars(result), "block": {"a": 0, "b": 1}[result.prompt_id]})
+def timed(result: PromptResult, seconds: Sequence[float]) -> PromptResult:
+    """The measurement with the seconds of each of its passes, all in verification."""
+    drafts = [(drafted, drafted) for _, drafted, _ in result.stats.cycles]
+    kinds = drafts or [(0, 0)] * result.stats.num_target_passes
+    passes = [(1, *kind, 0.0, s, 0.0) for kind, s in zip(kinds, seconds, strict=True)]
+    stats = replace(result.stats, prefill_s=0.1, verify_s=sum(seconds), passes=passes)
+    return replace(result, stats=stats)
+
+
+def passes_of_two_prompts(disturbed: float = 0.1) -> list[PromptResult]:
+    """Every pass takes 0.1 s, but one plain step of prompt b, in block 1."""
+    return [
+        timed(
+            replace(result, block={"a": 0, "b": 1}[result.prompt_id]),
+            [
+                disturbed if (result.method, result.prompt_id, place) == (PLAIN, "b", 3) else 0.1
+                for place in range(result.stats.num_target_passes)
+            ],
+        )
         for result in two_prompts()
     ]
-    report = report_of(results)
+
+
+def test_a_pass_counts_at_the_median_of_its_kind():
+    """One step of eighteen takes as long as all others together, and nothing moves."""
+    quiet, report = report_of(passes_of_two_prompts()), report_of(passes_of_two_prompts(2.0))
+    told = report["summary"]["speedup"]
+    assert told["value"] == pytest.approx((2 * 0.1 + 18 * 0.1) / (2 * 0.1 + 10 * 0.1))
+    assert told == quiet["summary"]["speedup"]
+    assert report["summary"]["time_ms"]["verify"] == pytest.approx(100)
+    assert report["methods"][PLAIN]["summary"]["time_ms"]["prefill"] == pytest.approx(100)
+
+
+def test_passes_of_another_kind_or_context_have_their_own_median():
+    """Steps of a long context take three times as long; so do those of a larger batch."""
+    short, long = measured(PLAIN, "a"), replace(measured(PLAIN, "b"), num_prompt_tokens=500)
+    results = [timed(short, [0.1] * 9), timed(long, [0.3] * 9)]
+    times = PassTimes(results)
+    assert times.seconds(results[0]).verify == pytest.approx(0.9)
+    assert times.seconds(results[1]).verify == pytest.approx(2.7)
+    batch = replace(timed(short, [0.3] * 9), prompt_id="c")
+    batch.stats.passes[:] = [(4, *rest) for _, *rest in batch.stats.passes]
+    assert PassTimes([*results, batch]).seconds(batch).verify == pytest.approx(2.7)
+    assert PassTimes([*results, batch]).seconds(results[0]).verify == pytest.approx(0.9)
+
+
+def test_a_decoding_that_took_longer_than_its_passes_usually_do_is_delayed():
+    results = passes_of_two_prompts(2.0)
+    times = PassTimes(results)
+    late = [times.delay(result) for result in results if times.delay(result) > 1.5]
+    assert late == [pytest.approx((0.1 + 8 * 0.1 + 2.0) / (0.1 + 9 * 0.1))]
+
+
+def test_every_block_times_the_passes_of_all_prompts():
+    """Blocks hold other prompts: only how long their passes took tells the blocks apart."""
+    results = passes_of_two_prompts()
+    slow = [
+        timed(result, [0.2] * 9) if (result.method, result.block) == (PLAIN, 1) else result
+        for result in results
+    ]
+    report = report_of(slow)
     assert report["timing"]["blocks"] == 2
     assert report["timing"]["repeats"] == 1
-    assert report["summary"]["speedup"]["blocks"] == pytest.approx([1 / 0.4, 1.0])
-    assert report["summary"]["speedup"]["value"] == pytest.approx(2.0 / 1.4)
+    drafted = 2 * 0.1 + 10 * 0.1
+    assert report["summary"]["speedup"]["blocks"] == pytest.approx(
+        [(2 * 0.1 + 18 * 0.1) / drafted, (2 * 0.1 + 18 * 0.2) / drafted]
+    )
 
 
 def test_interval_of_a_mean_agrees_with_the_closed_form():
     values = np.random.default_rng(1).normal(3.0, 1.0, 200)
-    low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], RESAMPLING)
+    ones = [1.0] * len(values)
+    low, high = interval(length_statistic, [values.tolist(), ones], RESAMPLING)
     half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
 
 
-def test_interval_covers_the_truth_about_as_often_as_it_says():
+@pytest.mark.parametrize("num_prompts", [5, 10, 80])
+def test_interval_covers_the_truth_about_as_often_as_it_says(num_prompts: int):
+    """BCa covers 82, 85 and 91 % of such prompts (benchmarks/README.md)."""
     random = np.random.default_rng(2)
     covered = 0
-    for _ in range(60):
-        values = random.exponential(1.0, 40)
-        low, high = interval(lambda column, axis: column.mean(axis), [values.tolist()], RESAMPLING)
-        covered += low <= 1.0 <= high
-    assert 51 <= covered <= 60  # 95 % of 60 is 57; fewer than 51 has odds of 1 in 10,000
+    for _ in range(400):
+        drafts = np.maximum(1, random.poisson(20, num_prompts)).astype(float)
+        yielded = drafts * (1 + random.exponential(1.0, num_prompts))
+        low, high = interval(length_statistic, [yielded, drafts], Resampling(500, 0))
+        covered += low <= 2.0 <= high
+    assert covered >= 0.9 * 400  # 93 %, less two standard errors
 
 
 def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied: dict[str, Any]):
@@ -281,11 +354,9 @@ def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied:
             [prompt.row.seconds.total for prompt in prompts],
         ]
 
-    def speed(tokens: np.ndarray, seconds: np.ndarray, axis: int) -> np.ndarray:
-        return tokens.sum(axis) / seconds.sum(axis)
-
     slow, fast = (
-        interval(speed, speeds(method), RESAMPLING) for method in ("autoregressive", "eagle3")
+        interval(length_statistic, speeds(method), RESAMPLING)
+        for method in ("autoregressive", "eagle3")
     )
     assert high - low < 0.2 * (fast[1] / slow[0] - fast[0] / slow[1])
 
@@ -297,7 +368,7 @@ def test_interval_is_one_point_when_all_prompts_are_alike():
         for method, drafts in (("autoregressive", None), ("eagle3", [(2, 1)] * 5))
     ]
     row = report_of(results)["summary"]
-    assert row["acceptance_length"]["ci95"] == pytest.approx([2.0, 2.0])
+    assert row["acceptance_length"]["ci95"] == pytest.approx([1.8, 1.8])
     assert row["speedup"]["ci95"] == pytest.approx([1.0, 1.0])
 
 
@@ -338,40 +409,6 @@ def test_a_handicapped_baseline_is_flagged_and_a_fair_one_is_not(varied: dict[st
     assert {flag["row"] for flag in flags} >= {"eagle3: all", "eagle3: math", "ngram: coding"}
 
 
-def disturbed_prompts(names: tuple[str, ...], times: float = 12.0) -> list[PromptResult]:
-    """Of 30 prompts, something else ran while plain decoding decoded these."""
-    return [
-        replace(result, stats=replace(result.stats, verify_s=times * result.stats.verify_s))
-        if result.method == "autoregressive" and result.prompt_id in names
-        else result
-        for result in many_prompts()
-    ]
-
-
-def test_a_disturbed_timing_moves_no_estimate(varied: dict[str, Any]):
-    """Two plain passes of 30 took 12 times as long: 2.6 times as fast, by all that was timed."""
-    report = report_of(disturbed_prompts(("prompt 4", "prompt 11")))
-    told, sound = report["summary"]["speedup"], varied["summary"]["speedup"]
-    assert told["value"] == pytest.approx(sound["value"], rel=0.02)
-    assert told["ci95"] == pytest.approx(sound["ci95"], rel=0.05)
-    assert told["num_disturbed"] == 2
-    assert sound["num_disturbed"] == 0
-    (flag,) = (f for f in report["flags"] if f["row"] == "eagle3: all" and f["kind"] == "disturbed")
-    assert flag["text"].startswith("2 of 30 prompts took more than 4 times as long by one method")
-    raw = [row for row in report["measurements"] if row["disturbed"]]
-    assert {(row["method"], row["prompt_id"]) for row in raw} == {
-        ("autoregressive", "prompt 4"), ("autoregressive", "prompt 11"),
-    }  # fmt: skip
-
-
-def test_a_task_of_disturbed_timings_is_no_verdict_to_speculate():
-    report = report_of(disturbed_prompts(("prompt 4", "prompt 6")))  # both of task math
-    assert report["verdicts"]["math"]["decision"] == "marginal"
-    assert report["verdicts"]["math"]["disturbed"]
-    assert report["verdicts"]["math"]["statement"].endswith("but its timings were disturbed.")
-    assert report["verdicts"]["coding"]["decision"] == "speculate"
-
-
 def test_blocks_that_disagree_are_flagged_and_no_verdict_to_speculate():
     """The whole machine was slow for the plain loop in two blocks of five, not on one prompt."""
     results = [
@@ -384,23 +421,28 @@ def test_blocks_that_disagree_are_flagged_and_no_verdict_to_speculate():
     ]
     report = report_of(results)
     blocks = report["summary"]["speedup"]["blocks"]
-    assert min(blocks) < 1.05 < 1.5 * min(blocks) < max(blocks)
+    assert min(blocks) < 1.05 < 1.15 * min(blocks) < max(blocks)
     (flag,) = (
         f for f in report["flags"] if f["kind"] == "blocks_disagree" and "eagle3" in f["row"]
     )
     assert re.match(r"the timing blocks disagree, \d\.\d\d to \d\.\d\d times as fast", flag["text"])
     assert report["verdicts"]["all"]["decision"] == "marginal"
-    assert "but its timings were disturbed" in report["verdict"]
+    assert "but its timing blocks disagree" in report["verdict"]
 
 
-def test_a_long_context_that_slows_every_method_is_no_disturbance():
-    results = [
-        replace(result, stats=replace(result.stats, verify_s=20 * result.stats.verify_s))
-        if result.prompt_id == "prompt 4"
-        else result
-        for result in many_prompts()
-    ]
-    assert report_of(results)["summary"]["speedup"]["num_disturbed"] == 0
+def test_a_busy_machine_is_told_and_is_no_error():
+    timing = TimingInfo("float32", 1, 5, "cpu", others_cores=0.8, stolen=0.1, delayed=0.25)
+    report = report_of(many_prompts(), timing=timing)
+    (flag,) = report["flags"]
+    assert flag["text"] == (
+        "the machine was busy: other processes used 0.80 cores and the host took 10 % of its time "
+        "and 25 % of the decodings were delayed; the times are medians by kind of pass"
+    )
+    page = html(report)
+    assert "other processes used 0.80 cores" in page
+    assert "Read with care" not in page
+    quiet = TimingInfo("float32", 1, 5, "cpu", others_cores=0.1, stolen=0.0, delayed=0.01)
+    assert report_of(many_prompts(), timing=quiet)["flags"] == []
 
 
 def test_two_prompts_have_no_interval_and_the_pages_say_so(tmp_path: Path):
@@ -413,38 +455,25 @@ def test_two_prompts_have_no_interval_and_the_pages_say_so(tmp_path: Path):
     assert "too few prompts for an interval; predicted" in page
 
 
-def test_every_page_shows_the_drafter_at_the_depth_of_the_headline(tmp_path: Path):
-    """The headline was of depth 2, the tile, plots and table of depth 4."""
-    asked, faster = many_prompts(), many_prompts()
-    faster = [
-        replace(result, stats=replace(result.stats, verify_s=result.stats.verify_s / 1.25))
-        if result.method == "eagle3"
-        else result
-        for result in faster
-    ]
+def test_every_page_names_the_depth_and_those_it_was_chosen_from(tmp_path: Path):
     settings: dict[str, Any] = {"drafter": "eagle3", "temperature": 0.0, "batch_size": 1}
     points = [
-        sweep_point(results, depth=depth, **settings, resamples=100, seed=0)
-        for depth, results in ((4, asked), (2, faster))
+        sweep_point(many_prompts(), depth=depth, **settings, resamples=100, seed=0)
+        for depth in (2, 4)
     ]
-    report = report_of(asked, sweep=points, depth=4)
-    value = points[1].summary.speedup.value
-    assert value > 1.1 * report["summary"]["speedup"]["value"]
+    report = report_of(many_prompts(), sweep=points, depth=2, of_depths=[2, 4])
+    value = report["summary"]["speedup"]["value"]
     assert report["verdict"].startswith(
         f"Speculate at depth 2, the fastest of 2, 4: tiny decodes {value:.2f} times as fast"
     )
     page, text = html(report), markdown(report)
     assert f'Speedup</p><p class="value">{value:.2f}<small>' in page
-    assert "depth 2, the fastest of 2, 4 (ngram drafts at 4)" in page
-    assert "depth 2, the fastest of 2, 4 (ngram drafts at 4)" in text
-    row = next(
-        line for line in text.split("## eagle3, task by task")[1].splitlines() if "| all |" in line
-    )
-    assert cell(points[1].summary.speedup) in row
+    assert "depth 2, the fastest of 2, 4" in page
+    assert "depth 2, the fastest of 2, 4" in text
     console = Console(file=io.StringIO(), width=100)
     console.print(summary_table(report))
     assert "depth 2, the fastest of 2, 4" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert report["beats_ngram"]["statement"].endswith("Both at depth 4.")
+    assert "chosen on other prompts" in report["definitions"]["verdicts"]
 
 
 def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
@@ -471,7 +500,8 @@ def test_ordinary_ties_of_a_narrow_dtype_are_not_red():
     assert "Good to know" in page
     assert "rounding decides between two tokens that are nearly tied" in page
     assert "Read with care" not in page
-    assert "Read with care" in html(report_of(disturbed_prompts(("prompt 4",))))
+    lossy = replace(EXACT, lossless=False)
+    assert "Read with care" in html(report_of(many_prompts(), lossless=lossy))
 
 
 def test_one_wide_interval_does_not_squeeze_the_others():

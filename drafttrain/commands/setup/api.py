@@ -58,7 +58,7 @@ class Generated(Decoded):
     def acceptance_length(self) -> float | None:
         """Tokens per target pass that verified a draft, bonus counted; None without a draft."""
         told = self.stats.trimmed
-        return 1 + told.num_accepted_tokens / told.num_drafts if told.num_drafts else None
+        return told.acceptance_length
 
 
 def load_target(

@@ -247,7 +247,7 @@ def _row(
     pairs = zip(batch.plain.tokens, batch.speculative.tokens, strict=True)
     return WitnessRow(
         batch_size=batch.batch_size,
-        **asdict(counters),
+        **counters.of_vllm,
         acceptance_length=Estimate(length, alone.ci95 if alone else None),
         acceptance_per_position=[
             accepted / drafts if drafts else None
