@@ -5,18 +5,24 @@ from pathlib import Path
 
 from drafttrain.config.sections import CompareConfig
 from drafttrain.evaluation.compare_runs import compare_runs, comparison_table
-from drafttrain.report.comparison_pages import FILES, comparison_summary, write_comparison
+from drafttrain.report.comparison_pages import (
+    FILES,
+    comparison_summary,
+    pictures,
+    write_comparison,
+)
 from drafttrain.report.terminal import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import provenance
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import open_tracker
+from drafttrain.runtime.tracker import open_tracker, require_tracker
 
 
 def compare(config: CompareConfig) -> None:
     """Set evaluated runs side by side, paired by prompt, and write the comparison."""
     settings = config.compare
+    require_tracker(config.tracker)
     place = Path(settings.dir)
     require_writable(place, "compare.dir")
     comparison = compare_runs(settings, provenance())
@@ -26,7 +32,8 @@ def compare(config: CompareConfig) -> None:
         html = place / "compare.html"
         console.print(f"comparison: {html} (the same in compare.md, compare.json)")
         told = {"run": {"name": settings.name}} | asdict(config)
-        tracker = open_tracker(config.tracker, place, config=told, append=True)
+        tracker = open_tracker(config.tracker, place, config=told, command="compare", append=True)
         tracker.table(f"comparison/{settings.name}", *comparison_table(comparison))
         tracker.keep(f"compared/{settings.name}", "report", [place / name for name in FILES])
+        tracker.pictures(f"compared/{settings.name}", lambda: pictures(comparison))
         tracker.finish()

@@ -7,18 +7,19 @@ from drafttrain.commands.setup.evaluation import Setup, held_setup, measured
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
-from drafttrain.evaluation.record import keep, settings_of
-from drafttrain.report.pages import REPORT_FILES, write_report
+from drafttrain.evaluation.record import SETTINGS, keep, settings_of
+from drafttrain.report.pages import REPORT_FILES, pictures, write_report
 from drafttrain.report.results import Report
 from drafttrain.report.tables import adaptation_table, summary_table, witness_table
 from drafttrain.report.terminal import rich_table
-from drafttrain.runtime.run_folder import provenance
+from drafttrain.runtime.run_folder import CONFIG, provenance
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import open_tracker
+from drafttrain.runtime.tracker import open_tracker, require_tracker
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Measure a drafter in the whole speculative loop and write the report."""
+    require_tracker(config.tracker)
     folder = Path(config.run.dir)
     place = folder / "evaluations" / config.eval.name
     result, overwrite = place / "report.json", config.eval.overwrite
@@ -49,9 +50,14 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     if report.certificate is not None:
         console.print(f"certificate: {report.certificate.statement}")
     console.print(f"report: {place / 'report.html'} (the same in report.md and report.json)")
-    tracker = open_tracker(config.tracker, setup.folder, config=asdict(config), append=True)
+    told = asdict(config)
+    tracker = open_tracker(
+        config.tracker, setup.folder, config=told, command="evaluate", append=True
+    )
     tracker.table(f"evaluation/{settings.name}", *evaluation_table(report))
-    tracker.keep(f"report/{settings.name}", "report", [place / name for name in REPORT_FILES])
+    files = [setup.folder / CONFIG, *(place / name for name in (*REPORT_FILES, SETTINGS))]
+    tracker.keep(f"report/{settings.name}", "report", files)
+    tracker.pictures(f"report/{settings.name}", lambda: pictures(report))
     tracker.finish()
 
 

@@ -38,7 +38,7 @@ from drafttrain.runtime.run_folder import (
 )
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
-from drafttrain.runtime.tracker import open_tracker
+from drafttrain.runtime.tracker import open_tracker, require_tracker
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.loop import train as run_training
@@ -66,6 +66,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         config = replace(config, drafter=start.drafter.config)
     check_run_folder(config)
     check_resumed(config)
+    require_tracker(config.tracker)
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
 from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.pairs import Spread
@@ -20,6 +22,13 @@ def write_comparison(comparison: Comparison, folder: Path) -> None:
 
     document, figures = comparison_document(comparison), comparison_figures(comparison)
     write_pages(folder, "compare", document, figures, comparison)
+
+
+def pictures(comparison: Comparison) -> dict[str, np.ndarray]:
+    """Return the figures of a comparison by title, as bytes, "height width 3"."""
+    from drafttrain.report.plots import comparison_figures
+
+    return {figure.title: figure.picture.pixels() for figure in comparison_figures(comparison)}
 
 
 def comparison_document(comparison: Comparison) -> Document:

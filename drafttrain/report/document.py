@@ -1,8 +1,9 @@
 """The content of a page, in order, before it is rendered as Markdown or HTML."""
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-from markupsafe import Markup
+import numpy as np
 
 from drafttrain.report.results import Flag, Table
 
@@ -30,13 +31,24 @@ class Listing:
     look: str = "details"
 
 
+@runtime_checkable
+class Picture(Protocol):
+    """What a figure shows: `plots.Drawing`, without importing matplotlib."""
+
+    def __html__(self) -> str:
+        """Return it as an element of a page."""
+
+    def pixels(self) -> np.ndarray:
+        """Return it as colours: bytes, "height width 3"."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """A picture with its title and caption; Markdown leaves it out."""
 
     title: str
     caption: str
-    picture: Markup
+    picture: Picture
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from drafttrain.report.document import Document, Listing, Tile, flagged, notes
 from drafttrain.report.results import Report
 from drafttrain.report.tables import depth_shown, measured_tables, verdict_table
@@ -26,6 +28,13 @@ def write_report(report: Report, folder: Path) -> None:
     from drafttrain.report.plots import report_figures  # matplotlib takes a second
 
     write_pages(folder, "report", report_document(report), report_figures(report), report)
+
+
+def pictures(report: Report) -> dict[str, np.ndarray]:
+    """Return the figures of a report by title, as bytes, "height width 3"."""
+    from drafttrain.report.plots import report_figures
+
+    return {figure.title: figure.picture.pixels() for figure in report_figures(report)}
 
 
 def report_document(report: Report) -> Document:

@@ -6,25 +6,30 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
+import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.colors import get_named_colors_mapping
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
-from drafttrain.report.document import Figure as Picture
+from drafttrain.report.document import Figure as Captioned
 from drafttrain.report.results import PLAIN, Estimate, MethodRow, Point, Report
 from drafttrain.report.tables import best_depths
 from drafttrain.report.wording import cell, number, speed
 
 WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
+STYLE_SHEET = Path(__file__).parent / "templates" / "page.css"
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
 
 # Names of the page's CSS variables. matplotlib draws with stand-in colours, which are replaced by
@@ -73,18 +78,44 @@ STYLE: dict[Any, Any] = {
 } | {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
 
 
-def picture(name: str, label: str, height: int, draw: Callable[[Axes], None]) -> Markup:
-    """Return what `draw` draws as an inline SVG; `name` makes its ids unique on the page."""
-    text = io.StringIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        # Sizes are estimated with matplotlib's font; the browser has one for every script.
-        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        matplotlib.rcdefaults()  # ignore the user's matplotlibrc
-        matplotlib.rcParams.update({**STYLE, "svg.hashsalt": name})
-        figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
-        draw(figure.subplots())
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(text.getvalue(), name, label)
+@dataclass(frozen=True)
+class Drawing:
+    """What `draw` draws, for a page or as pixels; `name` makes its ids unique on the page."""
+
+    name: str
+    label: str
+    height: int
+    draw: Callable[[Axes], None]
+
+    def __html__(self) -> str:
+        """Return it as an inline SVG in the colours and the font of the page that it is in."""
+        text = self._saved("svg", transparent=True, metadata={"Date": None}).decode()
+        return _inline(text, self.name, self.label)
+
+    def pixels(self) -> np.ndarray:
+        """Return it in the light colours of a page: bytes, "height width 3"."""
+        light = dict(re.findall(r"--([\w-]+): (#\w+);", STYLE_SHEET.read_text().partition("}")[0]))
+        names = get_named_colors_mapping()  # matplotlib looks here before it reads a #rrggbb
+        try:
+            for name, stand_in in STAND_IN.items():
+                names[stand_in] = light[name]
+            image = imread(io.BytesIO(self._saved("png", dpi=2 * DPI)))
+        finally:
+            for stand_in in STAND_IN.values():
+                del names[stand_in]
+        return np.round(255 * image[..., :3]).astype(np.uint8)
+
+    def _saved(self, form: str, **how: Any) -> bytes:
+        content = io.BytesIO()
+        with matplotlib.rc_context(), warnings.catch_warnings():
+            # Sizes are estimated with matplotlib's font; the browser has one for every script.
+            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+            matplotlib.rcdefaults()  # ignore the user's matplotlibrc
+            matplotlib.rcParams.update({**STYLE, "svg.hashsalt": self.name})
+            figure = Figure(figsize=(WIDTH / DPI, self.height / DPI), dpi=DPI)
+            self.draw(figure.subplots())
+            figure.savefig(content, format=form, **how)
+        return content.getvalue()
 
 
 def _inline(document: str, name: str, label: str) -> Markup:
@@ -219,7 +250,7 @@ def dots(
     even: float,
     from_zero: bool = True,
     lesser: str = "",
-) -> Markup:
+) -> Drawing:
     """Return a plot of values as dots on their intervals, with a line at no gain (`even`).
 
     Several series on a row are drawn below each other. The first one's values are written next to
@@ -264,7 +295,7 @@ def dots(
         legend(axes, marks)
 
     height = height_of(rows, bars=1 if alone else 1 + len(series))
-    return picture(name, label, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
+    return Drawing(name, label, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
 
 
 def stacked(
@@ -277,7 +308,7 @@ def stacked(
     digits: int = 2,
     end: float | None = None,
     limit: float | None = None,
-) -> Markup:
+) -> Drawing:
     """Return a plot of stacked bars, one per row; parts without a colour are "the rest".
 
     end: where bars are cut; their numbers stay true. limit: drawn as a dashed line.
@@ -303,10 +334,10 @@ def stacked(
         legend(axes, patches({**colours, **({"the rest": "rest"} if rest else {})}))
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
-    return picture(name, label, height, draw)
+    return Drawing(name, label, height, draw)
 
 
-def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup:
+def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Drawing:
     """Return a plot of memory in GiB by component: a bar per way to shard, and the limit."""
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
@@ -318,7 +349,7 @@ def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Markup
     return stacked("memory", label, parts, colours, "GiB", digits=1, end=end, limit=limit)
 
 
-def report_figures(report: Report) -> list[Picture]:
+def report_figures(report: Report) -> list[Captioned]:
     """Return the figures of a report, for what was measured only."""
     rows = {method: found.by_name for method, found in report.drafting.items()}
     colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
@@ -341,16 +372,16 @@ def report_figures(report: Report) -> list[Picture]:
             "Tokens per second over the plain loop's; the dashed line is no gain. Predicted: from "
             "acceptance length and the times of a cycle."
         )
-        found.append(Picture("Speedup by task", caption, drawn))
+        found.append(Captioned("Speedup by task", caption, drawn))
         caption = "Prefill included; for each turn the median over the blocks that timed it."
-        found.append(Picture("Tokens per second", caption, speed_plot(rows, colours)))
+        found.append(Captioned("Tokens per second", caption, speed_plot(rows, colours)))
     if any(row.num_drafts for row in summaries.values()):
         caption = (
             "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that "
             "got so far."
         )
         drawn = acceptance_plot(summaries, colours)
-        found.append(Picture("Acceptance by position", caption, drawn))
+        found.append(Captioned("Acceptance by position", caption, drawn))
     if len({point.depth for point in report.sweep}) > 1:
         found.append(
             depth_figure(
@@ -377,11 +408,11 @@ def report_figures(report: Report) -> list[Picture]:
             f"{number(main.speedup.value)} with prefill and the loop's own time."
         )
         drawn = stacked("time", label, bars, STAGES, unit)
-        found.append(Picture("Where a cycle's time goes", caption, drawn))
+        found.append(Captioned("Where a cycle's time goes", caption, drawn))
     return found
 
 
-def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Markup:
+def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Drawing:
     """Return acceptance per position as bars, the drafter's conditional acceptance as a line."""
     depth = max(len(row.acceptance_per_position) for row in rows.values())
     drafter = next(iter(rows.values()))
@@ -417,10 +448,10 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
         axes.set_xlabel("drafted token", loc="right")
         legend(axes, {**patches(kinds), "conditional": Line2D([], [], **line)})
 
-    return picture("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
+    return Drawing("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
 
 
-def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Markup:
+def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Drawing:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
     drafter = next(iter(rows.values()))
     bars = {"plain decoding": [r.tokens_per_second.autoregressive for r in drafter.values()]} | {
@@ -441,10 +472,10 @@ def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, 
         rows_axis(axes, list(drafter), highest, "tokens per second")
         legend(axes, patches(colours))
 
-    return picture("speed", "Tokens per second by task", height_of(drafter, len(bars)), draw)
+    return Drawing("speed", "Tokens per second by task", height_of(drafter, len(bars)), draw)
 
 
-def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Picture:
+def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Captioned:
     """Return a figure of speedup by depth, a line for each temperature and batch size.
 
     points: temperature, batch size, depth, measured and predicted speedup.
@@ -476,11 +507,11 @@ def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | N
         "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
         "Dotted: no gain."
     )
-    drawn = picture("sweep-depth", "Speedup by depth", 300, draw)
-    return Picture("Speedup by depth", caption, drawn)
+    drawn = Drawing("sweep-depth", "Speedup by depth", 300, draw)
+    return Captioned("Speedup by depth", caption, drawn)
 
 
-def batch_figure(points: Sequence[Point]) -> Picture:
+def batch_figure(points: Sequence[Point]) -> Captioned:
     """Return a figure of the best depth's speedup by batch size, with its interval."""
     best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
     temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
@@ -506,8 +537,8 @@ def batch_figure(points: Sequence[Point]) -> Picture:
         "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
         "dotted line, speculation stops paying."
     )
-    drawn = picture("sweep-batch", "Speedup by batch size", 300, draw)
-    return Picture("Speedup by batch size", caption, drawn)
+    drawn = Drawing("sweep-batch", "Speedup by batch size", 300, draw)
+    return Captioned("Speedup by batch size", caption, drawn)
 
 
 def gain_axes(axes: Axes, x: str, y: str) -> None:
@@ -531,7 +562,7 @@ QUANTITIES = {
 }
 
 
-def comparison_figures(comparison: Comparison) -> list[Picture]:
+def comparison_figures(comparison: Comparison) -> list[Captioned]:
     """Return the figures: both quantities of every row, and their differences to the baseline."""
     looks = {
         row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
@@ -553,7 +584,7 @@ def comparison_figures(comparison: Comparison) -> list[Picture]:
             ]
             label = f"{title} of each method"
             drawn = dots(f"all-{quantity}", label, series, unit, even=1.0, lesser="single runs")
-            found.append(Picture(title, caption, drawn))
+            found.append(Captioned(title, caption, drawn))
         differences = []
         for pair in comparison.versus.values():
             of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
@@ -564,5 +595,5 @@ def comparison_figures(comparison: Comparison) -> list[Picture]:
             label, unit = f"Difference in {title.lower()} by task", f"{against}, 95 % interval"
             drawn = dots(name, label, differences, unit, even=0.0, from_zero=False)
             caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(Picture(f"{title}: {against}", caption, drawn))
+            found.append(Captioned(f"{title}: {against}", caption, drawn))
     return found

@@ -1,5 +1,6 @@
 """The curves of a run: metrics.jsonl always, and W&B's or TensorBoard's; the only door to these."""
 
+import importlib.util
 import math
 import netrc
 import os
@@ -7,11 +8,16 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
+
+import numpy as np
+import yaml
 
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
@@ -59,32 +65,47 @@ class TensorboardConfig(TrackerConfig):
     """Curves go to TensorBoard's files in the run folder as well."""
 
 
+def require_tracker(choice: TrackerConfig) -> None:
+    """Raise ValueError if the tracker's package is not installed: before hours, not after them."""
+    wanted = isinstance(choice, TensorboardConfig)
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "tracker=tensorboard needs the package tensorboard, which is not installed: "
+            "pip install 'drafttrain[tensorboard]', or leave it out with tracker=none"
+        )
+
+
 def open_tracker(
     choice: TrackerConfig,
     folder: Path,
     *,
     config: dict[str, Any],
+    command: str = "train",
     resume_step: int | None = None,
     is_main: bool = True,
     append: bool = False,
 ) -> "Tracker":
     """Open the records of a run in its folder, on rank 0; the tracker of other ranks does nothing.
 
-    config: the run's configuration, sections of plain data. resume_step: the step of the checkpoint
-    that the run resumes from, None for a new run; records of later steps are dropped. append: keep
-    every row, as an evaluation does. ValueError if a mirror cannot start; if it fails later, that
-    is a warning, and the run continues.
+    config: the run's configuration, sections of plain data. command: what a new run of W&B is for.
+    resume_step: the step of the checkpoint that the run resumes from, None for a new run; records
+    of later steps are dropped. append: keep every row, as an evaluation does. ValueError if a
+    package is missing; a mirror that fails is a warning, and the run continues.
     """
     if not is_main:
-        return Tracker(None, None, None)
+        return Tracker(None)
+    require_tracker(choice)
     folder.mkdir(parents=True, exist_ok=True)
-    mirror: WandbMirror | TensorboardMirror | None = None
-    if isinstance(choice, WandbConfig):
-        resumed = append or resume_step is not None
-        mirror = WandbMirror(_start_wandb(choice, folder, config, resumed), choice.artifacts)
-    if isinstance(choice, TensorboardConfig):
-        mirror = TensorboardMirror(folder, None if append else resume_step)
-    return Tracker(folder / METRICS_FILE, resume_step, mirror, append, choice.name)
+    tracker = Tracker(folder / METRICS_FILE, resume_step, append, choice.name)
+    with tracker.excused():
+        if isinstance(choice, WandbConfig):
+            resumed = append or resume_step is not None
+            run = _start_wandb(choice, folder, config, resumed, command)
+            tracker.mirror = WandbMirror(run, choice.artifacts)
+        if isinstance(choice, TensorboardConfig):
+            purge = None if append else 0 if resume_step is None else resume_step + 1
+            tracker.mirror = TensorboardMirror(folder, config, purge)
+    return tracker
 
 
 class Tracker:
@@ -93,13 +114,13 @@ class Tracker:
     def __init__(
         self,
         path: Path | None,
-        resume_step: int | None,
-        mirror: "WandbMirror | TensorboardMirror | None",
+        resume_step: int | None = None,
         append: bool = False,
         name: str = "none",
     ) -> None:
-        self._path = path
-        self._mirror, self._name = mirror, name
+        self._path, self._name = path, name
+        self.mirror: WandbMirror | TensorboardMirror | None = None
+        self._known: set[str] = set()  # what a resumed run has of its first step already
         self._resume_step = -1 if resume_step is None else resume_step
         self._step = max(self._resume_step, 0)
         if path is None or not path.exists():
@@ -108,15 +129,20 @@ class Tracker:
             self._step = max((row["step"] for row in read_metrics(path)), default=0)
             return
         with alone(path):
-            rows = read_metrics(path)
-            replace_records(path, [row for row in rows if row["step"] <= self._resume_step])
+            rows = [row for row in read_metrics(path) if row["step"] <= self._resume_step]
+            replace_records(path, rows)
+        for row in rows:
+            if row["step"] == self._resume_step:
+                self._known |= {row["table"]} if "table" in row else row.keys()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record values at a step; one that is not finite becomes null."""
         self._step = step
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self._append({"step": step, "time": round(time.time(), 3), **finite})
-        self._mirrored("log", step, values)
+        again = self._known if step == self._resume_step else set()
+        if new := {key: value for key, value in values.items() if key not in again}:
+            self._mirrored("log", step, new)
 
     def table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[str | float | None]]
@@ -124,16 +150,26 @@ class Tracker:
         """Record a table, such as an evaluation's, after the last logged step."""
         plain = [list(row) for row in rows]
         self._append({"step": self._step, "table": name, "columns": list(columns), "rows": plain})
-        self._mirrored("table", name, columns, plain, self._step)
+        if self._step != self._resume_step or name not in self._known:
+            self._mirrored("table", name, columns, plain, self._step)
 
     def keep(self, name: str, kind: str, files: Sequence[Path]) -> None:
         """Hand files of the run folder to the mirror; kind: report or drafter."""
         self._mirrored("keep", name, kind, files, self._step)
 
+    def pictures(self, name: str, draw: Callable[[], Mapping[str, np.ndarray]]) -> None:
+        """Draw pictures and show them, by title, if there is a mirror.
+
+        draw: returns bytes, "height width 3".
+        """
+        with self.excused():
+            if self.mirror is not None:
+                self.mirror.pictures(name, draw(), self._step)
+
     def finish(self) -> None:
         """Upload the rest and close the mirror, as a failed run while an error is being raised."""
         self._mirrored("finish", sys.exc_info()[0] is not None)
-        self._mirror = None
+        self.mirror = None
 
     def _append(self, row: dict[str, Any]) -> None:
         if self._path is None:
@@ -147,13 +183,19 @@ class Tracker:
             append_records(self._path, [row])
 
     def _mirrored(self, method: str, *values: Any) -> None:
-        if self._mirror is None:
-            return
+        with self.excused():
+            if self.mirror is not None:
+                getattr(self.mirror, method)(*values)
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Turn an error of the mirror into one line, and go on without it."""
         try:
-            getattr(self._mirror, method)(*values)
+            yield
         except Exception as error:  # whatever it is, hours of training are worth more
-            console.print(f"tracker={self._name} stopped: {error}. metrics.jsonl is still written.")
-            self._mirror = None
+            text = " ".join(str(error).split()).rstrip(".")
+            console.print(f"tracker={self._name} stopped: {text}. metrics.jsonl is still written.")
+            self.mirror = None
 
 
 class WandbMirror:
@@ -191,6 +233,12 @@ class WandbMirror:
             artifact.add_file(str(file), policy="immutable", skip_cache=True)
         self.run.log_artifact(artifact)
 
+    def pictures(self, name: str, pictures: Mapping[str, np.ndarray], step: int) -> None:
+        import wandb
+
+        images = {f"{name}/{title}": wandb.Image(pixels) for title, pixels in pictures.items()}
+        self.run.log({shown(title): image for title, image in images.items()})
+
     def finish(self, failed: bool) -> None:
         self.run.finish(exit_code=1 if failed else 0)
 
@@ -198,18 +246,16 @@ class WandbMirror:
 class TensorboardMirror:
     """Event files below a run's folder: `tensorboard --logdir outputs` shows every run."""
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "tracker=tensorboard needs the package tensorboard, which is not installed: "
-                "pip install 'drafttrain[tensorboard]', or leave it out with tracker=none"
-            ) from error
+    def __init__(self, folder: Path, config: dict[str, Any], purge: int | None) -> None:
+        """purge: the step from which on TensorBoard hides what an interrupted run wrote."""
+        from torch.utils.tensorboard import SummaryWriter
+
         place = folder / "tensorboard"
-        # Hide what an interrupted run wrote of later steps, because those steps are taken again.
-        purge = None if resume_step is None else resume_step + 1
+        is_new = purge == 0 or not place.exists()
         self.writer: Any = SummaryWriter(str(place), purge_step=purge)
+        if is_new:
+            text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+            self.writer.add_text("config", f"```yaml\n{text}```", 0)
         console.print(f"tensorboard: view with: tensorboard --logdir {place}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -228,6 +274,10 @@ class TensorboardMirror:
         for file in files:
             if file.suffix == ".md":
                 self.writer.add_text(shown(name), file.read_text(encoding="utf-8"), step)
+
+    def pictures(self, name: str, pictures: Mapping[str, np.ndarray], step: int) -> None:
+        for title, pixels in pictures.items():
+            self.writer.add_image(shown(f"{name}/{title}"), pixels, step, dataformats="HWC")
 
     def finish(self, failed: bool) -> None:
         self.writer.close()
@@ -248,7 +298,9 @@ def _subject(row: dict[str, Any]) -> tuple[Any, ...]:
     return (row["step"], row.get("table"), *sorted(row))
 
 
-def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool) -> Any:
+def _start_wandb(
+    choice: WandbConfig, folder: Path, config: dict[str, Any], resumed: bool, command: str
+) -> Any:
     import wandb
 
     id_file = folder / WANDB_ID_FILE
@@ -259,28 +311,31 @@ def _start_wandb(choice: WandbConfig, folder: Path, config: dict[str, Any], resu
     mode: Any = choice.mode
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+    start = partial(
+        wandb.init,
+        project=choice.project,
+        entity=choice.entity,
+        name=config["run"]["name"],
+        id=run_id,
+        resume="allow" if known else None,
+        config=config,
+        tags=choice.tags,
+        group=choice.group,
+        job_type=None if known else command,
+        dir=folder,
+        reinit="create_new",  # not the run of a mirror that failed before, in this process
+        # wandb would capture the progress bars, and print what we print already.
+        settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
+    )
     try:
-        run = wandb.init(
-            project=choice.project,
-            entity=choice.entity,
-            name=config["run"]["name"],
-            id=run_id,
-            resume="allow" if known else None,
-            config=config,
-            tags=choice.tags,
-            group=choice.group,
-            dir=folder,
-            mode=mode,
-            reinit="create_new",  # not the run of a mirror that failed before, in this process
-            # wandb would capture the progress bars, and print what we print already.
-            settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),
-        )
+        run = start(mode=mode)
     except Exception as error:  # its own errors, the network's, the file system's
-        raise ValueError(
-            f"tracker=wandb could not start with tracker.mode={choice.mode}: "
-            f"{' '.join(str(error).split()).rstrip('.')}; "
-            "use tracker.mode=offline to write into the run folder and upload later"
-        ) from error
+        if mode != "online":
+            raise
+        text = " ".join(str(error).split()).rstrip(".")
+        console.print(f"tracker=wandb could not start online: {text}. It writes offline instead.")
+        mode = "offline"
+        run = start(mode=mode)
     id_file.parent.mkdir(exist_ok=True)
     write_whole(id_file, run_id + "\n")
     if mode == "offline":

@@ -780,5 +780,6 @@ def test_weights_and_biases_gets_the_table(tmp_path: Path, monkeypatch: pytest.M
     assert main(["compare", "runs=[a]", "compare.resamples=100", "tracker=wandb"]) == 0
     tables = list(Path("outputs/compare/wandb").rglob("*.table.json"))
     assert len(tables) == 1
+    assert list(Path("outputs/compare/wandb").rglob("media/images/**/*.png"))
     table = json.loads(tables[0].read_text())
     assert table["columns"][:3] == ["method", "training", "task"]

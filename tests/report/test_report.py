@@ -743,6 +743,16 @@ def test_plots_are_the_same_whatever_the_settings_of_matplotlib(varied: dict[str
         assert matplotlib.rcParams["font.size"] == 30
 
 
+def test_plots_as_pixels_have_the_pages_light_colours(varied: dict[str, Any]):
+    page = html(varied)
+    pixels = report_figures(read(varied))[0].picture.pixels()
+    assert pixels.shape[1:] == (2 * 560, 3)
+    colours = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+    drafter = tuple(bytes.fromhex("2563c9"))
+    assert {drafter, (255, 255, 255)} <= colours
+    assert html(varied) == page  # the stand-in colours stand in again
+
+
 def test_plots_take_names_in_any_script_and_any_method_alone():
     name = "_$x_{1}$ \N{CJK UNIFIED IDEOGRAPH-6570}\x00\ud800--"
     results = [

@@ -1,17 +1,19 @@
 """metrics.jsonl has every curve once, and Weights & Biases' own client writes the same."""
 
+import io
 import json
 import math
-import struct
-import sys
+import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.image import imread
 from paths import ROOT
+from wandb_files import mirrored, records
 
 from drafttrain.runtime.tracker import (
     JsonlTrackerConfig,
@@ -145,43 +147,6 @@ def test_the_yaml_choices_have_exactly_the_fields() -> None:
         assert cls(**values).name == file
 
 
-def records(file: Path) -> Iterator[Any]:
-    """Read the records of a .wandb file: a log of protobufs in blocks, as LevelDB writes them."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, whole = file.read_bytes(), 7, b""  # after a header of 7 bytes
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:  # no room for a header: the rest of the block is zeros
-            place += 32768 - place % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a full one, or the last part of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def mirrored(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Any]:
-    """Return what a .wandb file says of the config, the history and the run itself."""
-    deadline = time.monotonic() + 20  # the client's process writes the end after `finish` returns
-    while not any(record.HasField("exit") for record in records(file)):
-        assert time.monotonic() < deadline, "the client did not finish its file"
-        time.sleep(0.05)
-    config, history, run = {}, [], None
-    for record in records(file):
-        if record.HasField("run"):
-            run = record.run
-            config |= {u.key: json.loads(u.value_json) for u in run.config.update}
-        elif record.HasField("history"):
-            items = record.history.item
-            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-            history.append({k: v for k, v in row.items() if k not in ("_runtime", "_timestamp")})
-    return config, history, run
-
-
 def test_the_real_client_writes_config_curves_and_table_offline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,14 +207,70 @@ def test_a_mirror_that_fails_costs_a_warning_not_the_run(
     assert [row["step"] for row in rows(tmp_path)] == [1, 1, 1, 2, 3]
 
 
-def test_a_mirror_that_cannot_start_is_an_error_that_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_that_cannot_start_online_writes_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.delenv("WANDB_MODE")
-    expected = r"tracker=wandb could not start with tracker.mode=auto: .*40.*use tracker.mode=off"
-    with pytest.raises(ValueError, match=expected):
-        open_tracker(wandb_choice("auto"), tmp_path, config=CONFIG, resume_step=None, is_main=True)
+    tracker = open_tracker(wandb_choice("auto"), tmp_path, config=CONFIG)
+    warning, where = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"tracker=wandb could not start online: .*40.*\. It writes offline instead\.", warning
+    )
+    assert where.startswith("wandb: offline; upload later")
+    tracker.log(1, {"a": 1.0})
+    tracker.finish()
+    (file,) = (tmp_path / "wandb/latest-run").resolve().glob("*.wandb")
+    assert mirrored(file)[1] == [{"_step": 1, "a": 1.0}]
+
+
+def test_one_that_cannot_start_at_all_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("wandb.init", lambda **_: 1 / 0)
+    for choice in (wandb_choice("online"), wandb_choice("offline")):
+        tracker = open_tracker(choice, tmp_path, config=CONFIG, append=True)
+        tracker.log(1, {"a": 1.0})
+        tracker.finish()
+        told = capsys.readouterr().out.splitlines()
+        assert told[-1] == (
+            "tracker=wandb stopped: division by zero. metrics.jsonl is still written."
+        )
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_disabled_client_takes_everything_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    tracker = open_tracker(wandb_choice("auto"), tmp_path, config=CONFIG)
+    tracker.log(1, {"a": 1.0})
+    tracker.table("t", ["a"], [[1.0]])
+    tracker.keep("report/default", "report", report_files(tmp_path))
+    tracker.pictures("report/default", drawn)
+    tracker.finish()
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.rglob("*.wandb")) == []
+
+
+def drawn() -> dict[str, np.ndarray]:
+    picture = np.zeros((4, 6, 3), dtype=np.uint8)
+    picture[:2] = (37, 99, 201)
+    return {"Speedup by task": picture}
+
+
+def test_pictures_are_drawn_for_a_mirror_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> dict[str, np.ndarray]:
+        raise OSError("no font")
+
+    jsonl(tmp_path / "a").pictures("report/default", broken)
+    assert capsys.readouterr().out == ""
+    tracker = open_tracker(wandb_choice(), tmp_path / "b", config=CONFIG)
+    capsys.readouterr()
+    tracker.pictures("report/default", broken)
+    assert capsys.readouterr().out.startswith("tracker=wandb stopped: no font. metrics.jsonl is")
 
 
 def report_files(folder: Path) -> list[Path]:
@@ -266,12 +287,17 @@ def test_reports_and_drafters_are_artifacts_and_pages_can_be_looked_at(tmp_path:
     tracker.keep("report/default", "report", files)
     (tmp_path / "drafter.safetensors").write_bytes(b"weights")
     tracker.keep("drafter-a b", "drafter", [tmp_path / "drafter.safetensors"])
+    tracker.pictures("report/default", drawn)
     tracker.table("odd", ["name"], [["a\nb\u202e"]])
     tracker.finish()
     place = (tmp_path / "wandb/latest-run").resolve()
     (file,) = place.glob("*.wandb")
     _, history, _ = mirrored(file)
     assert any(row.get("report/default/_type") == "html-file" for row in history)
+    (image,) = [row for row in history if "report/default/Speedup by task/_type" in row]
+    assert image["report/default/Speedup by task/_type"] == "image-file"
+    (png,) = place.glob("files/media/images/report/default/*.png")
+    assert (255 * imread(png)[0, 0, :3]).round().tolist() == [37, 99, 201]
     found = {r.artifact.name: r.artifact for r in records(file) if r.HasField("artifact")}
     kept = {name: artifact.type for name, artifact in found.items() if "run-" not in name}
     assert kept == {"report-default": "report", "drafter-a-b": "drafter"}
@@ -301,29 +327,53 @@ def test_tensorboard_has_every_curve_once_and_the_reports_text(tmp_path: Path) -
     first = tensorboard(tmp_path)
     for step in (10, 20, 30):
         first.log(step, {"train/loss": 100.0 / step})
+        first.log(step, {"val/acceptance_length": 2.0})
     first.finish()
     resumed = tensorboard(tmp_path, resume_step=20)
+    resumed.log(20, {"val/acceptance_length": 2.0})  # it validates once more
     resumed.log(30, {"train/loss": 7.0})
     resumed.table("validation", ["prompt", "length"], [["a|b", 1.5], ["c", None]])
-    resumed.keep("report/default", "report", report_files(tmp_path))
     resumed.finish()
+    evaluation = tensorboard(tmp_path, append=True)
+    evaluation.keep("report/default", "report", report_files(tmp_path))
+    evaluation.pictures("report/default", drawn)
+    evaluation.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert curve == [(10, 10.0), (20, 5.0), (30, 7.0)]
+    assert [event.step for event in events.Scalars("val/acceptance_length")] == [10, 20]
+    (picture,) = events.Images("report/default/Speedup by task")
+    assert (picture.step, picture.width, picture.height) == (30, 6, 4)
+    shown = imread(io.BytesIO(picture.encoded_image_string))
+    assert (255 * shown[0, 0]).round().tolist() == [37, 99, 201]
     texts = {
         tag.removesuffix("/text_summary"): events.Tensors(tag)[0].tensor_proto.string_val[0]
         for tag in events.Tags()["tensors"]
     }
     assert texts["validation"] == b"| prompt | length |\n| --- | --- |\n| a\\|b | 1.5 |\n| c |  |"
     assert texts["report/default"] == b"<svg>report.md</svg>"
-    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 30, 30]
+    assert texts["config"].startswith(b"```yaml\nrun:\n  name: first\ntrainer:\n  lr: 0.5\n")
+    assert [row["step"] for row in rows(tmp_path)] == [10, 10, 20, 20, 30, 30]
+
+
+def test_a_run_that_starts_afresh_hides_the_events_of_the_one_before(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for value in (1.0, 2.0):  # killed before its first checkpoint, then run once more
+        tracker = tensorboard(tmp_path)
+        tracker.log(0, {"train/loss": value})
+        tracker.finish()
+        time.sleep(1.1)  # the names of event files have seconds
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [2.0]
 
 
 def test_without_the_package_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"tracker=tensorboard needs .*drafttrain\[tensorboard\]"):
         tensorboard(tmp_path)
