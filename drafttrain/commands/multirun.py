@@ -102,6 +102,8 @@ def _conclude(command: str, sweep: Sweep, outcomes: dict[str, Outcome]) -> int:
         other = [f"compare.evaluation={names[0]}"] if names[0] not in (None, "default") else []
         lead = "then: " if command == "train" else "next: "
         console.print(f"{lead}{follow_up('compare', listed('runs', runs), *other)}")
+    if any(sweep.folder.glob("*/tensorboard")):
+        console.print(f"all curves: tensorboard --logdir {sweep.folder}")
     failed = [job.name for job in sweep.jobs if job not in done]
     if failed:
         say_error(

@@ -29,6 +29,7 @@ PLACES = {
     "plan": "plan.dir",
 }
 LONGEST = 80  # characters of a name
+LONGEST_TAG = 64  # characters that Weights & Biases takes
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
     """Return a job for every combination of the values that Hydra's sweep syntax gives.
 
     That is a,b or choice(a,b), range(3), and glob(eagle*) of a group. A job without a given place
-    gets one in the folder of the sweep. Each job is composed here: UsageError for the first that
-    cannot be.
+    gets one in the folder of the sweep, whose name is its group at the tracker; its own values are
+    its tags. Each job is composed here: UsageError for the first that cannot be.
     """
     folders = [text.removeprefix(FOLDER) for text in overrides if text.startswith(FOLDER)]
     typed = [text for text in overrides if not text.startswith(FOLDER)]
@@ -78,6 +79,14 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
         config: Any = compose(command, words)
         run = revealed(config.run.dir) if "run" in config else None
         evaluation = revealed(config.eval.name) if command == "evaluate" else None
+        # An evaluation of a run goes on in that run, where it is.
+        goes_on = command == "evaluate" and "run.dir" in given
+        if not goes_on and "group" in config.get("tracker", ()):
+            tags = [revealed(tag) for tag in config.tracker.tags]
+            tags += [text[:LONGEST_TAG] for text in told]
+            words.append(listed("tracker.tags", list(dict.fromkeys(tags))))
+            if config.tracker.group is None:
+                words.append(f"tracker.group={quoted(folder.name)}")
         jobs.append(SweepJob(name, told, words, run, evaluation))
     return Sweep(folder, jobs)
 

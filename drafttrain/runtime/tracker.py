@@ -322,7 +322,7 @@ def _start_wandb(
         tags=choice.tags,
         group=choice.group,
         job_type=None if known else command,
-        dir=folder,
+        dir=folder.resolve(),  # the client's process may be in another folder
         reinit="create_new",  # not the run of a mirror that failed before, in this process
         # wandb would capture the progress bars, and print what we print already.
         settings=wandb.Settings(silent=True, console="off", save_code=False, init_timeout=60),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import PYTHONPATH
 from wandb_files import mirrored, records
 
 from drafttrain.__main__ import main
@@ -64,6 +65,19 @@ def test_the_evaluation_of_a_run_goes_on_in_its_wandb_run(
         if kind == "image-file"
     }
     assert {"report/default/Speedup by task", "report/default/Tokens per second"} <= pictures
+
+
+def test_the_jobs_of_a_sweep_are_one_group_and_below_one_folder(
+    training: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    sweep = [*training, "--multirun", "run.seed=3", "hydra.sweep.dir=sweeps/seeds"]
+    assert main([*sweep, "tracker=wandb,tensorboard"]) == 0
+    _, run, _ = logged(Path("sweeps/seeds/wandb"))
+    assert (run.run_group, run.job_type, list(run.tags)) == ("seeds", "train", ["tracker=wandb"])
+    assert list(Path("sweeps/seeds/tensorboard/tensorboard").iterdir())
+    assert "all curves: tensorboard --logdir sweeps/seeds\n" in capsys.readouterr().out
 
 
 def test_a_package_that_is_missing_is_named_before_anything_is_trained_or_measured(

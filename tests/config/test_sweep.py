@@ -42,6 +42,23 @@ def test_hydras_ways_to_give_several_values_are_understood() -> None:
     assert [job.name for job in sweep_of("train", ["run.seed=3"]).jobs] == ["train"]
 
 
+def test_the_runs_of_a_sweep_are_a_group_at_the_tracker(tmp_path: Path) -> None:
+    told = ["tracker=wandb", "tracker.tags=[mine]", "drafter=eagle3,medusa", "data.path='a b',c"]
+    sweep = sweep_of("train", [*told, "data=jsonl"])
+    seen = [compose("train", job.overrides).tracker for job in sweep.jobs]
+    assert {tracker.group for tracker in seen} == {sweep.folder.name}
+    assert list(seen[2].tags) == ["mine", "drafter=medusa", "data.path='a b'"]
+    long = sweep_of("train", [f"run.name={'a' * 70},b", "tracker=wandb", "tracker.group=ours"])
+    tracker = compose("train", long.jobs[0].overrides).tracker
+    assert (tracker.group, list(tracker.tags)) == ("ours", [f"run.name={'a' * 55}"])
+    assert not any("tracker" in text for text in sweep_of("train", told[2:3]).jobs[0].overrides)
+    # What measures a run goes on in that run's own place at the tracker.
+    config = typed(compose("train", [f"run.dir={tmp_path}", "tracker=wandb"]), TrainConfig)
+    write_config(config, tmp_path / "config.yaml")
+    (job, _) = sweep_of("evaluate", [f"run.dir={tmp_path}", "eval.depth=1,2"]).jobs
+    assert not any("tracker" in text for text in job.overrides)
+
+
 def test_names_that_meet_are_told_apart() -> None:
     jobs = sweep_of("train", ["data=jsonl", "data.path='a b','a/b'"]).jobs
     assert [job.name for job in jobs] == ["path_a_b", "path_a_b-no2"]
