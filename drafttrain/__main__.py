@@ -212,7 +212,7 @@ def _help(request: Request) -> str:
         return overview()
     groups = command_groups(request.command)
     own = [entry.name for entry in fields(COMMANDS[request.command]) if entry.name not in groups]
-    texts = []
+    asked: dict[str, str] = {}
     for text in request.overrides:  # --help SECTION or --help SECTION=CHOICE; keys are ignored
         section, _, choice = text.partition("=")
         if "." in section:
@@ -223,7 +223,8 @@ def _help(request: Request) -> str:
                 f"no section is called {section}{did_you_mean(section, options)} "
                 f"sections: {', '.join(options)}"
             )
-        texts.append(section_help(request.command, section, choice or groups.get(section, "")))
+        asked[section] = choice or asked.get(section) or groups.get(section, "")
+    texts = [section_help(request.command, *each) for each in asked.items()]
     return "\n\n".join(texts) or command_help(request.command)
 
 

@@ -174,6 +174,15 @@ def test_help_of_a_command_shows_choices_and_keys_with_their_comments(
     assert "  drafter=saved * " in capsys.readouterr().out
 
 
+def test_help_of_a_section_shows_the_chosen_choice_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["drafter", "drafter=medusa"], ["drafter=eagle", "drafter=medusa", "drafter"]):
+        assert cli.main(["train", "--help", *words]) == 0
+        titles = [line for line in capsys.readouterr().out.splitlines() if "keys of" in line]
+        assert titles == ["keys of drafter=medusa:"]
+
+
 def test_help_of_a_section_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help", "drafter=medusa", "run"]) == 0
     text = capsys.readouterr().out
