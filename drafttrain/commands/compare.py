@@ -15,7 +15,7 @@ from drafttrain.report.terminal import rich_table
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import provenance
-from drafttrain.runtime.terminal import console
+from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.tracker import open_tracker, require_tracker
 
 
@@ -25,7 +25,8 @@ def compare(config: CompareConfig) -> None:
     require_tracker(config.tracker)
     place = Path(settings.dir)
     require_writable(place, "compare.dir")
-    comparison = compare_runs(settings, provenance())
+    with working("comparing"):
+        comparison = compare_runs(settings, provenance())
     with hold(place, "compare.dir", "compare", console.print):
         write_comparison(comparison, place)
         console.print(rich_table(comparison_summary(comparison)))

@@ -12,7 +12,7 @@ from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.card import CardData, read_run, served_as
 from drafttrain.runtime.disk import require_writable, written
 from drafttrain.runtime.lock import beside, hold
-from drafttrain.runtime.terminal import console
+from drafttrain.runtime.terminal import console, working
 from drafttrain.target.pretrained.models import load_tokenizer
 
 
@@ -45,7 +45,7 @@ def export(config: ExportConfig) -> None:
     )
     # The folder is replaced as a whole, and a lock inside it would be replaced too.
     with hold(place, "export.dir", "export", console.print, file=beside(place)):
-        with written(place, "export.dir"):
+        with written(place, "export.dir"), working("exporting"):
             done = export_vllm(
                 drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
             )

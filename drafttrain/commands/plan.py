@@ -10,7 +10,7 @@ from drafttrain.plan.files import write_plan
 from drafttrain.plan.pages import headline, notes, pieces, printed, tables
 from drafttrain.runtime.disk import require_writable
 from drafttrain.runtime.lock import hold
-from drafttrain.runtime.terminal import Terminal, console
+from drafttrain.runtime.terminal import Terminal, console, working
 
 WIDTH = 100
 
@@ -19,7 +19,8 @@ def plan(config: PlanConfig) -> None:
     """Print a run's cost and its drafter's benefit from the configuration alone; write plan.dir."""
     if config.plan.dir is not None:
         require_writable(Path(config.plan.dir), "plan.dir")
-    found, source = plan_of(config)
+    with working("planning"):
+        found, source = plan_of(config)
     width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     wide = Terminal(width)
     wide.print(textwrap.fill(headline(found), width), "")

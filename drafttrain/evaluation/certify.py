@@ -25,7 +25,7 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
 from drafttrain.report.results import PLAIN, Check
 from drafttrain.runtime.hardware import dtype_name
-from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.terminal import Ticker, progress, silent
 from drafttrain.target.model import Target
 
 COMPARED_IDS = 256
@@ -132,25 +132,23 @@ def certify(
     if sampling.greedy:
         sampling = Sampling(SAMPLED_AT, config.top_k, config.top_p)
     checks = []
-    with progress("certificate", 4 + (timed is not None), show=show) as tick:
-        for pair in [(target, drafter), *([timed] if timed is not None else [])]:
-            checks.append(greedy_check(*pair, prompts, config, policies))
-            tick(1)
+    pairs = [(target, drafter), *([timed] if timed is not None else [])]
+    with progress("certificate", (2 * len(pairs) + 2) * len(prompts), show=show) as tick:
+        for pair in pairs:
+            checks.append(greedy_check(*pair, prompts, config, policies, tick))
         audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
         method = DraftMethod("drafted", drafter, config.policy_at(config.depth))
         speculate = decoders(target, [method], config, sampling, seed)[method.name]
-        drafted = _decoded(partial(speculate, record=audit), prompts, policies)
+        drafted = _decoded(partial(speculate, record=audit), prompts, policies, tick=tick)
         checks.append(distribution_check(audit))
-        tick(1)
         checks.append(cache_check(target, prompts, drafted, audit))
-        tick(1)
-        plain = _decoded(decoders(target, [], config, sampling, seed + 1)[PLAIN], prompts)
+        plainly = decoders(target, [], config, sampling, seed + 1)[PLAIN]
+        plain = _decoded(plainly, prompts, tick=tick)
         checks += text_checks(target, prompts, drafted, plain, config.acceptance_rule, sampling)
         if config.batch_size > 1:
             rows = _decoded(speculate, prompts[: config.batch_size], together=True)
             alone = not isinstance(method.policy, Adaptive) and not policies
             checks.append(batch_check(rows, drafted[: config.batch_size], alone))
-        tick(1)
     return checks
 
 
@@ -160,10 +158,11 @@ def greedy_check(
     prompts: Prompts,
     config: EvalConfig,
     policies: Mapping[str, Policy] | None = None,
+    tick: Ticker = silent,
 ) -> Check:
     """Compare greedy speculative output with the plain loop's; audit where they first differ.
 
-    policies: of prompts that have one of their own, by their ids.
+    policies: of prompts that have one of their own, by their ids. tick: is told of each output.
     In float32 they must be equal. In other dtypes a difference passes if the target's two best
     logits are closer than its own rounding noise: the logits of a position differ by that much
     between a pass over several tokens and a pass over one.
@@ -185,6 +184,7 @@ def greedy_check(
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])
             found = {"prompt": name, "position": place, "gap": gap, "noise": noise}
             divergences.append(found | {"tie": gap <= ROUNDING_MARGIN * noise})
+        tick(2)
     dtype = dtype_name(target.dtype)
     same = len(prompts) - len(divergences)
     ties = sum(divergence["tie"] for divergence in divergences)
@@ -356,6 +356,7 @@ def _decoded(
     prompts: Prompts,
     policies: Mapping[str, Policy] | None = None,
     together: bool = False,
+    tick: Ticker = silent,
 ) -> list[Decoded]:
     texts = [tokens for _, tokens in prompts]
     if together:
@@ -364,6 +365,7 @@ def _decoded(
     for row, (name, tokens) in enumerate(prompts):
         own = {"policy": policies[name]} if policies and name in policies else {}
         found += at_once(decode([tokens], rows=[row], **own))
+        tick(1)
     return found
 
 

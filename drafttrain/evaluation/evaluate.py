@@ -38,7 +38,7 @@ from drafttrain.report.results import (
 from drafttrain.report.tables import certificate_table, sweep_table
 from drafttrain.report.totals import FEWEST_PROMPTS
 from drafttrain.runtime.hardware import dtype_name
-from drafttrain.runtime.terminal import console
+from drafttrain.runtime.terminal import console, progress
 from drafttrain.target.model import Target
 
 
@@ -228,6 +228,7 @@ def losslessness(
         greedy = checks[0]
         section = certified(checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=total)
     else:
-        greedy = greedy_check(exact, parts.drafter, chosen, config, own)
+        with progress("losslessness", 2 * total) as tick:
+            greedy = greedy_check(exact, parts.drafter, chosen, config, own, tick)
     same, differing = total - len(greedy.divergences), greedy.divergences
     return LosslessCheck(name, lossless, dtype, same, total, differing, ""), section

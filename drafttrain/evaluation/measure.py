@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -25,7 +26,7 @@ from drafttrain.evaluation.measurements import Key, Measurements
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import PLAIN
 from drafttrain.runtime.load import Busy, LoadWatch
-from drafttrain.runtime.terminal import console, progress
+from drafttrain.runtime.terminal import console, progress, working
 from drafttrain.target.model import Target
 
 TRIES_AGAIN = 2  # how often delayed batches are measured again
@@ -272,8 +273,9 @@ def measure(
     warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
     own = {task for method in methods for task in method.of_task}
     # First calls pay for allocations that later ones do not.
-    for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
-        _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
+    with working("warming up") if show else nullcontext():
+        for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
+            _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
     measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
@@ -301,13 +303,13 @@ def measure(
     gc.collect()
     gc.disable()  # a collection inside a timed pass would be charged to one method
     try:
-        with progress(label, len(work), show=show) as tick:
+        known = journal.known if journal else {}
+        measured |= {key: known[key] for key in work if key in known}
+        with progress(label, len(work), len(measured), show=show) as tick:
             for done, key in enumerate(work):
-                if journal and key in journal.known:
-                    measured[key] = journal.known[key]
-                else:
+                if key not in known:
                     keep(key, take(done, key))
-                tick(1)
+                    tick(1)
         for _ in range(TRIES_AGAIN):
             if not (again := delayed(measured)):
                 break
@@ -316,10 +318,12 @@ def measure(
                 "kept the machine busy meanwhile"
             )
             times = PassTimes(chain.from_iterable(measured.values()))
-            for key in again:
-                taken = take(work.index(key), key)
-                if _delay(taken, times) < _delay(measured[key], times):
-                    keep(key, taken)
+            with progress(f"{label}, again", len(again), show=show) as tick:
+                for key in again:
+                    taken = take(work.index(key), key)
+                    if _delay(taken, times) < _delay(measured[key], times):
+                        keep(key, taken)
+                    tick(1)
     finally:
         gc.enable()
     results = [result for key in work for result in measured[key]]

@@ -27,7 +27,7 @@ from drafttrain.evaluation.certify import accepted_paths
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import Costs
 from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
-from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.terminal import followed
 from drafttrain.target.model import Target
 
 Times = Callable[[StaticTree], float]  # seconds of a cycle
@@ -103,12 +103,10 @@ def count_ranks(
     method = DraftMethod("spine", drafter, spine(depth, width))
     decode = decoders(target, [method], config, config.sampling, seed)["spine"]
     counts: dict[str, RankCounts] = {}
-    with progress("tune: acceptance by rank", len(prompts)) as tick:
-        for place, prompt in enumerate(prompts):
-            here = counts.setdefault(prompt.task, RankCounts.empty(depth, width))
-            tokens = first_turn(prompt, target, template)
-            decode([tokens], rows=[place], record=here.add)
-            tick(1)
+    for place, prompt in enumerate(followed("tune: acceptance by rank", prompts)):
+        here = counts.setdefault(prompt.task, RankCounts.empty(depth, width))
+        tokens = first_turn(prompt, target, template)
+        decode([tokens], rows=[place], record=here.add)
     return counts
 
 

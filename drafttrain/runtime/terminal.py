@@ -1,10 +1,12 @@
 """What a user sees while waiting: progress with ETA, on a terminal or as plain lines in a log."""
 
 import os
+import threading
 import time
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -12,12 +14,16 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
+from drafttrain.runtime.rank_process import rank
 from drafttrain.runtime.untrusted_input import escaped
 
 
@@ -52,15 +58,69 @@ class Terminal(Console):
 
 console = Terminal(soft_wrap=True)
 LINE_EVERY_S = 10.0  # how often a log that is not a terminal gets a line
+MOST_MARKS = 1000  # of a bar's times that are kept
 
 
+Item = TypeVar("Item")
+
+
+@runtime_checkable
 class Ticker(Protocol):
     """Advances a progress bar; `note` is a short text next to it, such as the current loss."""
 
     def __call__(self, advance: int = 1, note: str = "") -> None: ...
 
 
-def _duration(seconds: float) -> str:
+def silent(advance: int = 1, note: str = "") -> None:
+    """Advance nothing: a `Ticker` for where nobody watches."""
+
+
+Tell = Callable[[str], None]  # shows a note beside a bar
+
+
+def silently(note: str) -> None:
+    """Tell nobody: a `Tell`."""
+
+
+class RecentSpeed:
+    """How long is left, by the time that the recent half of the units took.
+
+    The first units are slow (caches fill, kernels compile): the very first never counts.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.begun = total, done
+        self._marks = [(done, time.monotonic())]  # how many units were done when
+
+    def add(self, advance: int) -> None:
+        """Note that units were done."""
+        self._marks.append((self._marks[-1][0] + advance, time.monotonic()))
+        if len(self._marks) > MOST_MARKS:
+            del self._marks[2:-1:2]
+
+    def left_s(self) -> float | None:
+        """Return the seconds that are left, None while unknown."""
+        done, at = self._marks[-1]
+        if done >= self.total:
+            return 0.0
+        middle = bisect_right(self._marks, (self.begun + done) / 2, key=lambda mark: mark[0]) - 1
+        before, since = self._marks[max(middle, 1)] if len(self._marks) > 1 else self._marks[0]
+        if before == done:
+            return None
+        unit = (at - since) / (done - before)
+        return unit * (self.total - done) - min(time.monotonic() - at, unit)
+
+
+class TimeLeft(ProgressColumn):
+    """The time left, by the task's `RecentSpeed`."""
+
+    def render(self, task: Task) -> Text:
+        return Text(_duration(task.fields["speed"].left_s()))
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--"
     minutes, seconds = divmod(int(seconds + 0.5), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -70,8 +130,9 @@ def _duration(seconds: float) -> str:
 def progress(description: str, total: int, done: int = 0, show: bool = True) -> Iterator[Ticker]:
     """Show progress of `total` units, `done` of them before; only rank 0 passes show=True."""
     if not show:
-        yield lambda advance=1, note="": None
+        yield silent
         return
+    speed = RecentSpeed(total, done)
     if console.is_terminal:
         bar = Progress(
             TextColumn("{task.description}", markup=False),
@@ -79,13 +140,19 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeLeft(),
             TextColumn("{task.fields[note]}", markup=False),
             console=console,
         )
         with bar:
-            task = bar.add_task(description, total=total, completed=done, note="")
-            yield lambda advance=1, note="": bar.update(task, advance=advance, note=note)
+            task = bar.add_task(description, total=total, completed=done, note="", speed=speed)
+
+            def move(advance: int = 1, note: str = "") -> None:
+                if advance:
+                    speed.add(advance)
+                bar.update(task, advance=advance, note=note)
+
+            yield move
         return
     start = last = time.monotonic()
     count = done
@@ -93,12 +160,49 @@ def progress(description: str, total: int, done: int = 0, show: bool = True) -> 
     def tick(advance: int = 1, note: str = "") -> None:
         nonlocal last, count
         count += advance
+        if advance:
+            speed.add(advance)
         now = time.monotonic()
         if (count < total or not advance) and now - last < LINE_EVERY_S:
             return
         last = now
-        left = (now - start) / max(count - done, 1) * (total - count)
-        times = f"{_duration(now - start)} left {_duration(left)}"
+        times = f"{_duration(now - start)} left {_duration(speed.left_s())}"
         print(escaped(f"{description} {count}/{total} {times} {note}".rstrip()), flush=True)
 
     yield tick
+
+
+def followed(description: str, items: Sequence[Item], show: bool = True) -> Iterator[Item]:
+    """Yield the items and show how many are done."""
+    with progress(description, len(items), show=show) as tick:
+        for item in items:
+            yield item
+            tick()
+
+
+@contextmanager
+def working(description: str) -> Iterator[None]:
+    """Show that something takes its time whose units nobody counts; on rank 0 only."""
+    if rank() != 0:
+        yield
+    elif console.is_terminal:
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as spinner:
+            spinner.add_task(description, total=None)
+            spinner.refresh()  # what was never drawn would leave an empty line
+            yield
+    else:
+        over, start = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not over.wait(LINE_EVERY_S):
+                text = f"{description} {_duration(time.monotonic() - start)}"
+                print(escaped(text), flush=True)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafttrain.runtime.disk import DiskError, MachineError, flush, reason, sha256_of, write_whole
+from drafttrain.runtime.terminal import working
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
     Count,
@@ -153,7 +154,8 @@ class Checkpoints:
         """
         with self._fate_shared(engine, None):
             if engine.is_main and self._whole is None:
-                self._whole = self._newest_whole()
+                with working("reading checkpoints"):
+                    self._whole = self._newest_whole()
         whole = engine.ranks.broadcast_object(self._whole and str(self._whole))
         self._whole = Path(whole) if whole else None
         return self._whole

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.terminal import Tell, progress
 from drafttrain.runtime.tracker import Tracker
 from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
@@ -56,7 +57,7 @@ def train(
     checkpoints: Checkpoints,
     tracker: Tracker,
     config: TrainerConfig,
-    validate: Callable[[], dict[str, float] | None],
+    validate: Callable[[Tell], dict[str, float] | None],
     seed: int,
     stop: StopRequest,
     metric: str = METRIC,
@@ -66,8 +67,8 @@ def train(
     Losses are sums over the trained positions of the whole optimizer step, divided once by their
     number: the loss curve depends on neither ranks nor micro batches. `validate` runs on every rank
     and returns metrics, among them `metric` (the best checkpoint has the highest), or None if
-    `stop` was requested meanwhile. Raises NonFiniteError, with the step not taken, and Stopped,
-    with the last step saved, if any rank was asked to stop.
+    `stop` was requested meanwhile; what it tells is shown beside the bar. Raises NonFiniteError,
+    with the step not taken, and Stopped, with the last step saved, if any rank was asked to stop.
     """
     fingerprint, position = target.spec.fingerprint, batches.state_dict()
     fresh = TrainState(0, 0, position, None, fingerprint, {"metric": metric})
@@ -101,7 +102,7 @@ def train(
             stopping = agreement.to_stop()
             improved = False
             if not stopping and (last or (state.step and state.step % config.validate_every == 0)):
-                metrics = validate()
+                metrics = validate(partial(tick, 0))
                 stopping = metrics is None  # validation was interrupted; a resumed run repeats it
                 if metrics is not None:
                     tracker.log(state.step, metrics)
@@ -111,6 +112,7 @@ def train(
                 meter.forget_time()
             due = last or stopping or state.step % config.save_every == 0
             if improved or (due and state.step != saved):
+                tick(0, "saving a checkpoint")
                 state = replace(state, extra=state.extra | {"meter": meter.state_dict()})
                 checkpoints.save(engine, state, best=improved)
                 saved = state.step

@@ -12,6 +12,7 @@ from drafttrain.core.placed_batch import placed
 from drafttrain.core.types import Batch, Sample, TargetFeatures
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 
@@ -53,7 +54,7 @@ class TeacherForced:
         self.rows: list[list[float]] = []
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, tell: Tell = silently) -> dict[str, float]:
         """Return alpha of each depth and the expected acceptance length."""
         drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
@@ -63,6 +64,7 @@ class TeacherForced:
         sums = torch.zeros(self.depth, 2, dtype=torch.float64, device=ranks.device)
         mine = self.held_out[ranks.rank :: ranks.world_size]
         for first in range(0, len(mine), self.micro_batch):
+            tell(f"validating {first}/{len(mine)}")
             batch = collate(mine[first : first + self.micro_batch])
             features = self.source.features(batch, drafter.captures)
             batch = placed(batch, ranks.device)

@@ -12,6 +12,7 @@ from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 
@@ -52,7 +53,7 @@ class Validation:
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float] | None:
+    def __call__(self, tell: Tell = silently) -> dict[str, float] | None:
         """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop."""
         drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
         assert isinstance(drafter, Drafter)
@@ -60,7 +61,9 @@ class Validation:
         own: list[tuple[int, dict[str, Any]]] = []
         given_up = False
         with self.target.in_step():
-            for index, prompt in self.prompts[ranks.rank :: ranks.world_size]:
+            mine = self.prompts[ranks.rank :: ranks.world_size]
+            for place, (index, prompt) in enumerate(mine):
+                tell(f"validating {place}/{len(mine)}")
                 # A scheduler waits half a minute, and a validation may take several.
                 if self.stop.asked:
                     given_up = True

@@ -1,6 +1,8 @@
 """What is printed is text: of its markup nothing is obeyed, nor of its control characters."""
 
 import io
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,92 @@ def test_colours_that_are_asked_for_move_no_bar_in_a_pipe(
     assert capsys.readouterr().out == "train 2/2 0:00 left 0:00\n"
     terminal.console.print(Text("red", style="red"))
     assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\n"
+
+
+class Clock:
+    """The time, which passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+def test_the_time_left_forgets_slow_first_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    told = []
+    with progress("train", 100) as tick:
+        for seconds in (60.0, *[10.0] * 20):  # it compiles first
+            clock.now += seconds
+            tick()
+            told.append(capsys.readouterr().out)
+    assert told[0] == "train 1/100 1:00 left -:--\n"
+    assert told[1] == "train 2/100 1:10 left 16:20\n"
+    assert told[-1] == "train 21/100 4:20 left 13:10\n"
+
+
+def test_the_time_left_follows_a_change_of_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = terminal.RecentSpeed(3000, 1000)  # resumed: these took no time here
+    assert pace.left_s() is None
+    for _ in range(1000):
+        clock.now += 0.1
+        pace.add(1)
+    assert pace.left_s() == pytest.approx(100)
+    for _ in range(500):
+        clock.now += 1.0
+        pace.add(1)
+    # 750 are the recent half: 250 of them quick, 500 slow.
+    assert pace.left_s() == pytest.approx(500 * (25 + 500) / 750, rel=0.01)
+    clock.now += 0.5
+    assert pace.left_s() == pytest.approx(500 * (25 + 500) / 750 - 0.5, rel=0.01)
+    pace.add(500)
+    assert pace.left_s() == 0
+    assert len(pace._marks) <= terminal.MOST_MARKS + 1
+
+
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """A terminal that takes what is printed."""
+    monkeypatch.setenv("TERM", "xterm")
+    console = terminal.Terminal(width=300)
+    console.file, console._force_terminal, console.is_interactive = io.StringIO(), True, True
+    monkeypatch.setattr(terminal, "console", console)
+    return console.file
+
+
+def test_a_bar_shows_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, clock = screen(monkeypatch), Clock(monkeypatch)
+    with progress("train", 10) as tick:
+        for seconds in (60.0, 2.0, 2.0):
+            clock.now += seconds
+            tick()
+        tick(0, "validating 3/16")
+    assert re.search(r"3/10.* left .*0:14.*validating 3/16", shown.getvalue())
+
+
+def test_what_has_no_units_says_now_and_then_that_it_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.05)
+    with terminal.working("loading [red]\x1b"):
+        pass
+    assert capsys.readouterr().out == ""
+    with terminal.working("loading [red]\x1b"):
+        time.sleep(0.3)
+    assert set(capsys.readouterr().out.splitlines()) == {"loading [red]\\x1b 0:00"}
+    time.sleep(0.2)
+    assert capsys.readouterr().out == ""
+    shown = screen(monkeypatch)
+    with terminal.working("loading [red]"):
+        pass
+    assert "loading [red] 0:00:00" in shown.getvalue()
+    shown.seek(0)
+    shown.truncate()
+    monkeypatch.setenv("RANK", "1")
+    with terminal.working("loading"):
+        pass
+    assert shown.getvalue() == ""
 
 
 class Tee:

@@ -22,6 +22,7 @@ from drafttrain.data.batches import Batches, collate, documents_of, pack, token_
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import Tell
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.config import StoreContents
@@ -151,7 +152,7 @@ def run_training(
     source: FeatureSource,
     folder: Path,
     *,
-    validate: Callable[[], dict[str, float]] | None = None,
+    validate: Callable[[Tell], dict[str, float]] | None = None,
     ahead: int = 2,
     held_out: int = 4,
     **changes: Any,
@@ -213,7 +214,7 @@ def test_the_loss_curve_is_that_of_online_features(
 
 
 def test_a_killed_stored_run_resumed_records_the_same_bits(folder: Path, tmp_path: Path) -> None:
-    def interrupt() -> dict[str, float]:
+    def interrupt(tell: Tell) -> dict[str, float]:
         raise KeyboardInterrupt
 
     store = open_store(folder)

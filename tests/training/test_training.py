@@ -18,6 +18,7 @@ from test_engine import deepspeed_config
 from drafttrain.core.types import Sample
 from drafttrain.data.batches import Batches, token_counts
 from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import Tell
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
@@ -28,7 +29,7 @@ from drafttrain.training.loop import METRIC, StepChance, train
 from drafttrain.training.validation import Validation
 
 STEPS = 6
-Validate = Callable[[], dict[str, float]]
+Validate = Callable[[Tell], dict[str, float]]
 
 
 @pytest.fixture
@@ -70,17 +71,17 @@ def trainer(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**values | changes)
 
 
-def constant() -> dict[str, float]:
+def constant(tell: Tell) -> dict[str, float]:
     return {METRIC: 1.0}
 
 
-def interrupt() -> dict[str, float]:
+def interrupt(tell: Tell) -> dict[str, float]:
     raise KeyboardInterrupt
 
 
 def metrics_on_rank_0(values: Sequence[float]) -> Validate:
     rest = iter(values)
-    return lambda: {METRIC: next(rest)}
+    return lambda tell: {METRIC: next(rest)}
 
 
 def start(
@@ -233,7 +234,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_its_checkpoint(
     healthy = head.clone()
 
     @torch.no_grad()
-    def break_the_target() -> dict[str, float]:
+    def break_the_target(tell: Tell) -> dict[str, float]:
         head.fill_(float("nan"))
         return {METRIC: 1.0}
 

@@ -29,7 +29,7 @@ from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_nam
 from drafttrain.runtime.lock import alone, holder_of
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import CHECKPOINTS, CONFIG, PROVENANCE, load_config, write_config
-from drafttrain.runtime.terminal import console
+from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import UntrustedError, read_typed, shown
 from drafttrain.target.answers.selfgen import selfgen
 from drafttrain.target.describe import describe
@@ -82,7 +82,8 @@ def shared_samples(samples: list[Sample], ranks: Ranks) -> list[Sample]:
 
 def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample], SkipReport]:
     tokenizer = load_tokenizer(model)  # first: a data set may take long to download
-    conversations, unread = read(config)
+    with working("reading the data"):
+        conversations, unread = read(config)
     samples, unfit = encode(conversations, tokenizer, config, show=True)
     spec = expected_spec(model)
     samples, beyond = within_positions(samples, spec)

@@ -1,12 +1,15 @@
 """Find a target and load its configuration, tokenizer and weights with Transformers."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers  # lazy: the heavy parts are imported where they are first used
 
+from drafttrain.runtime.rank_process import rank
+from drafttrain.runtime.terminal import console, working
 from drafttrain.runtime.untrusted_input import read_object, shown
 from drafttrain.target.pretrained import files, hub
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
@@ -175,26 +178,28 @@ def _read(
 ) -> Any:
     weights = files.weight_files(folder)
     safe = weights[0].suffix == ".safetensors"
-    quiet = sum(file.stat().st_size for file in weights) < QUIET_BYTES
+    large = sum(file.stat().st_size for file in weights) >= QUIET_BYTES
+    shows_bar = large and console.is_terminal and rank() == 0
     was_shown = transformers.utils.logging.is_progress_bar_enabled()
     quantized = quantization_of(config.quantization, model_config)
     require_fit(config.origin, weights, model_config, config.trust_remote_code)
     try:
-        if quiet:
+        if not shows_bar:
             transformers.utils.logging.disable_progress_bar()
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=safe,
-            weights_only=True,
-            local_files_only=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            **quantized,
-            **places,
-        )
+        with nullcontext() if shows_bar else working(f"loading {config.name}"):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=safe,
+                weights_only=True,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                **quantized,
+                **places,
+            )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError) as error:
         reason = shown(error, 400)
         raise ValueError(f"{config.origin}: the weights cannot be loaded: {reason}") from error

@@ -26,7 +26,7 @@ from drafttrain.runtime.journal import append_records
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.run_folder import MANIFEST
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import progress
+from drafttrain.runtime.terminal import followed, progress
 from drafttrain.target.model import Target
 from drafttrain.target.served import ServedTarget
 from drafttrain.target.store import shards
@@ -211,7 +211,8 @@ def _intact(
 ) -> list[Shard]:
     """Return the shards that are intact and match the plan; remove the others."""
     kept = []
-    for shard in _by_file([*earlier.shards, *shards.read_journals(folder, earlier.names)]):
+    there = _by_file([*earlier.shards, *shards.read_journals(folder, earlier.names)])
+    for shard in followed("checking shards", there, show=checksum):
         number = int(shard.file.removeprefix("shard-").partition(".")[0])
         places = (
             plan[number] if number < len(plan) and shard.file == shards.shard_name(number) else ()

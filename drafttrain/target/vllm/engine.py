@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.core.sampling_config import Sampling
+from drafttrain.runtime.terminal import working
 from drafttrain.target.vllm.config import VllmConfig
 from drafttrain.target.vllm.process import Event, Process, find_python
 
@@ -80,7 +81,8 @@ class VllmEngine:
         )
         self.num_asked = 0
         try:
-            self.version = str(self._next("ready")["version"])
+            with working("starting vLLM"):
+                self.version = str(self._next("ready")["version"])
         except BaseException:
             self.close()
             raise
