@@ -29,6 +29,7 @@ PLACES = [Path(text) / "drafter" for text in (ROOT / "conf", os.environ.get("CON
 YAML = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yaml"))}
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
 TINY: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 5, "num_layers": 2, "gamma": 2.0},
     "eagle3": {"draft_vocab_coverage": 0.85},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
@@ -252,7 +253,7 @@ def expected_loss(
     ahead: int,
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
-    if name == "medusa":
+    if name in ("medusa", "dflash"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
     if drafter.vocab is not None:

@@ -194,6 +194,16 @@ class Attention(nn.Module):
         """Return rotated queries and keys, and values, by head."""
         return self._by_head((self.q_proj(values), self.k_proj(values), self.v_proj(values)), turn)
 
+    def keys_and_values(
+        self, values: Float[Tensor, "batch seq input"], turn: Rotation
+    ) -> tuple[Float[Tensor, "batch kv_head seq head_dim"], ...]:
+        """Return rotated keys, and values, by head, for an input that asks no queries."""
+        keys, own = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.k_proj(values), self.v_proj(values))
+        )
+        return rotate(keys if self.k_norm is None else self.k_norm(keys), turn), own
+
     def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> ByHead:
         queries, keys, own = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in flat

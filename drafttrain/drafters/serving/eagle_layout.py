@@ -195,9 +195,9 @@ def layer_tensors(config: Config, prefix: str, input_width: int) -> dict[str, Ex
 
 
 def decoder_layer(
-    values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool
+    values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool, num_layers: int = 1
 ) -> dict[str, Any]:
-    """Return the settings of the decoder layer; Unfit names every key that is not supported."""
+    """Return the settings of the decoder layers; Unfit names every key that is not supported."""
     hidden = values.integer("hidden_size", MAX_WIDTH)
     intermediate = values.integer("intermediate_size", MAX_WIDTH)
     heads = values.integer("num_attention_heads", MAX_HEADS)
@@ -208,7 +208,12 @@ def decoder_layer(
             f"config.json's model_type must be one of {', '.join(MODEL_TYPES)}, "
             f"got {shown(model_type)}"
         )
-    only = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "logit_scale": 1.0}
+    only = {
+        "num_hidden_layers": num_layers,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "logit_scale": 1.0,
+    }
     for key, wanted in only.items():
         values.exactly(key, wanted)
     theta, scaling = _rope(values)

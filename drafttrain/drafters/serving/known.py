@@ -1,12 +1,14 @@
 """The layouts that this package knows; of equally strong signs, the first layout's decides."""
 
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
+from drafttrain.drafters.serving.dflash_layout import DFlashLayout
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
 from drafttrain.drafters.serving.layout import Layout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
 
 LAYOUTS: tuple[Layout, ...] = (
+    DFlashLayout(),
     SpeculatorsLayout(),
     Eagle3Layout(),
     EagleLayout(),

@@ -152,17 +152,72 @@ class LayerState(DraftState):
         return Rotation(self.table.cos[places], self.table.sin[places])
 
 
-class LayerDrafter(Drafter[LayerState]):
-    """A drafter of one decoder layer: it reads features, and deeper its own hidden states."""
+class CachedDrafter(Drafter[LayerState]):
+    """A drafter of decoder layers with a cache, shaped like the target's unless configured."""
 
     config: LayerConfig
     embed_tokens: nn.Embedding | None
-    branches = True
 
     def __init__(self, config: LayerConfig, spec: TargetSpec, width: int) -> None:
         super().__init__()
         self.config, self.spec = config, spec
         self.shape = config.shape(spec, width)
+
+    def own_embedding(self) -> nn.Embedding | None:
+        """Return a token embedding of the drafter's own, if it is configured to have one."""
+        if not self.config.own_embedding:
+            return None
+        return nn.Embedding(self.spec.vocab_size, self.shape.hidden_size)
+
+    def embed(
+        self, readout: Readout, tokens: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return the embeddings of tokens, from the drafter's own table or the target's."""
+        own = self.embed_tokens
+        return (readout.embed(tokens) if own is None else own(tokens)).to(dtype_of(self))
+
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> LayerState:
+        """Return an empty state; the first token is never paired: no feature precedes it."""
+        places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
+        table = self.shape.rotation(places, dtype_of(self))
+        return LayerState(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
+
+    def select(self, state: LayerState, rows: Sequence[int]) -> None:
+        state.cache.select(rows)
+        state.committed = [state.committed[row] for row in rows]
+        if state.hidden is not None:
+            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
+
+    def serving_keys(self) -> dict[str, Any]:
+        """Return the keys that serving configurations share; it has one layer."""
+        shape, spec = self.shape, self.spec
+        keys = {
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": shape.num_attention_heads,
+            "num_key_value_heads": shape.num_key_value_heads,
+            "head_dim": shape.head_dim,
+            "num_hidden_layers": 1,
+            "vocab_size": spec.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.rms_norm_eps,
+            "rope_theta": shape.rope_theta,
+            "max_position_embeddings": spec.max_positions,
+            "tie_word_embeddings": False,
+            "attention_bias": shape.attention_bias,
+            "mlp_bias": False,
+            "bos_token_id": spec.bos_token_id,
+            "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
+        }
+        if shape.rope_scaling is not None:
+            keys["rope_scaling"] = dict(shape.rope_scaling)
+        return keys
+
+
+class LayerDrafter(CachedDrafter):
+    """A drafter of one decoder layer: it reads features, and deeper its own hidden states."""
+
+    branches = True
 
     @abstractmethod
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
@@ -188,25 +243,6 @@ class LayerDrafter(Drafter[LayerState]):
         self, readout: Readout, hidden: Float[Tensor, "batch width hidden"]
     ) -> Float[Tensor, "batch width draft_vocab"]:
         """Return logits from the output of `advance`."""
-
-    def own_embedding(self) -> nn.Embedding | None:
-        """Return a token embedding of the drafter's own, if it is configured to have one."""
-        if not self.config.own_embedding:
-            return None
-        return nn.Embedding(self.spec.vocab_size, self.shape.hidden_size)
-
-    def embed(
-        self, readout: Readout, tokens: Int[Tensor, "batch seq"]
-    ) -> Float[Tensor, "batch seq hidden"]:
-        """Return the embeddings of tokens, from the drafter's own table or the target's."""
-        own = self.embed_tokens
-        return (readout.embed(tokens) if own is None else own(tokens)).to(dtype_of(self))
-
-    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> LayerState:
-        """Return an empty state; the first token is never paired: no feature precedes it."""
-        places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
-        table = self.shape.rotation(places, dtype_of(self))
-        return LayerState(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
 
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
@@ -252,34 +288,3 @@ class LayerDrafter(Drafter[LayerState]):
         # Graphs read the embedding where it was, and a drafter may meet another copy of its target.
         (found,) = state.cache.run(run, inputs, counts, key=state.readout.embedding.data_ptr())
         return found
-
-    def select(self, state: LayerState, rows: Sequence[int]) -> None:
-        state.cache.select(rows)
-        state.committed = [state.committed[row] for row in rows]
-        if state.hidden is not None:
-            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
-
-    def serving_keys(self) -> dict[str, Any]:
-        """Return the keys that serving configurations of one-layer drafters share."""
-        shape, spec = self.shape, self.spec
-        keys = {
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "num_hidden_layers": 1,
-            "vocab_size": spec.vocab_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.rms_norm_eps,
-            "rope_theta": shape.rope_theta,
-            "max_position_embeddings": spec.max_positions,
-            "tie_word_embeddings": False,
-            "attention_bias": shape.attention_bias,
-            "mlp_bias": False,
-            "bos_token_id": spec.bos_token_id,
-            "eos_token_id": spec.eos_token_ids[0] if spec.eos_token_ids else None,
-        }
-        if shape.rope_scaling is not None:
-            keys["rope_scaling"] = dict(shape.rope_scaling)
-        return keys

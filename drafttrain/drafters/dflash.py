@@ -1,0 +1,352 @@
+"""DFlash: a block of tokens drafted in one pass over injected features (arXiv:2602.06036, 2026)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, chunked_losses, loss_terms
+from drafttrain.core.ops.grouped_attention import grouped_attention
+from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
+from drafttrain.core.ops.layers import MLP, ByHead, RMSNorm, Rotation
+from drafttrain.core.placed_batch import host_of
+from drafttrain.core.readout import Readout
+from drafttrain.core.transfer import send, send_numbers
+from drafttrain.core.tree import Branches
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
+from drafttrain.drafters.base import About, TrainingChance, last_of
+from drafttrain.drafters.serving.dflash_layout import DFlashLayout
+from drafttrain.drafters.shared.layer import CachedDrafter, LayerConfig, LayerShape, LayerState
+from drafttrain.runtime.settings import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(TokenLossConfig, LayerConfig):
+    """Shape and loss of DFlash; null takes the target's own value, or the published layers."""
+
+    layers: list[int] | None
+    num_captures: int
+    num_layers: int
+    block_size: int
+    mask_token_id: int | None
+    num_anchors: int
+    gamma: float
+
+    layout = DFlashLayout()
+
+    def __post_init__(self) -> None:
+        TokenLossConfig.__post_init__(self)
+        LayerConfig.__post_init__(self)
+        layers = self.layers or []
+        self.require("layers", len(set(layers)) == len(layers), "be distinct")
+        for key in ("num_captures", "num_layers", "num_anchors"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require("block_size", self.block_size >= 2, "be at least 2: one of them is given")
+        self.require("gamma", self.gamma > 0, "be above 0")
+
+    def build(self, spec: TargetSpec) -> "DFlash":
+        return DFlash(self, spec)
+
+
+def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Return `count` layers from the second to the third last, evenly spread, as published.
+
+    Of a target too shallow for so many different ones: fewer, spread over all its layers.
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    usual = [1 + round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+    if num_layers < 4 or len(set(usual)) < count:
+        usual = [1 + round(i * (num_layers - 2) / (count - 1)) for i in range(count)]
+    return tuple(sorted({layer for layer in usual if layer >= 0}))
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose queries are a block's, and whose keys are the context's as well."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = shape.attention(width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, shape.intermediate_size)
+
+    def enter(self, hidden: Float[Tensor, "batch seq hidden"], turn: Rotation) -> ByHead:
+        """Return the block's rotated queries and keys, and its values."""
+        return self.self_attn.project(self.input_layernorm(hidden), turn)
+
+    def finish(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        mixed: Float[Tensor, "batch head seq head_dim"],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return the residual stream with attention and feed-forward added."""
+        hidden = hidden + self.self_attn.merge(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+@dataclass
+class DFlashState(LayerState):
+    """The features of committed tokens as keys and values, and the block, once it is drafted."""
+
+    last: Int[Tensor, "batch 1"] | None = None  # the anchor of the next block
+    logits: Float[Tensor, "batch depth vocab"] | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch: `columns` has the anchors of each row, padded.
+
+    rows, slots: the places of the real ones. drafted: which of their tokens are trained, and
+    tokens: those that the text has there; the anchor itself is the first.
+    """
+
+    columns: Int[Tensor, "batch anchor"]
+    rows: Int[Tensor, " block"]
+    slots: Int[Tensor, " block"]
+    drafted: Bool[Tensor, "block size"]
+    tokens: Int[Tensor, "block size"]
+
+
+class DFlash(CachedDrafter):
+    """Reads [last token, mask, mask, ...]; the k-th mask predicts the k-th token after the last.
+
+    The tokens of a block see each other, and the features of all positions before the anchor. They
+    are drafted independently of each other: all nodes of a tree's level have the same children.
+    """
+
+    about = About("A DFlash", "2602.06036")
+    branches = True
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig, spec: TargetSpec) -> None:
+        super().__init__(config, spec, spec.hidden_size)
+        name, last = spec.name, spec.num_layers
+        self.captures = tuple(sorted(config.layers or spread_layers(last, config.num_captures)))
+        inside = all(0 <= layer <= last for layer in self.captures)
+        require(inside, "drafter.layers", f"lie in 0..{last} for {name}", list(self.captures))
+        mask = spec.pad_token_id if config.mask_token_id is None else config.mask_token_id
+        self.mask_token_id = spec.vocab_size - 1 if mask is None else mask
+        known = 0 <= self.mask_token_id < spec.vocab_size
+        need = f"be one of the {spec.vocab_size:,} ids of {name}"
+        require(known, "drafter.mask_token_id", need, self.mask_token_id)
+        self.max_depth = self.unroll = config.block_size - 1
+        self.depth_terms = tuple(f"depth_{k}" for k in range(1, config.block_size))
+        width, eps = spec.hidden_size, self.shape.rms_norm_eps
+        self.fc = nn.Linear(len(self.captures) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.layers = nn.ModuleList(BlockLayer(self.shape) for _ in range(config.num_layers))
+        self.norm = RMSNorm(width, eps)
+        self.embed_tokens = self.own_embedding()
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Copy the target's final norm, and its embedding to one of the drafter's own."""
+        with torch.no_grad():
+            if readout.norm is not None:
+                self.norm.weight.copy_(readout.norm)
+            if self.embed_tokens is not None:
+                self.embed_tokens.weight.copy_(readout.embedding)
+
+    def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
+        """Return the token losses by place in the block, weighted by exp(-(k - 1) / gamma).
+
+        In training a conversation has at most `num_anchors` blocks, drawn anew in each step; else
+        every block that drafts a trained token counts.
+        """
+        size, readout = self.config.block_size, features.readout
+        blocks = self._blocks(batch, chance)
+        starts = batch.positions.gather(1, blocks.columns)[..., None]
+        places = (starts + torch.arange(size, device=starts.device)).flatten(1)
+        tokens = torch.full_like(places, self.mask_token_id)
+        tokens[:, ::size] = batch.tokens.gather(1, blocks.columns)
+        hidden, context = self.embed(readout, tokens), self.read(features)
+        turns = [self.shape.rotation(at, hidden.dtype) for at in (places, batch.positions)]
+        # A few blocks at a time: the scores of all pairs of blocks would be computed in vain.
+        parts = blocks.columns.tensor_split(min(size, blocks.columns.shape[1]), dim=1)
+        masks = [self._mask(batch, part) for part in parts]
+        for layer in self.layers:
+            hidden = recomputed(self._step, layer, hidden, context, turns, masks)
+        states = self.norm(hidden).unflatten(1, (-1, size))[blocks.rows, blocks.slots]
+        return self._compare(states, blocks, batch, features)
+
+    def _blocks(self, batch: Batch, chance: TrainingChance) -> Blocks:
+        host, size = host_of(batch), self.config.block_size
+        # By anchor and place in its block. A position is at least its place in the block, and more
+        # if both are in the same text and a feature comes before the anchor.
+        tokens, trained, positions = (
+            functional.pad(values, (0, size - 1)).unfold(1, size, 1)
+            for values in (host.tokens, host.loss_mask, host.positions)
+        )
+        drafted = trained & (positions > torch.arange(size))
+        drafted[..., 0] = False
+        chosen = drafted.any(-1)
+        if self.training and chosen.shape[1] > self.config.num_anchors:
+            like = torch.empty(*chosen.shape, 1)
+            drawn = chance.uniform_like(like, host.document)[..., 0]
+            before = chosen[:, None] & (drawn[:, None] < drawn[..., None])
+            before &= host.document[:, None] == host.document[..., None]
+            chosen &= before.sum(-1) < self.config.num_anchors
+        most = max(1, int(chosen.sum(1).max()))
+        columns = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        rows, slots = chosen.gather(1, columns).nonzero(as_tuple=True)
+        at = columns[rows, slots]
+        found = (columns, rows, slots, drafted[rows, at], tokens[rows, at])
+        return Blocks(*(send(values, batch.tokens.device) for values in found))
+
+    def _mask(self, batch: Batch, anchors: Tensor) -> Bool[Tensor, "batch 1 query key"]:
+        """Return what the tokens of these anchors' blocks see: the context, then these blocks."""
+        size, document = self.config.block_size, batch.document
+        same = document[:, None] == document.gather(1, anchors)[..., None]
+        places = torch.arange(document.shape[1], device=document.device)
+        seen = same & (places < anchors[..., None])
+        own = torch.eye(anchors.shape[1], dtype=torch.bool, device=document.device)
+        own = own.repeat_interleave(size, 1).expand(len(anchors), -1, -1)
+        return torch.cat([seen, own], dim=2).repeat_interleave(size, 1)[:, None]
+
+    def _step(
+        self,
+        layer: BlockLayer,
+        hidden: Float[Tensor, "batch seq hidden"],
+        context: Float[Tensor, "batch context hidden"],
+        turns: Sequence[Rotation],
+        masks: Sequence[Bool[Tensor, "batch 1 query key"]],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return a layer's output for all blocks; each mask is of the next of them."""
+        queries, keys, values = compiled(layer.enter, hidden, turns[0])
+        before = compiled(layer.self_attn.keys_and_values, context, turns[1])
+        sizes = [mask.shape[2] for mask in masks]
+        split = zip(*(heads.split(sizes, dim=2) for heads in (queries, keys, values)), strict=True)
+        mixed = [
+            functional.scaled_dot_product_attention(
+                asking,
+                *(torch.cat(pair, dim=2) for pair in zip(before, own, strict=True)),
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            for (asking, *own), mask in zip(split, masks, strict=True)
+        ]
+        return compiled(layer.finish, hidden, torch.cat(mixed, dim=2))
+
+    def _compare(
+        self,
+        states: Float[Tensor, "block size hidden"],
+        blocks: Blocks,
+        batch: Batch,
+        features: TargetFeatures,
+    ) -> Losses:
+        config, length = self.config, batch.tokens.shape[1]
+        anchors, order = blocks.columns[blocks.rows, blocks.slots], torch.arange(len(states))
+        order = send(order, states.device)
+        terms = []
+        for k in range(1, config.block_size):
+            target_probs = None
+            if config.needs_target_probs:
+                at = blocks.rows * length + (anchors + k - 1).clamp(max=length - 1)
+                final = features.final_hidden.flatten(0, 1)
+                target_probs = TargetProbs(features.readout, final, at, None)
+            weights = [exp(-(k - 1) / config.gamma)]
+            sums = chunked_losses(
+                config,
+                weights,
+                [OutputHead.of(features.readout)],
+                [states[:, k]],
+                order.where(blocks.drafted[:, k], -1)[None],
+                blocks.tokens[:, k],
+                target_probs,
+                against_text=True,
+            )
+            terms += loss_terms(weights, sums)
+        names = zip(self.depth_terms, terms, strict=True)
+        return {name: replace(term, uncovered=None) for name, term in names}
+
+    def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
+        """Return the fused features, which every layer reads as context."""
+        dtype = dtype_of(self)
+        captured = [features.captured[layer].to(dtype) for layer in self.captures]
+        return self.hidden_norm(self.fc(torch.cat(captured, dim=-1)))
+
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> DFlashState:
+        """Return an empty state; a block may reach past the end of the text."""
+        state = super().begin(readout, first_tokens, capacity + self.config.block_size)
+        return DFlashState(**vars(state))
+
+    def observe(
+        self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
+    ) -> None:
+        """Append the features as keys and values of each layer; the last token starts a block."""
+        assert isinstance(state, DFlashState)
+        context = self.read(features)
+        turn = state.turn(context.shape[1])
+
+        def run(context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            for number, layer in enumerate(self.layers):
+                own = layer.self_attn.keys_and_values(context, Rotation(cos, sin))
+                state.cache.update(*own, number)
+            return ()
+
+        state.cache.run(run, [context, turn.cos, turn.sin], list(counts))
+        state.committed = list(state.cache.lengths)
+        state.last, state.logits, state.depth = last_of(tokens[..., None], counts)[..., 0], None, 0
+
+    def expand(
+        self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        """Return the next token's logits; the block is computed once, whatever was drafted."""
+        assert isinstance(state, DFlashState)
+        if state.logits is None:
+            state.logits = self._draft(state)
+        state.depth += 1
+        logits = state.logits[:, state.depth - 1, None]
+        return logits.expand(-1, 1 if newest is None else newest.shape[1], -1)
+
+    def _draft(self, state: DFlashState) -> Float[Tensor, "batch depth vocab"]:
+        assert state.last is not None, "observe comes before expand"
+        size, readout, cache = self.config.block_size, state.readout, state.cache
+        tokens = functional.pad(state.last, (0, size - 1), value=self.mask_token_id)
+        places = torch.arange(size, device=tokens.device)[None]
+        cache.branches = Branches(torch.ones_like(places).bool().expand(1, size, -1), places)
+        turn = state.turn(size)
+
+        def run(tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            hidden = self.embed(readout, tokens)
+            for number, layer in enumerate(self.layers):
+                queries, *own = layer.enter(hidden, Rotation(cos, sin))
+                keys, values = cache.update(*own, number)
+                hidden = layer.finish(hidden, grouped_attention(queries, keys, values, cache.mask))
+            return (readout.logits(self.norm(hidden)[:, 1:].to(readout.head.dtype)),)
+
+        inputs = [tokens, turn.cos, turn.sin]
+        (logits,) = cache.run(run, inputs, key=readout.embedding.data_ptr())
+        cache.rollback(state.committed)
+        return logits
+
+    def select(self, state: LayerState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        assert isinstance(state, DFlashState)
+        if state.last is not None:
+            state.last = state.last[send_numbers(rows, state.last.device)]
+        state.logits = None
+
+    def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return z-lab's layout, which counts a layer's output where we count the next's input."""
+        config = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            **self.serving_keys(),
+            "num_hidden_layers": self.config.num_layers,
+            "num_target_layers": self.spec.num_layers,
+            "block_size": self.config.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": [layer - 1 for layer in self.captures],
+            },
+        }
+        return config, dict(self.state_dict())

@@ -1,0 +1,137 @@
+"""DFlash's files: z-lab's layout, which engines load."""
+
+from dataclasses import replace
+from typing import Any
+
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
+from drafttrain.drafters.serving.engines import SGLANG, VLLM, VLLM_EAGLE3, VLLM_TRANSFORMERS
+from drafttrain.drafters.serving.layout import (
+    DECLARED,
+    Config,
+    Expected,
+    Files,
+    Reading,
+    Sign,
+    Tensors,
+    Unfit,
+    architectures_of,
+    misfits,
+)
+from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
+
+
+class DFlashLayout(OneLayer):
+    """`DFlashDraftModel`: Qwen3's decoder layers; a layer is named by its output."""
+
+    kind = family = method = "dflash"
+    title = "DFlash in z-lab's layout"
+    sglang = "DFLASH"
+    architectures = ("DFlashDraftModel",)
+    names_layers = True
+
+    def recognises(self, files: Files) -> Sign | None:
+        architectures = architectures_of(files.config)
+        if "DFlashDraftModel" in architectures:
+            return Sign(DECLARED, f"architectures={architectures}")
+        return None
+
+    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
+        top = Values(files.config)
+        own = Values(top.mapping("dflash_config"), top.complaints)
+        num_layers = top.integer("num_hidden_layers", MAX_LAYERS)
+        settings = decoder_layer(top, files.names, "layers.0.", True, num_layers)
+        vocab = top.integer("vocab_size", MAX_VOCABULARY)
+        hidden = top.integer("hidden_size", MAX_WIDTH)
+        mask = own.raw.get("mask_token_id")
+        if type(mask) is not int or not 0 <= mask < vocab:
+            own.complaints.append(
+                f"config.json's dflash_config.mask_token_id must be one of {vocab:,} ids, "
+                f"got {shown(repr(mask))}"
+            )
+        ids = own.raw.get("target_layer_ids")
+        if layers is None and isinstance(ids, list) and all(type(layer) is int for layer in ids):
+            layers = sorted(layer + 1 for layer in ids)
+        if not layers or len({*layers}) < len(layers) or len(layers) > spec.num_layers + 1:
+            own.complaints.append(
+                "config.json's dflash_config.target_layer_ids must be distinct layers of the "
+                f"target, got {shown(repr(ids))}"
+            )
+        for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
+            own.exactly(key, False)
+        for key in ("use_sliding_window", "is_causal"):
+            top.exactly(key, False)
+        top.exactly("draft_vocab_size", vocab)
+        settings |= {
+            "layers": layers,
+            "num_layers": num_layers,
+            "block_size": top.integer("block_size", MAX_LAYERS),
+            "mask_token_id": mask,
+            "own_embedding": "embed_tokens.weight" in files.names,
+        }
+        if top.complaints:
+            raise Unfit(top.complaints)
+        assert layers is not None
+        declared = replace(
+            spec,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            num_layers=max(spec.num_layers, *layers),
+        )
+        reading = Reading(replace(base, **settings), declared, files.tensors(), {})
+        reading.complaints = misfits(spec, vocab, hidden)
+        reading.complaints += [
+            f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
+            for layer in layers
+            if not 0 <= layer <= spec.num_layers
+        ]
+        return reading
+
+    def expected_tensors(self, config: Config) -> dict[str, Expected]:
+        hidden, head = config["hidden_size"], config["head_dim"]
+        fused = len(config["dflash_config"]["target_layer_ids"]) * hidden
+        table = {
+            "fc.weight": Expected((hidden, fused)),
+            "hidden_norm.weight": Expected((hidden,)),
+            "norm.weight": Expected((hidden,)),
+            "embed_tokens.weight": Expected((config["vocab_size"], hidden), required=False),
+        }
+        for prefix in (f"layers.{number}" for number in range(config["num_hidden_layers"])):
+            table |= layer_tensors(config, prefix, hidden)
+            table[f"{prefix}.input_layernorm.weight"] = Expected((hidden,))
+            for norm in ("q_norm", "k_norm"):
+                table[f"{prefix}.self_attn.{norm}.weight"] = Expected((head,))
+        return table
+
+    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
+        keys = super().required_keys(config, spec) | {"model_type": "qwen3"}
+        return {key: value for key, value in keys.items() if key != "num_hidden_layers"}
+
+    def misread(
+        self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
+    ) -> list[str]:
+        ids = config["dflash_config"]["target_layer_ids"]
+        if [layer + 1 for layer in ids] == list(captures):
+            return []
+        return [f"engines would read layers {ids} plus one, trained on {list(captures)}"]
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        kind, reason = spec.architecture, super().vllm_refuses(spec)
+        if reason:
+            return reason
+        if spec.embedding_scale != 1.0:
+            return f"{VLLM}'s DFlash does not scale embeddings as {kind} targets do"
+        if kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
+            return f"{VLLM} has no DFlash for {kind} targets"
+        return ""
+
+    def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
+        return f"{SGLANG}'s DFlash was not tried"
+
+    def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
+        size = config["block_size"]
+        return (
+            f"Trained on blocks of {size}: engines draft blocks of num_speculative_tokens + 1, as "
+            f"measured here only if that is {size - 1}.",
+        )
