@@ -103,10 +103,10 @@ class DFlashState(LayerState):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a batch: `columns` has the anchors of each row, padded.
+    """The blocks of a batch, by their anchors: `columns` has those of each row, padded.
 
-    rows, slots: the places of the real ones. drafted: which of their tokens are trained, and
-    tokens: those that the text has there; the anchor itself is the first.
+    rows, slots: the places of the real ones. tokens: what the text has there, the anchor first;
+    drafted: which of them are trained.
     """
 
     columns: Int[Tensor, "batch anchor"]
@@ -217,7 +217,7 @@ class DFlash(CachedDrafter):
         hidden: Float[Tensor, "batch seq hidden"],
         context: Float[Tensor, "batch context hidden"],
         turns: Sequence[Rotation],
-        masks: Sequence[Bool[Tensor, "batch 1 query key"]],
+        masks: Sequence[Tensor],
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return a layer's output for all blocks; each mask is of the next of them."""
         queries, keys, values = compiled(layer.enter, hidden, turns[0])

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96}),
     "small_lm": ("embedded", "small_lm", 60, {}),
     "lora": ("qwen3", "small_lm", 40, {"layers": [0, 3, 6], "lora_rank": 4}),
+    "qwen3_block": ("qwen3", "dflash", 25, {"block_size": DEPTH + 1, "num_layers": 3}),
 }
 
 
@@ -94,6 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     for name, (where, family, steps, changes) in CASES.items():
         texts = served.texts[where]
         drafter = overfit(family, targets[where], texts, steps, **changes)
+        share_key_norms(drafter)
         out = folder / "exports" / name
         target = targets[where]
         done = export_vllm(
@@ -109,6 +111,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         requests.append(request(name, folders[where], texts, speculative))
     served.theirs = ask_vllm(python, folder, requests)
     return served
+
+
+def share_key_norms(drafter: Drafter) -> None:
+    """Give the layers of a block drafter the first one's norm of keys.
+
+    vLLM's CPU kernel normalises the injected keys of every layer by the first layer's weight: it
+    takes one weight where qwen3_dflash.py passes a row for each layer.
+    """
+    norms = [norm for name, norm in drafter.named_parameters() if "self_attn.k_norm" in name]
+    with torch.no_grad():
+        for norm in norms:
+            norm.copy_(norms[0])
 
 
 def random_target(folder: Path, architecture: str, num_layers: int, vocab_size: int = 512) -> Path:

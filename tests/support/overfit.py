@@ -14,6 +14,7 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import PAD_DOCUMENT, Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.drafters.dflash import DFlashConfig
 from drafttrain.drafters.eagle import EagleConfig
 from drafttrain.drafters.eagle3 import Eagle3Config
 from drafttrain.drafters.medusa import MedusaConfig
@@ -23,6 +24,7 @@ from drafttrain.target.pretrained.config import ModelConfig
 
 CONF = ROOT / "conf"
 FAMILIES = {
+    "dflash": DFlashConfig,
     "eagle3": Eagle3Config,
     "eagle": EagleConfig,
     "medusa": MedusaConfig,
