@@ -34,6 +34,7 @@ class Terminal(Console):
         super().__init__(
             width=width, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False
         )
+        self.is_working = False
         if os.environ.get("FORCE_COLOR") and not self.is_terminal:
             self._color_system = ColorSystem.STANDARD
 
@@ -182,27 +183,43 @@ def followed(description: str, items: Sequence[Item], show: bool = True) -> Iter
 
 @contextmanager
 def working(description: str) -> Iterator[None]:
-    """Show that something takes its time whose units nobody counts; on rank 0 only."""
-    if rank() != 0:
+    """Show that something takes its time whose units nobody counts; on rank 0 only.
+
+    Within another, nothing more is shown.
+    """
+    if rank() != 0 or console.is_working:
         yield
-    elif console.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
-        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as spinner:
-            spinner.add_task(description, total=None)
-            spinner.refresh()  # what was never drawn would leave an empty line
+        return
+    console.is_working = True
+    try:
+        with _spinner(description) if console.is_terminal else _lines(description):
             yield
-    else:
-        over, start = threading.Event(), time.monotonic()
+    finally:
+        console.is_working = False
 
-        def tell() -> None:
-            while not over.wait(LINE_EVERY_S):
-                text = f"{description} {_duration(time.monotonic() - start)}"
-                print(escaped(text), flush=True)
 
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
-        try:
-            yield
-        finally:
-            over.set()
-            teller.join()
+@contextmanager
+def _spinner(description: str) -> Iterator[None]:
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as spinner:
+        spinner.add_task(description, total=None)
+        spinner.refresh()  # what was never drawn would leave an empty line
+        yield
+
+
+@contextmanager
+def _lines(description: str) -> Iterator[None]:
+    over, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(LINE_EVERY_S):
+            text = f"{description} {_duration(time.monotonic() - start)}"
+            print(escaped(text), flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()

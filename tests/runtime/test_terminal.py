@@ -136,14 +136,15 @@ def test_what_has_no_units_says_now_and_then_that_it_goes_on(
     with terminal.working("loading [red]\x1b"):
         pass
     assert capsys.readouterr().out == ""
-    with terminal.working("loading [red]\x1b"):
+    with terminal.working("loading [red]\x1b"), terminal.working("a part of it"):
         time.sleep(0.3)
     assert set(capsys.readouterr().out.splitlines()) == {"loading [red]\\x1b 0:00"}
     time.sleep(0.2)
     assert capsys.readouterr().out == ""
     shown = screen(monkeypatch)
-    with terminal.working("loading [red]"):
+    with terminal.working("loading [red]"), terminal.working("a part of it"):
         pass
+    assert "a part of it" not in shown.getvalue()
     assert "loading [red] 0:00:00" in shown.getvalue()
     shown.seek(0)
     shown.truncate()

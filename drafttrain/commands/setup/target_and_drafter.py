@@ -388,7 +388,8 @@ def load_target_to_decode(
             target.step(cache, context)
         return run
 
-    choice = choose_decoding(hardware, device, pass_of)
+    with working("choosing the dtype to decode in"):
+        choice = choose_decoding(hardware, device, pass_of)
     target = target_in(choice.dtype)
     use_graphs(target, hardware.graphs)
     return target, choice
