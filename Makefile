@@ -24,6 +24,9 @@ help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1|\2/' \
 		| column -t -s '|'
 
+# Of pip only errors are shown.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
+
 install: $(VENV)/installed ## a virtual environment in .venv with the pinned dependencies
 
 # Torch first, because the others depend on it, in whatever build is installed. DeepSpeed compiles
@@ -33,13 +36,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 		echo "Python 3.11, 3.12 or 3.13 must be on the path, or named: make PYTHON=/path/to/python3.12"; \
 		exit 1; \
 	fi
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch$(if $(TORCH_INDEX_URL), (CPU build from $(TORCH_INDEX_URL), if it answers))"
-	$(BIN)/python -m pip install --quiet --no-deps $(TORCH_INDEX) -c constraints.txt torch \
-		|| $(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torch
+	@$(PIP) --no-deps $(TORCH_INDEX) -c constraints.txt torch 2> $(VENV)/pip.log \
+		|| $(PIP) --no-deps -c constraints.txt torch || { cat $(VENV)/pip.log >&2; exit 1; }
 	@echo "Installing the rest; this takes a few minutes, once"
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $@
+	@DS_BUILD_OPS=0 $(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
 
 demo: install ## train a drafter for the embedded target, then measure it (RUN=another for a second one)
 	@if [ -d outputs/$(RUN)/checkpoints ]; then \
@@ -48,8 +51,9 @@ demo: install ## train a drafter for the embedded target, then measure it (RUN=a
 	else \
 		set -x; $(BIN)/python -m drafttrain train run.name=$(RUN); \
 	fi
-	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
+	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
+	@$(BIN)/python scripts/show_demo.py outputs/$(RUN)
 
 # CHECK_SHAPES=1, as in CI, also checks shapes and types of every call, which takes half as long again.
 test: install ## the default tests: CPU, offline
