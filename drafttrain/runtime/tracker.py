@@ -335,6 +335,7 @@ def _start_wandb(
         text = " ".join(str(error).split()).rstrip(".")
         console.print(f"tracker=wandb could not start online: {text}. It writes offline instead.")
         mode = "offline"
+        wandb.teardown()  # its process keeps the id of a run that timed out
         run = start(mode=mode)
     id_file.parent.mkdir(exist_ok=True)
     write_whole(id_file, run_id + "\n")
