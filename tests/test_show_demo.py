@@ -43,7 +43,7 @@ def test_the_demo_ends_with_the_number_that_matters_beside_the_honest_one(
     script, opened = shown
     script.main(run, run / "demo.png")
     text = capsys.readouterr().out
-    assert 0 < text.index("at the cost of a 200M target") < text.index("on the 14M target itself")
+    assert 0 < text.index("14M at the cost of 200M") < text.index("14M     ")
     assert text.splitlines()[-1] == f"open {run}/evaluations/large/report.html"
     assert opened == []  # a pipe
     assert imread(run / "demo.png").shape[1] == 1120
