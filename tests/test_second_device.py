@@ -435,7 +435,7 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
     targets[NAME].rooms = None
 
 
-CACHED = ["eagle", "eagle3", "small_lm", "two_model", "ensemble"]
+CACHED = ["dflash", "eagle", "eagle3", "small_lm", "two_model", "ensemble"]
 
 
 @pytest.mark.parametrize(

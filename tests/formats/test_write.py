@@ -32,7 +32,7 @@ from drafttrain.report.results import LosslessCheck, Report, TimingInfo
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
-FAMILIES = ("eagle3", "eagle", "medusa")
+FAMILIES = ("dflash", "eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
@@ -72,6 +72,7 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
     """A drafter with random weights everywhere, and a reduced vocabulary of 64 for eagle3."""
     torch.manual_seed(0)
     changes: dict[str, dict[str, Any]] = {
+        "dflash": {"num_layers": 2},
         "eagle3": {
             "layers": layers,
             "intermediate_size": 40,

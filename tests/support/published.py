@@ -155,6 +155,47 @@ def eagle_reference(shape: dict[str, Any]) -> Callable:
     return run
 
 
+def dflash_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
+    """One block after the features; a dense softmax over them and the block, nothing masked."""
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        eps, width, before = shape["eps"], shape["head_dim"], captured.shape[1]
+        fused = torch.cat(list(captured), dim=-1) @ t["fc.weight"].T
+        context = rms(fused, t["hidden_norm.weight"], eps)
+        block = [tokens[before]] + [mask] * (size - 1)
+        hidden = t.get("embed_tokens.weight", embedding)[block]
+        frequencies = inverse_frequencies(width, shape["theta"], shape["scaling"])
+        for number in range(num_layers):
+            own = {n.removeprefix(f"layers.{number}."): tensor for n, tensor in t.items()}
+
+            def by_head(name: str, values: Tensor, own: Tensors = own) -> Tensor:
+                return (values @ own[f"self_attn.{name}_proj.weight"].T).view(
+                    len(values), -1, width
+                )
+
+            normed = rms(hidden, own["input_layernorm.weight"], eps)
+            keys = torch.cat([context, normed])
+            k = turned(rms(by_head("k", keys), own["self_attn.k_norm.weight"], eps), frequencies)
+            v = by_head("v", keys)
+            q = rms(by_head("q", keys), own["self_attn.q_norm.weight"], eps)
+            q = turned(q, frequencies)[before:]
+            mixed = []
+            for head in range(shape["heads"]):
+                group = head * shape["kv_heads"] // shape["heads"]
+                scores = q[:, head] @ k[:, group].T / math.sqrt(width)
+                mixed.append(scores.softmax(-1) @ v[:, group])
+            hidden = hidden + torch.cat(mixed, -1) @ own["self_attn.o_proj.weight"].T
+            normed = rms(hidden, own["post_attention_layernorm.weight"], eps)
+            gate = normed @ own["mlp.gate_proj.weight"].T
+            inner = gate * gate.sigmoid() * (normed @ own["mlp.up_proj.weight"].T)
+            hidden = hidden + inner @ own["mlp.down_proj.weight"].T
+        return rms(hidden, t["norm.weight"], eps)[1:] @ t["the target's head"].T
+
+    return run
+
+
 def medusa_reference(
     block: str, head: str, num_layers: int, rows: Tensor | None = None, scale: float = 1.0
 ) -> Callable:
@@ -356,7 +397,37 @@ def faster_decoding(num_layers: int, file: str) -> Published:
     return Published(config, tensors, medusa_reference("{k}.{j}.linear", head, num_layers), file)
 
 
+def dflash(*variant: str, num_layers: int = 2, **shape: Any) -> Published:
+    torch.manual_seed(6)
+    flags, sizes = frozenset({"qk_norm", *variant}), SHAPE | shape
+    tensors = {
+        "fc.weight": normal(WIDTH, 3 * WIDTH, std=0.1),
+        "hidden_norm.weight": 1 + normal(WIDTH),
+        "norm.weight": 1 + normal(WIDTH),
+    }
+    for prefix in (f"layers.{number}." for number in range(num_layers)):
+        tensors[f"{prefix}input_layernorm.weight"] = 1 + normal(WIDTH)
+        tensors |= layer_tensors(prefix, WIDTH, sizes, flags)
+    if "embedding" in flags:
+        tensors["embed_tokens.weight"] = normal(VOCAB, WIDTH)
+    config = llama_config(sizes, flags) | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": num_layers,
+        "num_target_layers": 4,
+        "block_size": DEPTH + 1,
+        "dflash_config": {
+            "mask_token_id": 7,
+            "target_layer_ids": [layer - 1 for layer in LAYERS],
+        },
+    }
+    return Published(config, tensors, dflash_reference(sizes, num_layers, DEPTH + 1, 7))
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
+    "DFlash": ("dflash", dflash),
+    "DFlash, one layer, own embedding": ("dflash", lambda: dflash("embedding", num_layers=1)),
+    "DFlash, rope llama3": ("dflash", lambda: dflash(scaling=LLAMA3)),
     "native": ("eagle3", eagle3),
     "native layers.0": ("eagle3", lambda: eagle3(prefix="layers.0.")),
     "native, whole vocabulary": ("eagle3", lambda: eagle3("whole")),
