@@ -126,6 +126,7 @@ class DFlash(CachedDrafter):
     about = About("A DFlash", "2602.06036")
     branches = True
     config: DFlashConfig
+    layers: Any  # of BlockLayer
 
     def __init__(self, config: DFlashConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, spec.hidden_size)
@@ -221,18 +222,16 @@ class DFlash(CachedDrafter):
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return a layer's output for all blocks; each mask is of the next of them."""
         queries, keys, values = compiled(layer.enter, hidden, turns[0])
-        before = compiled(layer.self_attn.keys_and_values, context, turns[1])
-        sizes = [mask.shape[2] for mask in masks]
-        split = zip(*(heads.split(sizes, dim=2) for heads in (queries, keys, values)), strict=True)
-        mixed = [
-            functional.scaled_dot_product_attention(
-                asking,
-                *(torch.cat(pair, dim=2) for pair in zip(before, own, strict=True)),
-                attn_mask=mask,
-                enable_gqa=True,
+        context_keys, context_values = compiled(layer.self_attn.keys_and_values, context, turns[1])
+        sizes, mixed = [mask.shape[2] for mask in masks], []
+        own = (heads.split(sizes, dim=2) for heads in (queries, keys, values))
+        for mask, asking, its_keys, its_values in zip(masks, *own, strict=True):
+            its_keys = torch.cat([context_keys, its_keys], dim=2)
+            its_values = torch.cat([context_values, its_values], dim=2)
+            part = functional.scaled_dot_product_attention(
+                asking, its_keys, its_values, attn_mask=mask, enable_gqa=True
             )
-            for (asking, *own), mask in zip(split, masks, strict=True)
-        ]
+            mixed.append(part)
         return compiled(layer.finish, hidden, torch.cat(mixed, dim=2))
 
     def _compare(
@@ -320,6 +319,7 @@ class DFlash(CachedDrafter):
             for number, layer in enumerate(self.layers):
                 queries, *own = layer.enter(hidden, Rotation(cos, sin))
                 keys, values = cache.update(*own, number)
+                assert cache.mask is not None, "a tree's pass has one"
                 hidden = layer.finish(hidden, grouped_attention(queries, keys, values, cache.mask))
             return (readout.logits(self.norm(hidden)[:, 1:].to(readout.head.dtype)),)
 
