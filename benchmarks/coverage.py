@@ -2,9 +2,9 @@
 
     python benchmarks/coverage.py
 
-Prompts differ in how much a draft gains (exponential; lognormal; a tenth of them far easier than the
-others) and in how many drafts they take; the truth is known. BCa, which reports used before, stands
-beside.
+Prompts differ in how much a draft gains (exponential; lognormal; a tenth of them far easier than
+the others) and in how many drafts they take; the truth is known. BCa, which reports used before,
+stands beside.
 """
 
 from collections.abc import Callable

@@ -40,6 +40,47 @@ def written_by(depth: int, accepted: int, kept: int) -> list[tuple[str, int]]:
     return found
 
 
+class Spelling:
+    """The text of tokens as they come, in whole characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._before = self._spelled = 0  # tokens before the last ones, and those in a text so far
+
+    def new_text(self, at_end: bool = False) -> str:
+        """Return the text of the tokens that had none yet, if its characters are whole.
+
+        The tokens before them are decoded too, as a token's text depends on them. (The decoder of
+        streams in `tokenizers` raises where a target writes bytes that are no character.)
+        """
+        decode = self._tokenizer.decode
+        known = decode(self.tokens[self._before : self._spelled], skip_special_tokens=True)
+        whole = decode(self.tokens[self._before :], skip_special_tokens=True)
+        if len(whole) <= len(known) or (whole.endswith("\ufffd") and not at_end):
+            return ""
+        self._before, self._spelled = self._spelled, len(self.tokens)
+        return whole[len(known) :]
+
+
+def pieces_of(decoded: Decoded, tokenizer: Any) -> list[Piece]:
+    """Return the pieces of a speculative output whose passes were recorded."""
+    stats, spelling, pieces = decoded.stats, Spelling(tokenizer), []
+    ends = [*(start for start, _, _ in stats.cycles), len(decoded.tokens)]
+    runs = [(PLAIN, ends[0])]  # the prefill's
+    for (start, drafted, accepted), end, (_, depth, *_) in zip(
+        stats.cycles, ends[1:], stats.passes, strict=True
+    ):
+        runs += written_by(min(depth, drafted), accepted, end - start)
+    for writer, count in runs:
+        own = decoded.tokens[len(spelling.tokens) :][:count]
+        spelling.tokens += own
+        pieces.append(Piece(spelling.new_text(), own, writer))
+    if rest := spelling.new_text(at_end=True):  # an output may end inside a character
+        pieces.append(Piece(rest, (), pieces[-1].writer))
+    return pieces
+
+
 class Stream:
     """The pieces of one answer, decoded as they are asked for: `for`, or `async for` in a thread.
 
@@ -49,16 +90,19 @@ class Stream:
     """
 
     def __init__(self, passes: Passes, tokenizer: Any, limit: int) -> None:
-        self.tokens: list[int] = []
         self.pieces: list[Piece] = []
         self.text = ""
         self.limit = limit  # of tokens
         self.num_passes, self.seconds = 0, 0.0
         self.decoded: Decoded | None = None
-        self._passes, self._tokenizer = passes, tokenizer
+        self._passes, self._spelling = passes, Spelling(tokenizer)
         self._ready: deque[Piece] = deque()
         self._ended = False
-        self._before = self._spelled = 0  # tokens before the last ones, and those in `text`
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens decoded so far."""
+        return self._spelling.tokens
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -127,7 +171,7 @@ class Stream:
         except StopIteration as end:
             (self.decoded,) = end.value
             self._ended = True
-            if rest := self._new_text(at_end=True):  # an answer may end inside a character
+            if rest := self._spelling.new_text(at_end=True):  # an answer may end inside a character
                 self._give(rest, [], self.pieces[-1].writer)
             return
         depth = accepted = 0
@@ -139,24 +183,10 @@ class Stream:
         new = row.output[len(self.tokens) :]
         for writer, count in written_by(depth, accepted, len(new)):
             own, new = new[:count], new[count:]
-            self.tokens += own
-            self._give(self._new_text(), own, writer)
+            self._spelling.tokens += own
+            self._give(self._spelling.new_text(), own, writer)
 
     def _give(self, text: str, tokens: Sequence[int], writer: str) -> None:
         self.text += text
         self.pieces.append(Piece(text, tuple(tokens), writer))
         self._ready.append(self.pieces[-1])
-
-    def _new_text(self, at_end: bool = False) -> str:
-        """Return the text of the tokens that are not in `text` yet, if its characters are whole.
-
-        The tokens before them are decoded too, as a token's text depends on them. (The decoder of
-        streams in `tokenizers` raises where a target writes bytes that are no character.)
-        """
-        decode = self._tokenizer.decode
-        known = decode(self.tokens[self._before : self._spelled], skip_special_tokens=True)
-        whole = decode(self.tokens[self._before :], skip_special_tokens=True)
-        if len(whole) <= len(known) or (whole.endswith("\ufffd") and not at_end):
-            return ""
-        self._before, self._spelled = self._spelled, len(self.tokens)
-        return whole[len(known) :]

@@ -101,6 +101,20 @@ class About:
     paper: str  # its number on arXiv
 
 
+@dataclass(frozen=True)
+class Published:
+    """A measurement of a family that others published, as far as it is stated."""
+
+    target: str
+    drafts: str  # chain or tree, and how large
+    trained_on: str
+    prompts: str  # and how they were decoded
+    hardware: str
+    speedup: float | None  # as it was printed; None: not stated
+    acceptance_length: float | None  # each source has its own definition
+    source: str  # such as its number on arXiv
+
+
 @dataclass
 class DraftState:
     """A drafter's state for the rows it is decoding; each family has its own subclass."""
@@ -145,6 +159,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     """
 
     about: ClassVar[About | None] = None  # None: a card uses its configuration's name
+    published: ClassVar[tuple[Published, ...]] = ()  # to read a report's numbers beside
     config: DrafterConfig
     spec: TargetSpec
     captures: tuple[int, ...]  # target layers it reads; final_hidden is always included

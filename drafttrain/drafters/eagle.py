@@ -23,6 +23,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
     About,
+    Published,
     TrainingChance,
     load_exactly,
     rows_at,
@@ -83,6 +84,48 @@ class Eagle(LayerDrafter):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
     about = About("An EAGLE", "2401.15077")
+    published = (
+        Published(
+            "Vicuna 13B",
+            "static tree of 26 nodes",
+            "ShareGPT, 68k texts as they are",
+            "MT-bench, greedy",
+            "not stated",
+            3.07,
+            3.98,
+            "arXiv:2401.15077",
+        ),
+        Published(
+            "Vicuna 7B",
+            "static tree of 26 nodes",
+            "ShareGPT, 68k texts as they are",
+            "MT-bench, greedy",
+            "not stated",
+            None,
+            3.94,
+            "arXiv:2401.15077",
+        ),
+        Published(
+            "Vicuna 13B",
+            "tree",
+            "not stated",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            2.16,
+            3.64,
+            "Spec-Bench leaderboard",
+        ),
+        Published(
+            "Vicuna 7B",
+            "tree",
+            "not stated",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            2.1,
+            3.58,
+            "Spec-Bench leaderboard",
+        ),
+    )
     captures = ()
     depth_terms = ("depth_1",)  # training unrolls one depth
     config: EagleConfig

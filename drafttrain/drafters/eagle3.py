@@ -25,7 +25,7 @@ from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, TrainingChance, rows_at
+from drafttrain.drafters.base import About, Published, TrainingChance, rows_at
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter
@@ -86,6 +86,48 @@ class Eagle3(LayerDrafter):
     """Pairs fused features of position t with token t + 1; deeper, pairs its own hidden state."""
 
     about = About("An EAGLE-3", "2503.01840")
+    published = (
+        Published(
+            "Llama 3.1 8B",
+            "tree of 60 nodes",
+            "ShareGPT and UltraChat, answers by the target",
+            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
+            "not stated",
+            4.44,
+            6.23,
+            "arXiv:2503.01840, table 1",
+        ),
+        Published(
+            "Llama 3.3 70B",
+            "tree of 60 nodes",
+            "ShareGPT and UltraChat, answers by the target",
+            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
+            "not stated",
+            4.12,
+            5.88,
+            "arXiv:2503.01840, table 1",
+        ),
+        Published(
+            "Vicuna 13B",
+            "tree of 60 nodes",
+            "ShareGPT and UltraChat, answers by the target",
+            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
+            "not stated",
+            5.51,
+            6.62,
+            "arXiv:2503.01840, table 1",
+        ),
+        Published(
+            "Vicuna 13B",
+            "tree",
+            "not stated",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            3.02,
+            5.71,
+            "Spec-Bench leaderboard",
+        ),
+    )
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:

@@ -29,6 +29,7 @@ from drafttrain.drafters.base import (
     Drafter,
     DrafterConfig,
     DraftState,
+    Published,
     TrainingChance,
     last_of,
 )
@@ -90,6 +91,48 @@ class Medusa(Drafter[MedusaState]):
     """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
 
     about = About("A Medusa", "2401.10774")
+    published = (
+        Published(
+            "Vicuna 7B (Medusa-1)",
+            "static tree",
+            "ShareGPT",
+            "not stated",
+            "not stated",
+            2.18,
+            None,
+            "arXiv:2401.10774",
+        ),
+        Published(
+            "Vicuna 7B, trained too (Medusa-2)",
+            "static tree",
+            "ShareGPT",
+            "not stated",
+            "not stated",
+            2.83,
+            3.47,
+            "arXiv:2401.10774",
+        ),
+        Published(
+            "Vicuna 13B",
+            "tree",
+            "not stated",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            1.8,
+            2.39,
+            "Spec-Bench leaderboard",
+        ),
+        Published(
+            "Vicuna 7B",
+            "tree",
+            "not stated",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            1.71,
+            2.31,
+            "Spec-Bench leaderboard",
+        ),
+    )
     captures = ()
     branches = True
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import DrafterConfig, TrainingChance
+from drafttrain.drafters.base import DrafterConfig, Published, TrainingChance
 from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
@@ -80,6 +80,39 @@ class TwoModel(CausalDrafter):
     are drafted, from the model's distribution renormalised over them (TLI); target tokens that it
     lacks are read as its own encoding of their text.
     """
+
+    published = (
+        Published(
+            "T5-XXL, drafted by T5-small",
+            "chain",
+            "off the shelf",
+            "English to German, greedy",
+            "not stated",
+            3.4,
+            None,
+            "arXiv:2211.17192",
+        ),
+        Published(
+            "T5-XXL, drafted by T5-base",
+            "chain",
+            "off the shelf",
+            "English to German, greedy",
+            "not stated",
+            2.8,
+            None,
+            "arXiv:2211.17192",
+        ),
+        Published(
+            "Vicuna 13B (SpS)",
+            "chain",
+            "off the shelf",
+            "Spec-Bench, greedy, batch 1",
+            "A100",
+            1.54,
+            2.19,
+            "Spec-Bench leaderboard",
+        ),
+    )
 
     def __init__(
         self, config: TwoModelConfig, spec: TargetSpec, model: Any, tokenizer: Any

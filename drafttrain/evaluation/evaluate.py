@@ -27,6 +27,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.report.build import build_report, certified, sweep_point
+from drafttrain.report.outputs import examples_of
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import (
     Certificate,
@@ -154,6 +155,7 @@ def evaluate_drafter(
         depth=main_depth,
         of_depths=config.every_depth if choosing else [],
         tree="" if config.policy == "chain" else config.policy_at(main_depth).describe(),
+        adaptive=config.policy == "adaptive",
         sampling=config.sampling,
         draft_sampling=config.draft_sampling,
         batch_size=config.batch_size,
@@ -169,7 +171,8 @@ def evaluate_drafter(
         memory=extra_memory(parts.target, timed),
         **report_settings,
     )
-    return report, base, journals
+    examples = examples_of(base, name, prompts, parts.target.tokenizer)
+    return replace(report, examples=examples), base, journals
 
 
 def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.plan.advice import Plan
 from drafttrain.plan.memory import NAMES
-from drafttrain.plan.pages import components, headline, notes, tables
+from drafttrain.plan.pages import components, headline, notes, tables, tiles
 from drafttrain.plan.shapes import BIASES
 from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB
@@ -29,6 +29,7 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
         "memory, time, disk and money",
         f"{plan.job.drafter} for {plan.job.target}: the plan",
         [headline(plan)],
+        tiles=tiles(plan),
         first=[listed("Advice", list(plan.advice))],
         rest=[
             first,

@@ -14,9 +14,11 @@ from drafttrain.plan.memory import NAMES, Memory
 from drafttrain.plan.serving import fitting
 from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB, count, disk, gib, hours, money, seconds, three
+from drafttrain.report.document import Tile
 from drafttrain.report.results import Table
 from drafttrain.report.tables import texts as texts_of
 from drafttrain.report.terminal import rich_table
+from drafttrain.report.wording import NOTHING, things
 
 LONGEST_NUMBER = 26  # characters, with its unit: what is longer is text, and is aligned left
 WHERE = {
@@ -47,16 +49,49 @@ def headline(plan: Plan) -> str:
     """Return whether it fits, how long it takes, what it costs, and what the drafter brings."""
     memory, first = plan.chosen.memory, plan.serving[0]
     price = f" and {money(plan.chosen.dollars)}" if plan.chosen.dollars else ""
-    speedup, depth = first.speedup, plan.depth
-    if first.best_depth and first.best_speedup > first.speedup:
-        speedup, depth = first.best_speedup, first.best_depth
+    speedup, depth = _fastest(plan)
     return (
         f"{'Fits' if memory.fits else 'Does NOT fit'}: {gib(memory.total)} of the "
         f"{gib(memory.limit)} of {plan.job.machine}, {_held(memory.placement)}, "
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
         f"Serving {first.batch} request{'s' * (first.batch > 1)} is then {speedup:.2f} times as "
-        f"fast at depth {depth}, predicted."
+        f"fast at depth {depth}, predicted. The acceptance length, "
+        f"{first.acceptance_length:.2f} at depth {plan.depth}, is assumed: plan.acceptance_length "
+        "takes a measured one."
     )
+
+
+def tiles(plan: Plan) -> list[Tile]:
+    """Return the headline's numbers."""
+    memory, (speedup, depth) = plan.chosen.memory, _fastest(plan)
+    dollars = plan.chosen.dollars
+    return [
+        Tile(
+            "Memory",
+            "Fits" if memory.fits else "Does not fit",
+            "",
+            f"{gib(memory.total)} of the {gib(memory.limit)} of {plan.job.machine}, "
+            f"{_held(memory.placement)}",
+            "good" if memory.fits else "bad",
+        ),
+        Tile("Training", hours(plan.chosen.hours), "", f"{count(plan.job.trained_tokens)} tokens"),
+        Tile("Money", money(dollars) if dollars else NOTHING, "", "for the accelerators"),
+        Tile(
+            "Predicted speedup",
+            f"{speedup:.2f}",
+            "\N{MULTIPLICATION SIGN}",
+            f"at depth {depth}, serving {things(plan.serving[0].batch, 'request')}; the acceptance "
+            f"length is assumed, {plan.serving[0].acceptance_length:.2f} at depth {plan.depth}",
+        ),
+    ]
+
+
+def _fastest(plan: Plan) -> tuple[float, int]:
+    """Return the best predicted speedup at the smallest batch, and its depth."""
+    first = plan.serving[0]
+    if first.best_depth and first.best_speedup > first.speedup:
+        return first.best_speedup, first.best_depth
+    return first.speedup, plan.depth
 
 
 def _held(placement: str) -> str:

@@ -6,10 +6,12 @@ from typing import Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
+from drafttrain.drafters.base import Published
 from drafttrain.drafters.references import LOOKUP
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
 from drafttrain.report.metrics import Resampling, method_row, plain_row, rows_of, speedup_difference
+from drafttrain.report.outputs import along_output
 from drafttrain.report.pairs import adaptation
 from drafttrain.report.results import (
     NOT_COMPARED,
@@ -29,6 +31,7 @@ from drafttrain.report.results import (
     Report,
     Table,
     TimingInfo,
+    TrainingCurves,
 )
 from drafttrain.report.tables import adaptation_table
 from drafttrain.report.totals import Totals, by_task, collect
@@ -63,14 +66,17 @@ def build_report(
     verdict: VerdictSettings,
     tree: str = "",
     of_depths: Sequence[int] = (),
+    adaptive: bool = False,
     memory: ExtraMemory | None = None,
+    training: TrainingCurves | None = None,
+    published: Sequence[Published] = (),
 ) -> Report:
     """Return the report of an evaluation.
 
     results: every prompt, turn and block by every method. drafter: the method whose rows come
     first; all others except the plain loop are under `methods`. of_depths: those that `depth` was
-    chosen from, on other prompts. tables: shown in addition to the report's own. ValueError if the
-    results cannot be compared as pairs.
+    chosen from, on other prompts. adaptive: depths are maxima. tables: shown in addition to the
+    report's own. ValueError if the results cannot be compared as pairs.
     """
     totals = collect(results)
     if drafter not in totals or drafter == PLAIN:
@@ -91,7 +97,9 @@ def build_report(
     prompts_by_name = {"all": list(totals[drafter].values()), **by_task(totals[drafter])}
     longest = {name: max(p.num_positions for p in of) for name, of in prompts_by_name.items()}
     chosen_from = of_depths or [depth]
-    verdicts = verdicts_of(rows[drafter], depth, chosen_from, batch_size, longest, verdict, memory)
+    verdicts = verdicts_of(
+        rows[drafter], depth, chosen_from, batch_size, longest, verdict, memory, adaptive
+    )
     beats_ngram = _beats_ngram(totals, drafter, resampling)
     measurements = [row for prompts in totals.values() for row in rows_of(prompts.values())]
     adapted = adaptation(measurements, drafter, resampling)
@@ -134,10 +142,13 @@ def build_report(
             "verdicts": verdict_definition(verdict.marginal_speedup),
         },
         provenance=dict(provenance),
-        flags=_flags(drafter, rows, lossless, totals, sampling, timing),
+        flags=_flags(drafter, rows, lossless, certificate, totals, sampling, timing),
         verdicts=verdicts,
         verdict=headline(verdicts["all"], target, drafter, lossless.lossless),
         adaptation=adapted,
+        along_output=along_output(results, drafter, resampling),
+        training=training,
+        published=list(published),
     )
 
 
@@ -239,6 +250,7 @@ def _flags(
     drafter: str,
     rows: Mapping[str, MethodRows],
     lossless: LosslessCheck,
+    certificate: Certificate | None,
     totals: Mapping[str, Totals],
     sampling: Sampling,
     timing: TimingInfo,
@@ -252,8 +264,11 @@ def _flags(
                 found["blocks_disagree"] = disagreement(row)
             where = f"{method}: {name}"
             flags += [Flag(kind, where, text) for kind, text in found.items() if text]
+    if certificate is not None and certificate.lossless and not certificate.certified:
+        flags.append(Flag("certificate", "all", certificate.statement))
     if not lossless.lossless or not lossless.identical:
-        flags.append(Flag("lossless", "all", lossless.statement))
+        kind = "lossless" if lossless.lossless else "lossy"
+        flags.append(Flag(kind, "all", lossless.statement))
     if told := busy(timing):
         flags.append(Flag("busy", "all", told))
     if timing.blocks < ENOUGH_BLOCKS:

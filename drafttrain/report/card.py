@@ -12,7 +12,7 @@ from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
 from drafttrain.report.results import Cell, Report
 from drafttrain.report.tables import MEASURED, certificate_table, depth_shown, table
-from drafttrain.report.wording import flat, things
+from drafttrain.report.wording import flat, sentence, things
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -187,7 +187,7 @@ def _evaluation(name: str, report: Report) -> list[str]:
         f"Evaluation **{escaped(name)}**: {escaped(drafter)} at {depth_shown(report)}, {drawn}, "
         f"batch {report.batch_size}. {escaped(report.verdict)}",
         "\n".join(cells(measured.columns, measured.rows)),
-        f"Lossless: {escaped(report.lossless.statement)}.",
+        escaped(sentence(report.lossless.statement)),
         *(
             f"Certificate: {escaped(checks.caption)}\n\n"
             + "\n".join(cells(checks.columns, checks.rows))

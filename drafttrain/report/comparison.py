@@ -314,8 +314,6 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
             flag("certificate", method.label, lossless.statement)
         elif not all(report.lossless.identical for report in checked):
             flag("lossless", method.label, lossless.statement)
-    if any(len(run.plain) > len(keys) for run in runs):
-        flag("prompts", "all", _shared_statement(runs, keys))
     for what, values in _machines(runs).items():
         if len(set(values.values())) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in values.items())
@@ -342,7 +340,7 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
     own: dict[Flag, list[str]] = {}
     for run in runs:
         for item in run.report.flags:
-            if item.kind != "lossless":  # flagged above
+            if item.kind not in ("lossless", "lossy", "certificate"):  # flagged above
                 own.setdefault(item, []).append(run.name)
     for item, names in own.items():
         flag(item.kind, f"{', '.join(names)}: {item.row}", item.text)

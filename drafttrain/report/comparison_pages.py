@@ -42,7 +42,7 @@ def comparison_document(comparison: Comparison) -> Document:
         [pair.statement for pair in versus],
         conditions_line(comparison),
         first=[
-            flagged("Read with care", comparison.flags),
+            *flagged(comparison.flags),
             _numbers_table(comparison),
             table("Methods, on all prompts", "", "method", METHODS, methods),
         ],
@@ -90,6 +90,7 @@ def comparison_summary(comparison: Comparison) -> Table:
     notes += [f"{row.method}: {row.lossless.statement}." for row in comparison.rows]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]
     notes += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
+    notes.append("Size: the drafter's parameters.")
     rows: list[list[Cell]] = []
     for row in comparison.rows:
         seeds = len(row.seeds)
@@ -116,8 +117,8 @@ def comparison_summary(comparison: Comparison) -> Table:
             "accept. length, 95 %\ndifference",
             "speedup, 95 %\ndifference",
             "draft\nms",
-            "para-\nmeters",
-            "loss-\nless",
+            "size",
+            "lossless",
         ],
         rows,
         notes,

@@ -119,6 +119,7 @@ def verdict_definition(marginal_speedup: float) -> str:
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
         "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
         "whose plain loop was handicapped, or whose timing blocks disagree. unknown: nothing was "
-        "timed. Where a sweep measured several depths, the fastest was chosen on other prompts, "
-        "which no number here is of."
+        "timed, or a speedup of at most 1 has no interval (too few prompts). Where a sweep "
+        "measured several depths, the fastest was chosen on other prompts, which no number here is "
+        "of."
     )

@@ -1,16 +1,19 @@
 """The content of a page, in order, before it is rendered as Markdown or HTML."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from drafttrain.report.results import Flag, Table
+from drafttrain.report.results import Example, Flag, Table
+
+WRONG = ("lossless", "certificate")  # kinds of flags: a check failed
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One number at the top of a page; mood: good, bad, or empty."""
+    """One number at the top of a page; mood: good, fair, bad (it is wrong), or empty."""
 
     label: str
     value: str
@@ -23,7 +26,7 @@ class Tile:
 class Listing:
     """Sentences under a title, each with a key, or all without.
 
-    look: flags or mild (coloured, always shown), notes (always shown), details (collapsed).
+    look: wrong, flags or mild (coloured, always shown), notes (always shown), details (collapsed).
     """
 
     title: str
@@ -43,12 +46,24 @@ class Picture(Protocol):
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """Example outputs, told apart by who wrote what; Markdown shows the table instead."""
+
+    writers: Mapping[str, str]  # what each name means
+    examples: Sequence[Example]
+    table: Table
+
+
+@dataclass(frozen=True)
 class Figure:
     """A picture with its title and caption; Markdown leaves it out."""
 
     title: str
     caption: str
     picture: Picture
+
+
+Block = Table | Listing | Outputs
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,22 @@ class Document:
     lead: list[str]  # the answer in sentences
     conditions: str = ""
     tiles: list[Tile] = field(default_factory=list)
-    first: list[Table | Listing] = field(default_factory=list)
-    rest: list[Table | Listing] = field(default_factory=list)
+    first: list[Block] = field(default_factory=list)
+    rest: list[Block] = field(default_factory=list)
 
 
-def flagged(title: str, flags: list[Flag], look: str = "flags") -> Listing:
-    """Return flags as a coloured list, each with its row."""
-    return Listing(title, [(flag.row, flag.text) for flag in flags], look)
+def flagged(flags: Sequence[Flag], mild: Sequence[Flag] = ()) -> list[Block]:
+    """Return flags as coloured lists, each with its row: what is wrong, to read with care, mild."""
+    wrong = [flag for flag in flags if flag.kind in WRONG]
+    looks = {
+        "wrong": ("Wrong", wrong),
+        "flags": ("Read with care", [flag for flag in flags if flag not in (*wrong, *mild)]),
+        "mild": ("Good to know", mild),
+    }
+    return [
+        Listing(title, [(flag.row, flag.text) for flag in found], look)
+        for look, (title, found) in looks.items()
+    ]
 
 
 def notes(title: str, sentences: list[str]) -> Listing:

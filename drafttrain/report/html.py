@@ -10,9 +10,9 @@ from drafttrain.report.document import Document, Figure
 from drafttrain.report.markdown import LONGEST_TEXT
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.wording import positions, value_and_range
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.untrusted_input import escaped, shown
 
-LONG = 40  # characters; a longer cell takes several lines
+LONG = 28  # characters; a longer cell takes several lines
 
 
 def html(document: Document, figures: Sequence[Figure] = ()) -> str:
@@ -26,7 +26,7 @@ def html(document: Document, figures: Sequence[Figure] = ()) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
-        document=document, figures=figures, rows_of=rows_of
+        document=document, figures=figures, rows_of=rows_of, lines=_lines
     )
 
 
@@ -62,6 +62,11 @@ def _cell(value: Cell, widest: float) -> Markup:
         for rate in value
     )
     return Markup('<span class="spark" title="{}">{}</span>').format(positions(value), bars)
+
+
+def _lines(text: str) -> Markup:
+    """Return a text with its line breaks, but without what would reverse or hide it."""
+    return escape(escaped(text))
 
 
 def _text(value: Any) -> Any:

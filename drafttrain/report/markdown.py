@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from drafttrain.report.document import Document, Listing
+from drafttrain.report.document import Document, Listing, Outputs
 from drafttrain.report.results import Cell, Table
 from drafttrain.report.wording import NOTHING, cell
 from drafttrain.runtime.untrusted_input import shown
@@ -33,7 +33,8 @@ def markdown(document: Document) -> str:
     for text in (*document.lead, document.conditions):
         lines += [escaped(text), ""] if text else []
     for block in (*document.first, *document.rest):
-        lines += _table(block) if isinstance(block, Table) else _listing(block)
+        content = block.table if isinstance(block, Outputs) else block
+        lines += _table(content) if isinstance(content, Table) else _listing(content)
     return "\n".join(lines)
 
 

@@ -120,7 +120,7 @@ def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statisti
 
 
 def length_statistic(yielded: Values, drafts: Values) -> Values:
-    """Return the tokens that a draft yields: the acceptance length."""
+    """Return tokens per draft: of all that drafts yielded, the acceptance length."""
     return yielded / drafts
 
 

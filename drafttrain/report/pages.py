@@ -4,9 +4,18 @@ from pathlib import Path
 
 import numpy as np
 
-from drafttrain.report.document import Document, Listing, Tile, flagged, notes
+from drafttrain.report.document import Block, Document, Listing, Outputs, Tile, flagged, notes
+from drafttrain.report.outputs import WRITERS
 from drafttrain.report.results import Report
-from drafttrain.report.tables import depth_shown, measured_tables, verdict_table
+from drafttrain.report.tables import (
+    along_table,
+    depth_shown,
+    examples_table,
+    measured_tables,
+    published_table,
+    training_table,
+    verdict_table,
+)
 from drafttrain.report.verdict import is_serious
 from drafttrain.report.wording import (
     NOTHING,
@@ -14,6 +23,7 @@ from drafttrain.report.wording import (
     flat,
     number,
     rule_statement,
+    sentence,
     shortened,
     speed,
     things,
@@ -39,8 +49,11 @@ def pictures(report: Report) -> dict[str, np.ndarray]:
 
 def report_document(report: Report) -> Document:
     """Return the pages of a report as a document."""
-    serious = [flag for flag in report.flags if is_serious(flag, report.lossless)]
-    mild = [flag for flag in report.flags if flag not in serious]
+    mild = [flag for flag in report.flags if not is_serious(flag, report.lossless)]
+    shown = report.examples
+    outputs: list[Block] = [Outputs(WRITERS, shown, examples_table(shown))] if shown else []
+    if report.along_output:
+        outputs.append(along_table(report.along_output))
     divergences = [
         ("", ", ".join(f"{key} {value}" for key, value in flat(divergence)))
         for divergence in report.lossless.divergences
@@ -48,21 +61,26 @@ def report_document(report: Report) -> Document:
     return Document(
         "speculative decoding, measured",
         f"{report.drafter} on {report.target}",
-        [report.verdict, report.beats_ngram.statement, f"Lossless: {report.lossless.statement}."],
+        [report.verdict, report.beats_ngram.statement, sentence(report.lossless.statement)],
         _conditions(report),
         _tiles(report),
         [
             verdict_table(report),
-            flagged("Read with care", serious),
-            flagged("Good to know", mild, "mild"),
+            *flagged(report.flags, mild),
         ],
         [
+            *outputs,
             *measured_tables(report),
             *report.tables,
+            *([] if report.training is None else [training_table(report.training)]),
+            *([published_table(report)] if report.published else []),
             notes("Notes", report.notes),
             Listing("Greedy divergences", divergences),
             Listing("Definitions", list(report.definitions.items())),
-            Listing("Prompts", shortened(report.prompts)),
+            # The counts of overlap by task are for programs; a sentence beside them sums them up.
+            Listing(
+                "Prompts", shortened({k: v for k, v in report.prompts.items() if k != "overlap"})
+            ),
             Listing("Provenance", flat(report.provenance)),
         ],
     )
@@ -95,7 +113,9 @@ def _tiles(report: Report) -> list[Tile]:
     told = "greedy outputs not checked"
     if check.greedy_total:
         told = f"greedy outputs identical to plain decoding in {check.dtype}"
-    unknown = check.lossless and not check.greedy_total
+    failed = check.lossless and not check.identical
+    if report.certificate is not None and report.certificate.lossless:
+        failed = failed or not report.certificate.certified
     return [
         Tile("Speedup", number(row.speedup.value), "\N{MULTIPLICATION SIGN}",
              f"{bounds(row.speedup.ci95)}; predicted {number(row.predicted_speedup)}"),
@@ -108,5 +128,5 @@ def _tiles(report: Report) -> list[Tile]:
              f"{'✓ ' * bool(exact)}{check.greedy_identical}" if check.greedy_total else NOTHING,
              f"/ {check.greedy_total}" if check.greedy_total else "",
              f"{told}; {rule_statement(check.rule, check.lossless)}",
-             "good" if exact else "" if unknown else "bad"),
+             "bad" if failed else "good" if exact else "" if check.lossless else "fair"),
     ]  # fmt: skip

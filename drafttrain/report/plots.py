@@ -23,11 +23,20 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
 from drafttrain.report.document import Figure as Captioned
-from drafttrain.report.results import PLAIN, Estimate, MethodRow, Point, Report
+from drafttrain.report.results import (
+    PLAIN,
+    Estimate,
+    Example,
+    MethodRow,
+    OutputBin,
+    Point,
+    Report,
+    TrainingCurves,
+)
 from drafttrain.report.tables import best_depths
-from drafttrain.report.wording import cell, number, speed
+from drafttrain.report.wording import cell, count, number, sentence, speed
 
-WIDTH = 560.0  # in the units of the SVG; the page scales it to its column
+WIDTH = 440.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit
 STYLE_SHEET = Path(__file__).parent / "templates" / "page.css"
 LABEL_LIMIT = 20  # characters of a name; the tables have the rest
@@ -219,15 +228,26 @@ def bounds(values: Sequence[float], ends: Sequence[float]) -> tuple[float, float
 
 
 def cut_interval(
-    axes: Axes, ci95: Sequence[float], y: float, colour: str, span: tuple[float, float]
+    axes: Axes,
+    ci95: Sequence[float],
+    across: float,
+    colour: str,
+    span: tuple[float, float],
+    along: str = "x",
 ) -> None:
-    """Draw an interval, with an arrow where it continues beyond the axis."""
+    """Draw an interval along an axis, with an arrow where it continues beyond its end."""
     low, high = max(ci95[0], span[0]), min(ci95[1], span[1])
     look: dict[str, Any] = {"color": colour, "alpha": 0.55}
-    axes.plot([low, high], [y, y], linewidth=2.5, **look)
-    for end, at, mark in ((ci95[0], low, "<"), (ci95[1], high, ">")):
+    arrows = "<>" if along == "x" else "v^"
+
+    def draw(*ends: float, **how: Any) -> None:
+        pair = (ends, [across] * len(ends))
+        axes.plot(*(pair if along == "x" else pair[::-1]), **how, **look)
+
+    draw(low, high, linewidth=2.5)
+    for end, at, mark in ((ci95[0], low, arrows[0]), (ci95[1], high, arrows[1])):
         if end != at:
-            axes.plot(at, y, mark, clip_on=False, markersize=6, **look)
+            draw(at, marker=mark, clip_on=False, markersize=6)
 
 
 @dataclass(frozen=True)
@@ -382,6 +402,10 @@ def report_figures(report: Report) -> list[Captioned]:
         )
         drawn = acceptance_plot(summaries, colours)
         found.append(Captioned("Acceptance by position", caption, drawn))
+    if report.along_output:
+        found.append(along_figure(report.along_output))
+    if report.examples:
+        found.append(time_figure(report.examples, report.drafter))
     if len({point.depth for point in report.sweep}) > 1:
         found.append(
             depth_figure(
@@ -409,7 +433,101 @@ def report_figures(report: Report) -> list[Captioned]:
         )
         drawn = stacked("time", label, bars, STAGES, unit)
         found.append(Captioned("Where a cycle's time goes", caption, drawn))
+    if report.training is not None:
+        found.append(training_figure(report.training))
     return found
+
+
+def along_figure(bins: Sequence[OutputBin]) -> Captioned:
+    """Return a figure of accepted tokens per draft along the output."""
+    values = [one.accepted_per_draft.value or 0.0 for one in bins]
+    middles = [(one.first + one.last + 1) / 2 for one in bins]
+    ends = [end for one in bins for end in one.accepted_per_draft.ci95 or []]
+    _, high = bounds([0.0, *values], ends)
+
+    def draw(axes: Axes) -> None:
+        colour = STAND_IN["drafter"]
+        axes.plot(middles, values, color=colour, marker="o", linewidth=1.5, markersize=6)
+        for x, one in zip(middles, bins, strict=True):
+            if one.accepted_per_draft.ci95:
+                cut_interval(axes, one.accepted_per_draft.ci95, x, colour, (0.0, high), "y")
+            look: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "ha": "center"}
+            words = f"{one.num_drafts:,}"
+            at = axes.get_xaxis_transform()
+            write(axes, x, 1.0, words, (0, 4), xycoords=at, va="bottom", **look)
+        axes.set_xlim(0, bins[-1].last + 1)
+        axes.set_ylim(0, high * 1.05 or 1.0)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+        axes.set_xlabel("position in the output, tokens", loc="right")
+        axes.set_ylabel("accepted tokens per draft")
+
+    caption = (
+        "Accepted tokens per draft with 95 % intervals, by the position at which the draft began. "
+        "Numbers on top: drafts in the bin."
+    )
+    drawn = Drawing("along", "Accepted tokens per draft along the output", 290, draw)
+    return Captioned("Acceptance along the output", caption, drawn)
+
+
+def time_figure(examples: Sequence[Example], drafter: str) -> Captioned:
+    """Return a figure of tokens against time of example outputs, plain and drafted."""
+    looks: dict[str, dict[str, Any]] = {
+        drafter: {"color": STAND_IN["drafter"], "linewidth": 2},
+        "plain decoding": {"color": STAND_IN["plain"], "linewidth": 2, "linestyle": "--"},
+    }
+
+    def draw(axes: Axes) -> None:
+        for place, example in enumerate(examples, start=1):
+            both = zip(looks.values(), (example.drafted, example.plain), (5, -5), strict=True)
+            for look, times, up in both:
+                axes.plot(times.seconds, times.tokens, **look)
+                end = times.seconds[-1], times.tokens[-1]
+                write(axes, *end, str(place), (5, up), fontsize=11, color=STAND_IN["ink"])
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("seconds after the prefill", loc="right")
+        axes.set_ylabel("tokens of the output")
+        legend(axes, {name: Line2D([], [], **look) for name, look in looks.items()})
+
+    caption = (
+        "The example outputs below, by their numbers: a plain pass yields one token, a pass with a "
+        "draft several."
+    )
+    drawn = Drawing("tokens-time", "Tokens against time of example outputs", 290, draw)
+    return Captioned("Tokens against time", caption, drawn)
+
+
+def training_figure(curves: TrainingCurves) -> Captioned:
+    """Return a figure of the loss by step, and on a second axis what validation measured."""
+    loss, *validations = curves.series
+
+    def draw(axes: Axes) -> None:
+        looks = [("plain", "", "-"), ("drafter", "o", "-"), ("third", "D", "--")]
+        names: dict[str, Patch | Line2D] = {}
+        right = axes.twinx() if validations else axes
+        right.grid(visible=False)
+        for one, (colour, mark, line) in zip(curves.series, looks, strict=False):
+            look: dict[str, Any] = {"color": STAND_IN[colour], "marker": mark, "linestyle": line}
+            look |= {"markersize": 6, "linewidth": 2}
+            (axes if one is loss else right).plot(one.steps, one.values, **look)
+            names[one.name.partition("/")[2].replace("_", " ")] = Line2D([], [], **look)
+        if curves.checkpoint_step is not None:
+            axes.axvline(curves.checkpoint_step, color=STAND_IN["ink"], **DASHED)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("loss")
+        if validations:
+            right.set_ylim(bottom=0)
+            right.set_ylabel("tokens per target pass")
+        axes.set_xlabel(f"optimizer step ({count(loss.tokens[-1])} tokens at the end)", loc="right")
+        legend(axes, names)
+
+    units = "".join(f" Validation ({one.name}): {one.unit}." for one in validations)
+    caption = f"{sentence(curves.statement)}{units}"
+    if curves.checkpoint_step is not None:
+        caption += " Dashed: the evaluated checkpoint."
+    drawn = Drawing("training", "Training curves by optimizer step", 300, draw)
+    return Captioned("Training", caption, drawn)
 
 
 def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Drawing:
@@ -515,6 +633,9 @@ def batch_figure(points: Sequence[Point]) -> Captioned:
     """Return a figure of the best depth's speedup by batch size, with its interval."""
     best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
     temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
+    speedups = [point.summary.speedup for point in best.values()]
+    known = [0.0, 1.0, *(speedup.value or 0.0 for speedup in speedups)]
+    _, highest = bounds(known, [end for speedup in speedups for end in speedup.ci95 or []])
 
     def draw(axes: Axes) -> None:
         for place, temperature in enumerate(temperatures):
@@ -522,11 +643,11 @@ def batch_figure(points: Sequence[Point]) -> Captioned:
             found = [point.summary.speedup for point in here.values()]
             values = [speedup.value or 0.0 for speedup in found]
             ends = [speedup.ci95 or [speedup.value or 0.0] * 2 for speedup in found]
-            below = [max(value - low, 0.0) for value, (low, _) in zip(values, ends, strict=True)]
-            above = [max(high - value, 0.0) for value, (_, high) in zip(values, ends, strict=True)]
             look: dict[str, Any] = {"color": STAND_IN["drafter"], "marker": MARKS[place]}
             look["alpha"] = 1 - 0.5 * place / len(temperatures)
-            axes.errorbar(list(here), values, yerr=[below, above], capsize=3, **look)
+            axes.plot(list(here), values, **look)
+            for at, ci95 in enumerate(ends):
+                cut_interval(axes, ci95, at, STAND_IN["drafter"], (0.0, highest), "y")
             for (x, point), value in zip(here.items(), values, strict=True):
                 told: dict[str, Any] = {"fontsize": 10, "color": STAND_IN["soft"], "va": "bottom"}
                 axes.annotate(f"  depth {point.depth}", (x, value), **told)

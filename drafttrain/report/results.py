@@ -1,11 +1,12 @@
 """The results of an evaluation as frozen dataclasses; report.json has their fields in order."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters
+from drafttrain.drafters.base import Published
 from drafttrain.runtime.untrusted_input import Amount, Count
 
 PLAIN = "autoregressive"  # the method that drafts nothing
@@ -417,6 +418,7 @@ class TaskVerdict:
     extra_memory: MemoryUse | None
     flagged: bool  # its plain loop was handicapped
     disturbed: bool = False  # its timing blocks disagree
+    adaptive: bool = False  # so that depths are maxima
     statement: str = ""
 
 
@@ -550,6 +552,70 @@ class WitnessSection:
     definitions: dict[str, str]
 
 
+@dataclass(frozen=True)
+class WrittenText:
+    """A run of an output's text by one writer: accepted, corrected, bonus or plain."""
+
+    writer: str
+    text: str
+    num_tokens: Count
+
+
+@dataclass(frozen=True)
+class TokensByTime:
+    """The tokens of an output after the prefill and after each pass, and the seconds since then."""
+
+    seconds: list[Amount]
+    tokens: list[Count]
+
+
+@dataclass(frozen=True)
+class Example:
+    """The answer to the first turn of a prompt, by who wrote it; its times, drafted and plain."""
+
+    task: str
+    prompt_id: str
+    prompt: str
+    pieces: list[WrittenText]
+    drafted: TokensByTime
+    plain: TokensByTime
+
+    def num_tokens(self, writer: str) -> int:
+        """Return how many tokens one writer wrote."""
+        return sum(piece.num_tokens for piece in self.pieces if piece.writer == writer)
+
+
+@dataclass(frozen=True)
+class OutputBin:
+    """The drafts that began at positions `first` to `last` of an output."""
+
+    first: Count
+    last: Count
+    num_drafts: Count
+    num_accepted_tokens: Count
+    accepted_per_draft: Estimate
+
+
+@dataclass(frozen=True)
+class TrainingSeries:
+    """One quantity of a run's log, by optimizer step and by the tokens trained until then."""
+
+    name: str  # as in metrics.jsonl
+    unit: str
+    steps: list[Count]
+    tokens: list[Count]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class TrainingCurves:
+    """The curves of the run that trained the drafter."""
+
+    series: list[TrainingSeries]  # the loss comes first
+    checkpoint_step: Count | None  # of the evaluated checkpoint
+    statement: str  # what the loss is
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The content of a report. Its drafter's rows come first, those of others are `methods`."""
@@ -581,6 +647,10 @@ class Report:
     verdicts: dict[str, TaskVerdict]
     verdict: str
     adaptation: Adaptation | None = None
+    along_output: list[OutputBin] = field(default_factory=list)
+    examples: list[Example] = field(default_factory=list)
+    training: TrainingCurves | None = None
+    published: list[Published] = field(default_factory=list)
 
     @property
     def drafting(self) -> dict[str, MethodRows]:

@@ -1,8 +1,10 @@
 """The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
+from drafttrain.report.outputs import WRITERS
 from drafttrain.report.results import (
     Adaptation,
     AdaptationRow,
@@ -12,11 +14,15 @@ from drafttrain.report.results import (
     Check,
     Disagreement,
     Estimate,
+    Example,
     MethodRow,
+    OutputBin,
     Point,
     Report,
     Table,
     TaskVerdict,
+    TrainingCurves,
+    TrainingSeries,
     WitnessRow,
     WitnessSection,
 )
@@ -29,6 +35,7 @@ from drafttrain.report.wording import (
     money,
     number,
     percent,
+    sentence,
     speed,
     things,
 )
@@ -121,8 +128,9 @@ OUTSIDE: list[Column[MethodRow]] = [
         lambda row: row.tokens_per_pass_difference_to_ngram.outside_repetition,
     ),
 ]
+OUTCOMES = {True: Badge("passed"), False: Badge("FAILED"), None: Badge("reported")}
 CHECKED: list[Column[Check]] = [
-    ("outcome", lambda check: {True: "passed", False: "FAILED", None: "reported"}[check.passed]),
+    ("outcome", lambda check: OUTCOMES[check.passed]),
     ("measured", lambda check: check.text),
     ("bound", lambda check: check.bound),
 ]
@@ -158,7 +166,7 @@ def summary_table(report: Report) -> Table:
     lines = {f"all, {drafter}": own.summary, **own.tasks}
     lines |= {f"all, {method}": rows.summary for method, rows in others}
     notes = [report.verdict, *grouped(report.verdicts), *bill(report.verdicts["all"])]
-    notes += [report.beats_ngram.statement, f"Lossless: {report.lossless.statement}."]
+    notes += [report.beats_ngram.statement, sentence(report.lossless.statement)]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in report.flags]
     title = f"{drafter} on {report.target}, {depth_shown(report)}"
     return table(title, "", "task", BRIEF, lines.items(), notes)
@@ -182,8 +190,10 @@ def verdict_table(report: Report) -> Table:
         ]
     if any(verdict.extra_memory for verdict in verdicts.values()):
         columns.append(("extra memory", _extra_memory))
-    caption = " ".join([report.definitions["verdicts"], *bill(verdicts["all"])])
-    return table("Verdict", caption, "task", columns, verdicts.items())
+    notes = [report.definitions["verdicts"]]
+    return table(
+        "Verdict", " ".join(bill(verdicts["all"])), "task", columns, verdicts.items(), notes
+    )
 
 
 def money_cells(verdict: TaskVerdict) -> tuple[str, str, str]:
@@ -222,10 +232,80 @@ def measured_tables(report: Report) -> list[Table]:
     return found
 
 
+def examples_table(examples: Sequence[Example]) -> Table:
+    """Return example outputs as a table, with the number of tokens by writer."""
+    columns: list[Column[Example]] = [
+        ("prompt", lambda example: example.prompt),
+        ("output", lambda example: "".join(piece.text for piece in example.pieces)),
+        *((writer, partial(_num_tokens, writer)) for writer in WRITERS),
+    ]
+    caption = (
+        "The first answers to the prompts on which drafts were accepted least, at the median, and "
+        "most."
+    )
+    notes = [f"{writer}: {meaning}" for writer, meaning in WRITERS.items()]
+    lines = [(f"{example.task}, {example.prompt_id}", example) for example in examples]
+    return table("Example outputs", caption, "example", columns, lines, notes)
+
+
+def _num_tokens(writer: str, example: Example) -> str:
+    return count(example.num_tokens(writer))
+
+
+def along_table(bins: Sequence[OutputBin]) -> Table:
+    """Return acceptance by the position in the output at which a draft began."""
+    columns: list[Column[OutputBin]] = [
+        ("drafts", lambda one: count(one.num_drafts)),
+        ("accepted tokens per draft, 95 %", lambda one: one.accepted_per_draft),
+    ]
+    caption = "By the position of a draft's first token; the last draft counts as far as it got."
+    lines = [(f"{one.first} to {one.last}", one) for one in bins]
+    return table("Acceptance along the output", caption, "position", columns, lines)
+
+
+def published_table(report: Report) -> Table:
+    """Return the family's published measurements below this report's, with what differs."""
+    row = report.drafting[report.drafter].summary
+    sampling, shape = report.sampling, report.tree or f"chain of {report.verdicts['all'].depth}"
+    drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    hardware = f"{report.timing.device}, {report.timing.dtype}"
+    prompts = f"{things(row.num_prompts, 'prompt')}, {drawn}, batch {report.batch_size}"
+    ours: list[Cell] = [report.target, shape, "see Provenance", prompts, hardware]
+    rows = [["this report", *ours, row.speedup, row.acceptance_length.estimate]]
+    rows += [
+        [
+            one.source,
+            *(one.target, one.drafts, one.trained_on, one.prompts, one.hardware),
+            number(one.speedup),
+            number(one.acceptance_length),
+        ]
+        for one in report.published
+    ]
+    caption = (
+        "Quoted, not measured here. Target, drafts, data, prompts and hardware differ as listed, "
+        "and each source has its own definition of acceptance length: compare orders, not digits."
+    )
+    columns = ["source", "target", "drafts", "trained on", "prompts", "hardware"]
+    columns += ["speedup", "acceptance length"]
+    return Table("Published for this family, beside this report", caption, columns, rows, [])
+
+
+def training_table(curves: TrainingCurves) -> Table:
+    """Return the first and the last values of each curve, and the best of the validation."""
+    columns: list[Column[TrainingSeries]] = [
+        ("unit", lambda one: one.unit),
+        ("first", lambda one: f"{number(one.values[0])} at step {one.steps[0]:,}"),
+        ("last", lambda one: f"{number(one.values[-1])} at step {one.steps[-1]:,}"),
+        ("tokens", lambda one: count(one.tokens[-1])),
+    ]
+    lines = [(one.name, one) for one in curves.series]
+    return table("Training", sentence(curves.statement), "curve", columns, lines)
+
+
 def certificate_table(section: Certificate) -> Table:
     """Return the certificate as a table of the report."""
     caption = (
-        f"{section.statement[0].upper()}{section.statement[1:]}. Rule: {section.rule}; "
+        f"{sentence(section.statement)} Rule: {section.rule}; "
         f"checked in {section.dtype} on {section.num_prompts} prompts."
     )
     checks = [(check.name, check) for check in section.checks]
@@ -234,7 +314,7 @@ def certificate_table(section: Certificate) -> Table:
 
 def adaptation_table(section: Adaptation) -> Table:
     """Return the section as a table: a row for all prompts and one per task."""
-    caption = f"{section.statement[0].upper()}{section.statement[1:]}. {section.definition}"
+    caption = f"{sentence(section.statement)} {section.definition}"
     return table("Before and after adapting", caption, "task", ADAPTED, section.rows.items())
 
 

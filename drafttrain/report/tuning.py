@@ -68,7 +68,7 @@ COLUMNS: list[Column[DepthPrediction]] = [
 def tune_tables(
     predictions: Sequence[DepthPrediction], choices: Mapping[str, TunedChoice]
 ) -> list[Table]:
-    """Return tables of predicted and measured speedups, and of the chosen depths by task."""
+    """Return tables of the chosen depths by task, and of predicted and measured speedups."""
     everywhere = [p for p in predictions if p.task == "all"]
     errors = [abs(p.error) for p in everywhere if p.error is not None]
     explained = list(DEFINITIONS)
@@ -91,8 +91,8 @@ def tune_tables(
     caption = "The fastest depth and its speedup; none: do not speculate."
     batches = ["task", *(f"batch {size}" for size in choices)]
     return [
-        table("Speedup by depth", "In all tasks.", "batch", COLUMNS, lines, explained),
         Table("Chosen depths", caption, batches, chosen, []),
+        table("Speedup by depth", "In all tasks.", "batch", COLUMNS, lines, explained),
     ]
 
 
@@ -122,11 +122,13 @@ def write_tuning(
     """Write tuned.md and tuned.html into the run's folder; return the page."""
     from drafttrain.report.plots import depth_figure  # matplotlib takes a second
 
+    chosen, *rest = tune_tables(predictions, choices)
     document = Document(
         "depths, predicted and measured",
         title,
         [headline(choices)],
-        rest=[*tune_tables(predictions, choices), notes("Notes", remarks)],
+        first=[chosen],
+        rest=[*rest, notes("Notes", remarks)],
     )
     points = [
         (0.0, p.batch_size, p.depth, p.measured, p.predicted)

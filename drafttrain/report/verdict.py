@@ -33,12 +33,13 @@ def decide(speedup: Estimate, marginal_speedup: float) -> str:
     """Return the decision for a speedup and its interval.
 
     speculate: even the interval's lower bound is above `marginal_speedup`. do not: the speedup is
-    at most 1. marginal: anything between, or a speedup without an interval.
+    at most 1. marginal: anything between, or a speedup without an interval. unknown: no speedup, or
+    one of at most 1 without an interval: too few prompts to advise against the drafter.
     """
     if speedup.value is None:
         return UNKNOWN
     if speedup.value <= 1:
-        return DO_NOT
+        return DO_NOT if speedup.ci95 else UNKNOWN
     sure = speedup.ci95 is not None and speedup.ci95[0] > marginal_speedup
     return SPECULATE if sure else MARGINAL
 
@@ -80,7 +81,8 @@ def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
 
 def call(verdict: TaskVerdict) -> str:
     """Return the decision as the start of a sentence: `Speculate at depth 4`."""
-    return f"{IN_WORDS[verdict.decision]} at {fastest_depth(verdict)}"
+    at = "up to" if verdict.adaptive else "at"
+    return f"{IN_WORDS[verdict.decision]} {at} {fastest_depth(verdict)}"
 
 
 def fastest_depth(verdict: TaskVerdict) -> str:
@@ -127,12 +129,13 @@ def verdicts_of(
     longest: Mapping[str, int],
     settings: VerdictSettings,
     extra: ExtraMemory | None,
+    adaptive: bool,
 ) -> dict[str, TaskVerdict]:
     """Return the verdict on the report's drafter, in all and by task.
 
     of_depths: those that `depth` was chosen from. longest: the positions of the longest turn, in
-    all and by task. A row whose plain loop was handicapped, or whose timing blocks disagree, has a
-    speedup that cannot be trusted: its verdict is at most marginal.
+    all and by task. adaptive: depths are maxima. A row whose plain loop was handicapped, or whose
+    timing blocks disagree, has a speedup that cannot be trusted: its verdict is at most marginal.
     """
     found = {}
     for name, row in rows.by_name.items():
@@ -146,6 +149,7 @@ def verdicts_of(
             decision=decision,
             depth=depth,
             of_depths=list(of_depths),
+            adaptive=adaptive,
             num_prompts=row.num_prompts,
             speedup=row.speedup.estimate,
             acceptance_length=row.acceptance_length.micro,
@@ -162,7 +166,7 @@ def verdicts_of(
 def headline(verdict: TaskVerdict, target: str, drafter: str, lossless: bool) -> str:
     """Return the verdict over all tasks as one sentence."""
     ci95 = verdict.speedup.ci95
-    if verdict.decision == UNKNOWN:
+    if verdict.speedup.value is None:
         return f"No speedup could be computed for {drafter} on {target}."
     gain = f"{number(verdict.speedup.value)} times as fast with {drafter} as alone"
     rule = "" if lossless else ", by a rule that changes what it writes"

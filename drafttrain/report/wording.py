@@ -92,9 +92,14 @@ def things(num: int, name: str) -> str:
 
 
 def rule_statement(rule: str, lossless: bool) -> str:
-    """Return a rule and whether it is lossless, unless the rule's own name says so."""
-    told = "" if "lossless" in rule else f" ({'lossless' if lossless else 'NOT lossless'})"
-    return f"rule: {rule}{told}"
+    """Return whether a rule is lossless, and its name, whose own word for that is left out."""
+    name = re.sub(r" \((NOT )?lossless\)|; NOT lossless(?=\))", "", rule)
+    return f"lossless by {name}" if lossless else f"NOT lossless: {name}"
+
+
+def sentence(text: str) -> str:
+    """Return a text with a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def shortened(tree: Mapping[str, Any]) -> list[tuple[str, str]]:

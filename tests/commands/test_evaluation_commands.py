@@ -251,6 +251,8 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     assert told == {(b, d, t) for b in (1, 2) for d in (1, 2) for t in ("math", "chat", "all")}
     assert all(p["measured"] > 0 for p in tuned["predictions"])
     assert {"tuned.md", "tuned.html"} <= {path.name for path in run.iterdir()}
+    page = (run / "tuned.md").read_text()
+    assert page.index("Batch 1: ") < page.index("## Chosen depths") < page.index("## Speedup by")
     depth = tuned["batches"]["1"]["all"]["depth"]
     assert main([*missing, "eval.name=tuned", "eval.lossless_prompts=0"]) == 0
     report = json.loads((run / "evaluations/tuned/report.json").read_text())

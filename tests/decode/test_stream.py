@@ -11,7 +11,15 @@ import drafttrain
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Decoded
 from drafttrain.decode.rows import Passes, Row
-from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, PLAIN, Stream, written_by
+from drafttrain.decode.stream import (
+    ACCEPTED,
+    BONUS,
+    CORRECTED,
+    PLAIN,
+    Stream,
+    pieces_of,
+    written_by,
+)
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
 
@@ -63,6 +71,19 @@ def test_the_pieces_are_the_answer_and_accepted_ones_are_those_counted(
     assert stream.decoded is not None
     assert stream.tokens_per_second is not None
     assert stream.decoded.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("policy", ["chain", "dynamic_tree"])
+def test_an_output_has_the_pieces_of_its_stream(
+    policy: str, target: Target, lookup: Drafter
+) -> None:
+    told: dict[str, Any] = {"depth": 3, "policy": policy, "tree_nodes": 6, "tree_width": 2}
+    stream = drafttrain.stream(target, lookup, LIST, max_new_tokens=50, **told).rest()
+    assert stream.decoded is not None
+    pieces = pieces_of(stream.decoded, target.tokenizer)
+    assert pieces == stream.pieces
+    assert {piece.writer for piece in pieces} >= {PLAIN, ACCEPTED, CORRECTED, BONUS}
+    assert len(stream.decoded.stats.pass_s) == stream.num_passes
 
 
 def test_without_a_drafter_the_target_writes_all(target: Target) -> None:

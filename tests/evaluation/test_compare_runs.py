@@ -350,7 +350,7 @@ def test_references_are_the_mean_over_the_runs_beside_which_they_were_measured(
     assert row["training"] == "reference, measured beside 2 runs"
     values = [speedup_by_hand(table_of(part, "ngram")) for part in (one, two)]
     assert row["summary"]["speedup"]["by_run"] == pytest.approx(values)
-    assert row["lossless"]["statement"].startswith("rule: greedy (lossless); outputs of this")
+    assert row["lossless"]["statement"].startswith("lossless by greedy; outputs of this")
     assert row["drafter_parameters"] is None
     found = pair_of(comparison, "a")["summary"]["speedup"]["value"]
     tables = [table_of(one, method) for method in ("eagle3", "two_model")]
@@ -366,7 +366,7 @@ def test_only_shared_prompts_count_and_their_number_is_stated(tmp_path: Path) ->
     assert comparison["prompts"]["statement"] == said
     assert comparison["prompts"]["by_run"] == {"a": 16, "b": 10}
     assert comparison["prompts"]["tasks"] == {"math": 5, "coding": 5}
-    assert [flag["text"] for flag in comparison["flags"] if flag["kind"] == "prompts"] == [said]
+    assert said not in [flag["text"] for flag in comparison["flags"]]  # it is told once
     value = row_of(comparison, "a")["summary"]["acceptance_length"]["value"]
     assert value == pytest.approx(length_by_hand(table_of(more, "eagle3")[:10]))
     assert said in comparison_markdown(comparison)
@@ -451,7 +451,7 @@ def test_lossy_runs_are_flagged_wherever_they_appear(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results(seed=1))
     b = write_run(tmp_path / "b", results(seed=2, gain=3.0), seed=1, lossless=lossy)
     comparison = compared(a, b)
-    said = "rule: typical (NOT lossless); 1 of 2 greedy outputs identical"
+    said = "NOT lossless: typical; 1 of 2 greedy outputs identical"
     assert row_of(comparison, "b")["lossless"]["statement"].startswith(said)
     assert not row_of(comparison, "b")["lossless"]["lossless"]
     assert pair_of(comparison, "b")["statement"].endswith("NOT lossless: b.")
@@ -669,6 +669,7 @@ def test_pages_hold_every_row_definition_and_nothing_from_elsewhere(tmp_path: Pa
     assert cell(Change(**pair_of(comparison, "b")["summary"]["acceptance_length"])) in text
     assert text.count("single run") == 2
     assert "…" not in text
+    assert not re.search(r"\w-\s*\n", text), "no word is broken"
 
 
 def test_the_trackers_table_has_a_row_per_method_and_task(tmp_path: Path) -> None:

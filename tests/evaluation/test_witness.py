@@ -596,7 +596,7 @@ def checked(target: Target, lookup: Drafter, **changes: Any) -> ServedDrafter:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafter_name": "mine"}, "serves the drafters eagle3, .*got mine"),
+        ({"drafter_name": "mine"}, "serves the drafters .*eagle3, .*got mine"),
         ({"target_dir": None}, "must have a directory with the target's weights"),
         ({"rule": "typical", "temperature": 1.0}, r"eval\.rule must be lossless"),
         ({"stop_strings": ["end"]}, r"eval\.stop_strings must be empty.*\['end'\]"),

@@ -455,6 +455,7 @@ def test_plan_is_printed_in_100_columns_and_written(
     assert printed.startswith("Does NOT fit: ")
     page = (folder / "plan.html").read_text()
     assert data["headline"] in page
+    assert '<div class="card bad"><p class="label">Memory</p><p class="value">Does not' in page
     assert page.index("<svg") < page.index("<table"), "a picture first"
     memory = [line for line in page.split("<h2>") if line.startswith("Memory of each")]
     assert "target whole on each" in memory[0], "what was asked for comes first"
@@ -465,7 +466,8 @@ def test_the_headline_says_fit_time_cost_and_speedup() -> None:
     assert re.fullmatch(
         r"Fits: 5\d\.\d GiB of the 79\.0 GiB of each h100, target sharded \(zero3\), "
         r"deepspeed=none\. Training takes \d+\.\d h and \$\d+\. Serving 1 request is then "
-        r"\d\.\d\d times as fast at depth \d, predicted\.",
+        r"\d\.\d\d times as fast at depth \d, predicted\. The acceptance length, 3\.05 at depth "
+        r"4, is assumed: plan\.acceptance_length takes a measured one\.",
         headline(plan),
     ), headline(plan)
 

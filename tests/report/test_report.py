@@ -17,23 +17,25 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from drafttrain.commands.evaluate import evaluation_table
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
-from drafttrain.report.build import build_report, sweep_point
+from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.config import VerdictSettings
+from drafttrain.report.document import Listing
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
 from drafttrain.report.metrics import Resampling, interval, length_statistic
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
-from drafttrain.report.plots import bounds, report_figures
+from drafttrain.report.plots import batch_figure, bounds, report_figures
 from drafttrain.report.repetition import repeated_tokens
-from drafttrain.report.results import PLAIN, Estimate, LosslessCheck, Report, TimingInfo
+from drafttrain.report.results import PLAIN, Check, Estimate, LosslessCheck, Report, TimingInfo
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect
-from drafttrain.report.wording import cell, speed
+from drafttrain.report.wording import cell, rule_statement, speed
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
@@ -474,6 +476,59 @@ def test_every_page_names_the_depth_and_those_it_was_chosen_from(tmp_path: Path)
     console.print(summary_table(report))
     assert "depth 2, the fastest of 2, 4" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "chosen on other prompts" in report["definitions"]["verdicts"]
+    (again,) = (row for row in evaluation_table(read(report))[1] if row[:2] == ["eagle3", "all"])
+    assert again[5] == pytest.approx(value)  # what the tracker gets
+
+
+def test_the_page_sums_up_the_overlap_of_the_prompts():
+    overlap = {"tasks": {"math": {"num_ngrams": 41}}}
+    told = {"source": "x", "overlap": overlap, "overlap_statement": "0 of 8 are equal"}
+    text = markdown(report_of(many_prompts(), prompts=told))
+    assert "- `overlap_statement`: 0 of 8 are equal" in text
+    assert "num\\_ngrams" not in text
+
+
+def test_an_adaptive_depth_is_a_maximum():
+    report = report_of(many_prompts(), depth=6, adaptive=True, tree="adaptive chain of at most 6")
+    assert report["verdict"].startswith("Speculate up to depth 6: ")
+
+
+def test_only_a_failed_check_is_red():
+    def looks(**changes: Any) -> dict[str, Any]:
+        first = report_document(built(many_prompts(), **changes)).first
+        return {block.look: block.items for block in first if isinstance(block, Listing)}
+
+    lossy = LosslessCheck("typical", False, "float32", 1, 2, [], "")
+    broken = LosslessCheck("greedy", True, "float32", 1, 2, [], "")
+    check = Check("one-step distribution", False, 0.5, "1e-6", "0.5 apart", [])
+    failed = certified([check], rule="greedy", lossless=True, dtype="float32", num_prompts=2)
+    assert not looks()["wrong"]
+    assert not looks()["flags"]
+    assert not looks(lossless=lossy)["wrong"]
+    assert looks(lossless=lossy)["flags"]
+    assert looks(lossless=broken)["wrong"]
+    ((_, told),) = looks(certificate=failed)["wrong"]
+    assert told == "NOT certified: one-step distribution failed"
+    tiles = {
+        kind: report_document(built(many_prompts(), **changes)).tiles[3].mood
+        for kind, changes in {
+            "exact": {}, "lossy": {"lossless": lossy}, "broken": {"lossless": broken},
+            "failed": {"certificate": failed},
+        }.items()
+    }  # fmt: skip
+    assert tiles == {"exact": "good", "lossy": "fair", "broken": "bad", "failed": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "lossless", "told"),
+    [
+        ("greedy match (lossless)", True, "lossless by greedy match"),
+        ("chain lenience (a 1; NOT lossless)", False, "NOT lossless: chain lenience (a 1)"),
+        ("typical", False, "NOT lossless: typical"),
+    ],
+)
+def test_a_rule_is_called_lossless_once(rule: str, lossless: bool, told: str):
+    assert rule_statement(rule, lossless) == told
 
 
 def test_names_from_outside_stay_text_on_every_page(tmp_path: Path):
@@ -509,6 +564,20 @@ def test_one_wide_interval_does_not_squeeze_the_others():
     assert bounds([1.0, 1.2, 1.3], [1.1, 1.4]) == pytest.approx((1.0, 1.4))
 
 
+def test_one_wide_interval_does_not_squeeze_the_speedups_by_batch():
+    told: dict[str, Any] = {"drafter": "eagle3", "depth": 2, "temperature": 0.0}
+    points = [
+        sweep_point(many_prompts(), **told, batch_size=size, resamples=100, seed=0)
+        for size in (1, 4)
+    ]
+    summary = points[1].summary
+    wide = replace(summary.speedup, ci95=[0.5, 400.0])
+    points[1] = replace(points[1], summary=replace(summary, speedup=wide))
+    root = ElementTree.fromstring(batch_figure(points).picture.__html__())
+    texts = [text.text or "" for text in root.iter("text")]
+    assert max(float(text) for text in texts if re.match(r"[\d.]+$", text)) < 5
+
+
 def test_flags_name_what_weakens_a_report():
     results = two_prompts()
     results[2] = PromptResult(**{**vars(results[2]), "tokens": tuple(range(1, 11))})
@@ -516,7 +585,7 @@ def test_flags_name_what_weakens_a_report():
         "typical", False, "bfloat16", 1, 2, [{"prompt_id": "a", "position": 3}], ""
     )
     kinds = {flag["kind"] for flag in report_of(results, lossless=lossy)["flags"]}
-    assert kinds == {"lossless", "timing", "outputs_differing"}
+    assert kinds == {"lossy", "timing", "outputs_differing"}
     sampled = report_of(results, sampling=Sampling(1.0, 0, 1.0))
     assert {flag["kind"] for flag in sampled["flags"]} == {"timing"}
     changed = [
@@ -659,11 +728,11 @@ def test_the_page_escapes_all_text_and_loads_nothing(tmp_path: Path):
     assert "&lt;script&gt;" in page
     elsewhere = r"""(src|srcset|action)\s*=|href\s*=\s*"(?!#)|@import|url\((?!#)|https?://"""
     assert not re.search(elsewhere, page)
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
     markdown = (tmp_path / "report.md").read_text()
     assert "<" not in markdown
     tables = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {6, 8, 10, 14}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {4, 6, 8, 10, 14}
 
 
 @pytest.fixture(scope="module")
@@ -746,7 +815,7 @@ def test_plots_are_the_same_whatever_the_settings_of_matplotlib(varied: dict[str
 def test_plots_as_pixels_have_the_pages_light_colours(varied: dict[str, Any]):
     page = html(varied)
     pixels = report_figures(read(varied))[0].picture.pixels()
-    assert pixels.shape[1:] == (2 * 560, 3)
+    assert pixels.shape[1:] == (2 * 440, 3)
     colours = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
     drafter = tuple(bytes.fromhex("2563c9"))
     assert {drafter, (255, 255, 255)} <= colours
@@ -772,7 +841,7 @@ def test_what_was_not_measured_is_not_drawn():
         )
         for r in two_prompts()
     ]
-    assert html(report_of(untimed)).count("<svg") == 2
+    assert html(report_of(untimed)).count("<svg") == 3
 
 
 @pytest.mark.slow
@@ -819,7 +888,7 @@ def test_the_terminal_table_fits_80_columns_and_has_every_row():
         "coding",
         "all, eagle3",
         "all, ngram",
-        "Lossless: rule: greedy (lossless)",
+        "Lossless by greedy; 2 of 2",
     ):
         assert words in text
     assert "2 of 2 greedy outputs identical" in " ".join(text.split())

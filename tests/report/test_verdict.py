@@ -46,7 +46,7 @@ MEMORY = ExtraMemory(weight_bytes=3 * 2**20, kv_bytes_per_token=1024)
         (1.6, None, "marginal"),
         (1.0, [0.8, 1.3], "do not"),
         (0.9, [0.85, 0.95], "do not"),
-        (0.9, None, "do not"),
+        (0.9, None, "unknown"),
         (None, None, "unknown"),
     ],
 )
@@ -160,6 +160,16 @@ def test_a_handicapped_plain_loop_earns_no_verdict_to_speculate() -> None:
     assert verdict["flagged"]
     assert verdict["decision"] == "marginal"
     assert "handicapped" in verdict["statement"]
+
+
+def test_few_prompts_advise_against_nothing() -> None:
+    results = [
+        replace(r, stats=replace(r.stats, verify_s=9.0)) if r.method == "eagle3" else r
+        for r in two_prompts()
+    ]
+    report = report_of(results)
+    assert report["verdict"].startswith("Undecided at depth 2: tiny decodes 0.1")
+    assert "(too few prompts for an interval)" in report["verdict"]
 
 
 def test_a_lossy_rule_stands_in_the_headline() -> None:

@@ -47,12 +47,16 @@ from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.pairs import BEFORE
-from drafttrain.report.results import Report, TimingInfo
+from drafttrain.report.results import Report, TimingInfo, TrainingCurves
+from drafttrain.report.training import training_curves
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.terminal import console
+from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
+from drafttrain.runtime.untrusted_input import UntrustedError
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.size import parameters
+from drafttrain.training.checkpoint import NAME
 
 SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
 
@@ -73,6 +77,7 @@ class Setup:
     timing: TimingInfo
     about_prompts: dict[str, Any]
     notes: list[str]
+    training: TrainingCurves | None  # of the run that trained the drafter
 
     @property
     def subject(self) -> dict[str, str]:
@@ -188,6 +193,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             f"a pass of a target of {parameters(size)} is mostly dispatch: its speedups "
             "say little of a large one's; model.inflate=200M times the cost of a larger one"
         )
+    training, spoilt = trained(folder, given.checkpoint)
+    lines += spoilt
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
     check_settings(prompts, target, drafter, template, settings)
@@ -231,9 +238,23 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             "num_prompts": len(prompts),
             "skipped": skipped.to_dict(),
             "overlap": overlap,
+            "overlap_statement": overlap_line(overlap),
         },
         notes=[how, "losslessness is checked on first turns", *lines, *given.lines],
+        training=training,
     )
+
+
+def trained(folder: Path, checkpoint: Path | None) -> tuple[TrainingCurves | None, list[str]]:
+    """Return the curves of the run behind a checkpoint, and why its log cannot be read."""
+    file = folder / METRICS_FILE
+    if checkpoint is None or not file.is_file():
+        return None, []
+    match = NAME.fullmatch(checkpoint.name)
+    try:
+        return training_curves(read_metrics(file), int(match[1]) if match else None), []
+    except (OSError, UntrustedError) as error:
+        return None, [f"the training curves are left out: {error}"]
 
 
 def measured(
@@ -261,6 +282,8 @@ def measured(
             },
             "prompts": setup.about_prompts,
             "notes": setup.notes,
+            "training": setup.training,
+            "published": setup.parts.drafter.published,
         },
         seed=config.run.seed,
     )

@@ -1,0 +1,106 @@
+"""What outputs show besides their totals: acceptance along them, and examples of who wrote what."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from drafttrain.core.types import Decoded, PromptResult
+from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, pieces_of
+from drafttrain.decode.stream import PLAIN as UNDRAFTED
+from drafttrain.report.metrics import Resampling, interval, length_statistic
+from drafttrain.report.results import (
+    PLAIN,
+    Estimate,
+    Example,
+    OutputBin,
+    TokensByTime,
+    WrittenText,
+)
+
+WRITERS = {
+    ACCEPTED: "drafted, and accepted by the target",
+    CORRECTED: "the target's own, in place of a rejected draft",
+    BONUS: "the target's own, after a draft that was accepted whole",
+    UNDRAFTED: "the target's own, where nothing was drafted",
+}
+MOST_BINS = 12
+NARROWEST_BIN = 4  # positions
+
+
+def first_blocks(results: Iterable[PromptResult], method: str) -> list[PromptResult]:
+    """Return a method's results, each turn of each prompt once: in the block that came first."""
+    found: dict[tuple[str, str, int], PromptResult] = {}
+    for result in results:
+        if result.method == method:
+            found.setdefault((result.task, result.prompt_id, result.turn), result)
+    return list(found.values())
+
+
+def along_output(
+    results: Iterable[PromptResult], drafter: str, resampling: Resampling
+) -> list[OutputBin]:
+    """Return the accepted tokens per draft by the position at which drafts began, in bins.
+
+    Bins are equally wide; those without a draft are left out. Intervals are by bootstrap over
+    prompts. Counts are trimmed: the last draft of an output counts as far as it reached it.
+    """
+    mine = first_blocks(results, drafter)
+    width = NARROWEST_BIN
+    while width * MOST_BINS < max((len(result.tokens) for result in mine), default=0):
+        width *= 2
+    bins: dict[int, dict[tuple[str, str], list[int]]] = {}  # accepted and drafts, by prompt
+    for result in mine:
+        for position, num_draft_tokens, num_accepted_tokens in result.stats.cycles:
+            if num_draft_tokens:
+                prompts = bins.setdefault(position // width, {})
+                counts = prompts.setdefault((result.task, result.prompt_id), [0, 0])
+                counts[0] += num_accepted_tokens
+                counts[1] += 1
+
+    found = []
+    for place, prompts in sorted(bins.items()):
+        accepted, drafts = zip(*prompts.values(), strict=True)
+        ci95 = interval(length_statistic, [accepted, drafts], resampling)
+        counted = sum(drafts), sum(accepted)
+        measured = Estimate(counted[1] / counted[0], ci95)
+        found.append(OutputBin(place * width, (place + 1) * width - 1, *counted, measured))
+    return found
+
+
+def examples_of(
+    results: Sequence[PromptResult], drafter: str, prompts: Sequence[Prompt], tokenizer: Any
+) -> list[Example]:
+    """Return the first answers to three prompts: least accepted, median, and most accepted.
+
+    Empty where passes were not recorded.
+    """
+    texts = {(prompt.task, prompt.id): prompt.turns[0] for prompt in prompts}
+    plain = {(r.task, r.prompt_id): r for r in first_blocks(results, PLAIN) if r.turn == 0}
+    mine = [
+        result
+        for result in first_blocks(results, drafter)
+        if result.turn == 0 and result.stats.passes
+    ]
+    mine.sort(key=_accepted_per_draft)
+    places = sorted({0, len(mine) // 2, len(mine) - 1}) if mine else []
+    found = []
+    for result in (mine[place] for place in places):
+        key = (result.task, result.prompt_id)
+        pieces = pieces_of(Decoded(result.tokens, result.stats), tokenizer)
+        written = [WrittenText(each.writer, each.text, len(each.tokens)) for each in pieces]
+        times = _by_time(result), _by_time(plain[key])
+        found.append(Example(*key, texts[key], written, *times))
+    return found
+
+
+def _accepted_per_draft(result: PromptResult) -> float:
+    counted = result.stats.trimmed
+    return counted.num_accepted_tokens / max(counted.num_drafts, 1)
+
+
+def _by_time(result: PromptResult) -> TokensByTime:
+    """Return the tokens after the prefill and after each pass; a plain pass yields one."""
+    starts = [position for position, _, _ in result.stats.cycles]
+    tokens = [*starts, len(result.tokens)] if starts else range(1, len(result.tokens) + 1)
+    return TokensByTime(list(accumulate(result.stats.pass_s, initial=0.0)), list(tokens))
