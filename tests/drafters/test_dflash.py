@@ -146,6 +146,7 @@ def test_layers_are_spread_as_published() -> None:
     # Those of z-lab's Qwen3-8B (36 layers) and Llama-3.1-8B drafters, in config.json less one.
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34)
     assert spread_layers(32, 5) == (2, 9, 16, 23, 30)
+    assert spread_layers(30, 5) == (2, 9, 15, 21, 28), "halves to the even id"
     assert spread_layers(8, 5) == (2, 3, 4, 5, 6)
     assert spread_layers(4, 5) == (1, 2, 3), "distinct in a shallow target"
     assert spread_layers(12, 1) == (7,)
