@@ -20,6 +20,7 @@ from published import (
     VOCAB,
     WIDTH,
     Published,
+    dflash,
     eagle,
     eagle3,
     edited,
@@ -374,6 +375,18 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     "no features": (
         lambda: edited(eagle3(), eagle_config={"use_aux_hidden_state": False}),
         r"use_aux_hidden_state must be true: EAGLE-3 reads fused layers$",
+    ),
+    "a block of its anchor alone": (
+        lambda: edited(dflash(), block_size=1),
+        r"block_size must be at least 2, got 1$",
+    ),
+    "no mask": (
+        lambda: edited(dflash(), dflash_config={"target_layer_ids": [0, 1, 2]}),
+        r"dflash_config\.mask_token_id must be one of 97 ids, got None$",
+    ),
+    "layers twice": (
+        lambda: edited(dflash(), dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 1]}),
+        r"target_layer_ids must be distinct layers of the target, got \[1, 1\]$",
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="dflash"),

@@ -63,10 +63,13 @@ class DFlashLayout(OneLayer):
         for key in ("use_sliding_window", "is_causal"):
             top.exactly(key, False)
         top.exactly("draft_vocab_size", vocab)
+        size = top.integer("block_size", MAX_LAYERS)
+        if size == 1 and not top.complaints:
+            top.complaints.append("config.json's block_size must be at least 2, got 1")
         settings |= {
             "layers": layers,
             "num_layers": num_layers,
-            "block_size": top.integer("block_size", MAX_LAYERS),
+            "block_size": size,
             "mask_token_id": mask,
             "own_embedding": "embed_tokens.weight" in files.names,
         }
