@@ -17,6 +17,7 @@ from drafttrain.report.card import read_run
 from drafttrain.report.plots import report_figures
 from drafttrain.report.results import Report, Table
 from drafttrain.report.terminal import rich_table
+from drafttrain.report.wording import number
 from drafttrain.runtime.terminal import console
 
 # By the name of the evaluation; the one that matters comes first.
@@ -47,7 +48,7 @@ def table(reports: Mapping[str, Report]) -> Table:
             checked = check.greedy_total and method == report.drafter
             same = f"{check.greedy_identical}/{check.greedy_total}" if checked else ""
             length = row.acceptance_length
-            rows.append((TARGETS[name], method, row.speedup.estimate, f"{length.micro:.2f}", same))
+            rows.append((TARGETS[name], method, row.speedup.estimate, number(length.micro), same))
     columns = ("target", "drafter", "speedup, 95 %", "acceptance length", "greedy identical")
     return Table("", "", columns, rows, [])
 
