@@ -141,13 +141,15 @@ def speculative_passes(
         unread.read()
     active = batch.active
     _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
+    prefilled = clock.now()
     yield active
+    resumed = clock.now()
     if kept and len(kept) < len(active):
         target.select(cache, kept)
         unread.select(kept)
         last_token = last_token[send_numbers(kept, last_token.device)]
     before = clock.now()
-    clock.charge(active, prefill_s=[(started, before)])
+    clock.charge(active, prefill_s=[(started, prefilled), (resumed, before)])
     while batch.active:
         active, names, starts = batch.active, batch.names, batch.starts
         lengths = cache.lengths

@@ -393,7 +393,7 @@ def report_figures(report: Report) -> list[Captioned]:
             "acceptance length and the times of a cycle."
         )
         found.append(Captioned("Speedup by task", caption, drawn))
-        caption = "Prefill included; for each turn the median over the blocks that timed it."
+        caption = "Prefill included; each pass counts at the median of its kind."
         found.append(Captioned("Tokens per second", caption, speed_plot(rows, colours)))
     if any(row.num_drafts for row in summaries.values()):
         caption = (

@@ -1,7 +1,9 @@
 """Decoding in turns: every method writes what it writes alone, and none runs ahead."""
 
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,30 @@ def test_methods_in_turns_write_what_each_writes_alone(target: Target, sampling:
         assert [one.stats.trimmed for one in together[name]] == [
             one.stats.trimmed for one in outputs
         ]
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3", "ngram"])
+def test_what_happens_between_the_passes_is_not_charged(target: Target, name: str) -> None:
+    """Others decode meanwhile: their time was in every prefill but the last."""
+    told: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": 8, "chance": SeededChance(0)}
+    if name == "plain":
+        passes = autoregressive_passes(target, PROMPTS, rows=[0, 1], **told)
+    else:
+        drafter = random_drafter(name, target)
+        passes = speculative_passes(target, drafter, PROMPTS, rows=[0, 1], policy=3, **told)
+    waited = 0.0
+    with torch.inference_mode():
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                decoded = end.value
+                break
+            if waited < 4.0:  # after the prefill, and after the first pass
+                time.sleep(2.0)
+                waited += 2.0
+    charged = sum(one.stats.total_s for one in decoded)
+    assert charged < 1.9, "one wait alone would be more"
 
 
 def test_the_method_that_has_written_least_goes_on() -> None:
