@@ -46,7 +46,7 @@ def test_the_demo_ends_with_the_number_that_matters_beside_the_honest_one(
     assert 0 < text.index("14M at the cost of 200M") < text.index("14M     ")
     assert text.splitlines()[-1] == f"open {run}/evaluations/large/report.html"
     assert opened == []  # a pipe
-    assert imread(run / "demo.png").shape[1] == 1120
+    assert imread(run / "demo.png").shape[1] == 880
     with pytest.raises(SystemExit, match="must hold evaluations of `make demo`, got none"):
         script.main(run / "evaluations")
 
