@@ -62,12 +62,14 @@ def test_what_is_set_is_not_measured() -> None:
 
 
 def test_the_drafter_decodes_in_what_is_set_or_in_float32_on_a_cpu() -> None:
-    assert choose_draft_dtype(hardware(), CPU, torch.bfloat16) == torch.float32
+    small, large = 8_000_000, 26_000_000
+    assert choose_draft_dtype(hardware(), CPU, torch.bfloat16, small) == torch.float32
+    assert choose_draft_dtype(hardware(), CPU, torch.bfloat16, large) == torch.bfloat16
+    assert choose_draft_dtype(hardware(), CPU, torch.float32, large) == torch.float32
     gpu = torch.device("cuda")
-    assert choose_draft_dtype(hardware(), gpu, torch.bfloat16) == torch.bfloat16
-    assert (
-        choose_draft_dtype(hardware(draft_dtype="bfloat16"), CPU, torch.float32) == torch.bfloat16
-    )
+    assert choose_draft_dtype(hardware(), gpu, torch.bfloat16, small) == torch.bfloat16
+    asked = hardware(draft_dtype="bfloat16")
+    assert choose_draft_dtype(asked, CPU, torch.float32, small) == torch.bfloat16
 
 
 def test_threads_are_those_asked_for_or_every_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import UntrustedError
 from drafttrain.target.model import Target
+from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.training.checkpoint import NAME
 
@@ -169,14 +170,17 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     loaded = loaded or load(config, settings)
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
     drafter = given.drafter
-    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype)
-    references = reference_drafters(settings, drafter, target, draft_dtype)
+    references = reference_drafters(settings, drafter, target)
     if settings.before and given.checkpoint is not None and not tunes:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
-            references[BEFORE] = started.to(device, draft_dtype)
+            references[BEFORE] = started
     everyone = [drafter, *references.values()]
     widened = inflate_as(model, target, everyone)
+    size = count_parameters(drafter)
+    draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype, size)
+    for each in references.values():
+        each.to(device, draft_dtype)
     use_graphs_as(target, everyone)
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
@@ -371,7 +375,7 @@ def chosen_by_tune(
 
 
 def reference_drafters(
-    settings: EvalConfig, drafter: Drafter, target: Target, dtype: torch.dtype
+    settings: EvalConfig, drafter: Drafter, target: Target
 ) -> dict[str, Drafter]:
     """Return the reference drafters: prompt lookup, and a smaller model if one is named."""
     references: dict[str, Drafter] = {}
@@ -379,5 +383,5 @@ def reference_drafters(
         if drafter.config.name != name:
             reference = replace(load_choice("drafter", name), **changes).build(target.spec)
             reference.attach(target.tokenizer)
-            references[name] = reference.to(target.device, dtype).eval()
+            references[name] = reference.eval()
     return references

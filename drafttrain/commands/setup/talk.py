@@ -17,6 +17,7 @@ from drafttrain.decode.policy import Policy
 from drafttrain.decode.stream import Stream
 from drafttrain.runtime.hardware import choose_draft_dtype, dtype_name
 from drafttrain.runtime.terminal import console
+from drafttrain.target.pretrained.inflate import count_parameters
 
 PLAIN_STEPS = 8  # of the target alone, which the drafter's speed is compared with
 # Settings of `eval` that say how to decode; the others are of measurements.
@@ -105,10 +106,11 @@ def _ready(config: ChatConfig) -> Talk:
     loaded = load(config, how)
     given, target, device = loaded.given, loaded.target, loaded.device
     as_tuned(config.eval, folder, given.weights)  # for these very weights?
-    dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype)
-    drafter = given.drafter.to(device, dtype)
-    if widened := inflate_as(config.model, target, [drafter]):
+    if widened := inflate_as(config.model, target, [given.drafter]):
         console.print(widened)
+    size = count_parameters(given.drafter)
+    dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype, size)
+    drafter = given.drafter.to(device, dtype)
     settings = {field: getattr(config, field) for field in ChatConfig.__dataclass_fields__}
     talk = Talk(loaded, ChatConfig(**(settings | {"eval": how})))
     talk.policy.check(drafter, how.draft_sampling)

@@ -36,6 +36,7 @@ from drafttrain.target.describe import describe
 from drafttrain.target.model import Target
 from drafttrain.target.placement import choose_placement, load_placed
 from drafttrain.target.pretrained.config import ModelConfig
+from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.models import load_model_config, load_tokenizer
 from drafttrain.target.pretrained.size import parameters
 from drafttrain.target.served import ServedTarget, open_served
@@ -445,8 +446,7 @@ def describe_target(target: Target, started: float) -> str:
 
 def describe_drafter(drafter: Drafter) -> str:
     """Return a line about an untrained drafter."""
-    size = sum(parameter.numel() for parameter in drafter.parameters())
-    line = f"drafter: {drafter.config.name}, {parameters(size)}"
+    line = f"drafter: {drafter.config.name}, {parameters(count_parameters(drafter))}"
     if drafter.captures:
         line += f", reads layers {', '.join(map(str, drafter.captures))}"
     if drafter.vocab is not None:

@@ -27,6 +27,7 @@ from drafttrain.runtime.hardware import choose_draft_dtype
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target
+from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.store.config import StoredFeaturesConfig
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
@@ -130,6 +131,8 @@ def validation_of(
         num_prompts=trainer.validation_prompts,
         depth=config.eval.depth,
         max_new_tokens=trainer.validation_tokens,
-        draft_dtype=choose_draft_dtype(config.hardware, engine.device, dtype),
+        draft_dtype=choose_draft_dtype(
+            config.hardware, engine.device, dtype, count_parameters(engine.module)
+        ),
         stop=stop,
     )

@@ -110,6 +110,7 @@ def widen(layer: Any, width: int) -> None:
 
 
 def count_parameters(model: nn.Module) -> int:
+    """Return how many numbers a model's weights hold."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
