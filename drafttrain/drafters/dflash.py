@@ -20,7 +20,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, last_of
+from drafttrain.drafters.base import About, Published, TrainingChance, last_of
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
 from drafttrain.drafters.shared.layer import CachedDrafter, LayerConfig, LayerShape, LayerState
 from drafttrain.runtime.settings import require
@@ -124,6 +124,23 @@ class DFlash(CachedDrafter):
     """
 
     about = About("A DFlash", "2602.06036")
+    published = tuple(
+        Published(
+            target,
+            "chain, blocks of 16",
+            "answers by the target to about 800k prompts",
+            f"{prompts}; greedy, batch 1",
+            "H200" if target == "Qwen3 4B" else "not stated",
+            speedup,
+            length,
+            "arXiv:2602.06036",
+        )
+        for target, prompts, speedup, length in (
+            ("Qwen3 4B", "MT-bench", 2.85, 4.35),
+            ("Qwen3 4B", "mean of all tasks", 4.91, 6.54),
+            ("Qwen3 8B", "mean of all tasks", 4.86, 6.49),
+        )
+    )
     branches = True
     config: DFlashConfig
     layers: Any  # of BlockLayer

@@ -16,6 +16,7 @@ Key = tuple[int, int]  # block, batch of prompts
 
 PARTIAL = "measurements.partial.jsonl"
 WHOLE = "measurements.jsonl"
+VERSION = 2  # of what is measured, and how: times of others are not mixed with these
 
 
 class Measurements:
@@ -27,13 +28,14 @@ class Measurements:
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any]) -> None:
+        conditions = {**conditions, "version": VERSION}
         self.mark = hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()
         self.file = folder / f"{name}.{self.mark[:8]}.{PARTIAL}"
         self.whole = folder / f"{name}.{WHOLE}"
         self.known: dict[Key, list[PromptResult]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self._load():
-            replace_records(self.file, [{"mark": self.mark, "conditions": dict(conditions)}])
+            replace_records(self.file, [{"mark": self.mark, "conditions": conditions}])
 
     @property
     def others(self) -> list[Path]:
