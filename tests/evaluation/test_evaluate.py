@@ -301,6 +301,17 @@ def test_an_interrupted_evaluation_goes_on_from_what_it_measured(
     assert len(other.known) == 0  # measured under other conditions
 
 
+def test_measurements_of_an_earlier_version_are_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = DecodeStats(verify_s=1.0)
+    result = PromptResult("a", 0, "math", "autoregressive", 0, 5, (7,), stats)
+    Measurements(tmp_path, "point", {}).add((0, 0), [result])
+    assert len(Measurements(tmp_path, "point", {}).known) == 1
+    monkeypatch.setattr("drafttrain.evaluation.measurements.VERSION", 99)
+    assert len(Measurements(tmp_path, "point", {}).known) == 0
+
+
 class Interrupted(Ngram):
     """Prompt lookup, while which something else takes the machine, once."""
 
