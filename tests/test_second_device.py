@@ -353,8 +353,8 @@ def test_a_run_is_evaluated_as_on_the_cpu(
     monkeypatch.setitem(CAPTURES, NAME, Capturing.capture)
     monkeypatch.setattr(Capturing, "num_replayed", 0)
     prompts, found = tmp_path / "prompts.jsonl", []
-    lines = [{"id": str(n), "task": "one", "turns": [f"Say {n}."]} for n in range(2)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked_for = [{"id": str(n), "task": "one", "turns": [f"Say {n}."]} for n in range(2)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked_for))
     for place, asked in zip(both, ("auto", "true"), strict=True):
         run = place.train("run", *place.jsonl, "drafter=eagle3")
         settings = [f"run.dir={run}", f"hardware.device={place.device}", "hardware.threads=1"]
@@ -362,8 +362,9 @@ def test_a_run_is_evaluated_as_on_the_cpu(
         settings += [f"eval.prompts={prompts}", "eval.max_new_tokens=12", "eval.resamples=100"]
         assert main(["evaluate", *settings, "eval.blocks=1", *told]) == 0
         (file,) = (run / "evaluations").rglob("*.measurements.jsonl")
-        measured = [json.loads(line)["results"] for line in file.read_text().splitlines()[1:]]
-        flat = [result for results in measured for result in results]
+        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+        measured = {tuple(line["key"]): line["results"] for line in lines}  # the last one counts
+        flat = [result for key in sorted(measured) for result in measured[key]]
         found.append([(each["tokens"], each["stats"]["untrimmed"]) for each in flat])
     assert len(found[0]) >= 6  # plain, with the drafter, and by prompt lookup
     assert found[0] == found[1]
