@@ -99,7 +99,13 @@ def test_installing_prints_no_noise_but_every_error(tmp_path: Path) -> None:
     asked = {"cwd": tmp_path, "capture_output": True, "text": True}
 
     def made(**variables: str) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, **variables}
+        # A make above this one, as in `make test`, would have it name its folder.
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("MAKE", "MFLAGS"))
+        }
+        environ = {**own, **variables}
         return subprocess.run(make, env=environ, check=False, **asked)  # type: ignore[call-overload]
 
     failed = made(FAILS="no space left")

@@ -208,8 +208,21 @@ class Verdict:
     path: Int[Tensor, "batch depth"] | None = None
 
 
+class Drafted:
+    """Counts of drafts, from which their yield follows."""
+
+    num_drafts: int
+    num_accepted_tokens: int
+    num_cut_drafts: int
+
+    @property
+    def yielded(self) -> int:
+        """The tokens that the drafts yielded: those accepted, and a bonus of each not cut."""
+        return self.num_accepted_tokens + self.num_drafts - self.num_cut_drafts
+
+
 @dataclass
-class Counters:
+class Counters(Drafted):
     """Counts of speculative decoding, in vLLM's terms; the prefill is not a draft."""
 
     num_drafts: int = 0
@@ -254,8 +267,7 @@ class Counters:
     @property
     def acceptance_length(self) -> float | None:
         """Tokens that a draft yields, its bonus included; None without a draft."""
-        yielded = self.num_accepted_tokens + self.num_drafts - self.num_cut_drafts
-        return yielded / self.num_drafts if self.num_drafts else None
+        return self.yielded / self.num_drafts if self.num_drafts else None
 
 
 @dataclass

@@ -21,7 +21,7 @@ has what batches, features and loss terms hold, core/readout.py what a readout d
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -113,6 +113,31 @@ class Published:
     speedup: float | None  # as it was printed; None: not stated
     acceptance_length: float | None  # each source has its own definition
     source: str  # such as its number on arXiv
+
+
+def quoted(
+    source: str,
+    drafts: str,
+    trained_on: str,
+    prompts: str,
+    hardware: str,
+    rows: Mapping[str, tuple[float | None, float | None]],
+) -> tuple[Published, ...]:
+    """Return the measurements of one source; rows: speedup and acceptance length, by target."""
+    return tuple(
+        Published(target, drafts, trained_on, prompts, hardware, speedup, length, source)
+        for target, (speedup, length) in rows.items()
+    )
+
+
+def spec_bench(
+    rows: Mapping[str, tuple[float | None, float | None]],
+    drafts: str = "tree",
+    trained_on: str = "not stated",
+) -> tuple[Published, ...]:
+    """Return the measurements of Spec-Bench's leaderboard, as `quoted` does."""
+    prompts = "Spec-Bench, greedy, batch 1"
+    return quoted("Spec-Bench leaderboard", drafts, trained_on, prompts, "A100", rows)
 
 
 @dataclass

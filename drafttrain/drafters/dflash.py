@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp
 from typing import Any
 
@@ -20,7 +21,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, Published, TrainingChance, last_of
+from drafttrain.drafters.base import About, TrainingChance, last_of, quoted
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
 from drafttrain.drafters.shared.layer import CachedDrafter, LayerConfig, LayerShape, LayerState
 from drafttrain.runtime.settings import require
@@ -116,6 +117,14 @@ class Blocks:
     tokens: Int[Tensor, "block size"]
 
 
+_PAPER = partial(
+    quoted,
+    "arXiv:2602.06036",
+    "chain, blocks of 16",
+    "answers by the target to about 800k prompts",
+)
+
+
 class DFlash(CachedDrafter):
     """Reads [last token, mask, mask, ...]; the k-th mask predicts the k-th token after the last.
 
@@ -124,22 +133,10 @@ class DFlash(CachedDrafter):
     """
 
     about = About("A DFlash", "2602.06036")
-    published = tuple(
-        Published(
-            target,
-            "chain, blocks of 16",
-            "answers by the target to about 800k prompts",
-            f"{prompts}; greedy, batch 1",
-            "H200" if target == "Qwen3 4B" else "not stated",
-            speedup,
-            length,
-            "arXiv:2602.06036",
-        )
-        for target, prompts, speedup, length in (
-            ("Qwen3 4B", "MT-bench", 2.85, 4.35),
-            ("Qwen3 4B", "mean of all tasks", 4.91, 6.54),
-            ("Qwen3 8B", "mean of all tasks", 4.86, 6.49),
-        )
+    published = (
+        *_PAPER("MT-bench; greedy, batch 1", "H200", {"Qwen3 4B": (2.85, 4.35)}),
+        *_PAPER("mean of all tasks; greedy, batch 1", "H200", {"Qwen3 4B": (4.91, 6.54)}),
+        *_PAPER("mean of all tasks; greedy, batch 1", "not stated", {"Qwen3 8B": (4.86, 6.49)}),
     )
     branches = True
     config: DFlashConfig

@@ -23,10 +23,11 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
     About,
-    Published,
     TrainingChance,
     load_exactly,
+    quoted,
     rows_at,
+    spec_bench,
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape
@@ -85,46 +86,15 @@ class Eagle(LayerDrafter):
 
     about = About("An EAGLE", "2401.15077")
     published = (
-        Published(
-            "Vicuna 13B",
+        *quoted(
+            "arXiv:2401.15077",
             "static tree of 26 nodes",
             "ShareGPT, 68k texts as they are",
             "MT-bench, greedy",
             "not stated",
-            3.07,
-            3.98,
-            "arXiv:2401.15077",
+            {"Vicuna 13B": (3.07, 3.98), "Vicuna 7B": (None, 3.94)},
         ),
-        Published(
-            "Vicuna 7B",
-            "static tree of 26 nodes",
-            "ShareGPT, 68k texts as they are",
-            "MT-bench, greedy",
-            "not stated",
-            None,
-            3.94,
-            "arXiv:2401.15077",
-        ),
-        Published(
-            "Vicuna 13B",
-            "tree",
-            "not stated",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            2.16,
-            3.64,
-            "Spec-Bench leaderboard",
-        ),
-        Published(
-            "Vicuna 7B",
-            "tree",
-            "not stated",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            2.1,
-            3.58,
-            "Spec-Bench leaderboard",
-        ),
+        *spec_bench({"Vicuna 13B": (2.16, 3.64), "Vicuna 7B": (2.1, 3.58)}),
     )
     captures = ()
     depth_terms = ("depth_1",)  # training unrolls one depth

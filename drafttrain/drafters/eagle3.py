@@ -25,7 +25,7 @@ from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, Published, TrainingChance, rows_at
+from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter
@@ -87,46 +87,19 @@ class Eagle3(LayerDrafter):
 
     about = About("An EAGLE-3", "2503.01840")
     published = (
-        Published(
-            "Llama 3.1 8B",
+        *quoted(
+            "arXiv:2503.01840, table 1",
             "tree of 60 nodes",
             "ShareGPT and UltraChat, answers by the target",
             "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
             "not stated",
-            4.44,
-            6.23,
-            "arXiv:2503.01840, table 1",
+            {
+                "Llama 3.1 8B": (4.44, 6.23),
+                "Llama 3.3 70B": (4.12, 5.88),
+                "Vicuna 13B": (5.51, 6.62),
+            },
         ),
-        Published(
-            "Llama 3.3 70B",
-            "tree of 60 nodes",
-            "ShareGPT and UltraChat, answers by the target",
-            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
-            "not stated",
-            4.12,
-            5.88,
-            "arXiv:2503.01840, table 1",
-        ),
-        Published(
-            "Vicuna 13B",
-            "tree of 60 nodes",
-            "ShareGPT and UltraChat, answers by the target",
-            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
-            "not stated",
-            5.51,
-            6.62,
-            "arXiv:2503.01840, table 1",
-        ),
-        Published(
-            "Vicuna 13B",
-            "tree",
-            "not stated",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            3.02,
-            5.71,
-            "Spec-Bench leaderboard",
-        ),
+        *spec_bench({"Vicuna 13B": (3.02, 5.71)}),
     )
     config: Eagle3Config
 

@@ -29,9 +29,10 @@ from drafttrain.drafters.base import (
     Drafter,
     DrafterConfig,
     DraftState,
-    Published,
     TrainingChance,
     last_of,
+    quoted,
+    spec_bench,
 )
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 
@@ -92,46 +93,18 @@ class Medusa(Drafter[MedusaState]):
 
     about = About("A Medusa", "2401.10774")
     published = (
-        Published(
-            "Vicuna 7B (Medusa-1)",
+        *quoted(
+            "arXiv:2401.10774",
             "static tree",
             "ShareGPT",
             "not stated",
             "not stated",
-            2.18,
-            None,
-            "arXiv:2401.10774",
+            {
+                "Vicuna 7B (Medusa-1)": (2.18, None),
+                "Vicuna 7B, trained too (Medusa-2)": (2.83, 3.47),
+            },
         ),
-        Published(
-            "Vicuna 7B, trained too (Medusa-2)",
-            "static tree",
-            "ShareGPT",
-            "not stated",
-            "not stated",
-            2.83,
-            3.47,
-            "arXiv:2401.10774",
-        ),
-        Published(
-            "Vicuna 13B",
-            "tree",
-            "not stated",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            1.8,
-            2.39,
-            "Spec-Bench leaderboard",
-        ),
-        Published(
-            "Vicuna 7B",
-            "tree",
-            "not stated",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            1.71,
-            2.31,
-            "Spec-Bench leaderboard",
-        ),
+        *spec_bench({"Vicuna 13B": (1.8, 2.39), "Vicuna 7B": (1.71, 2.31)}),
     )
     captures = ()
     branches = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import DrafterConfig, Published, TrainingChance
+from drafttrain.drafters.base import DrafterConfig, TrainingChance, quoted, spec_bench
 from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
@@ -82,36 +82,18 @@ class TwoModel(CausalDrafter):
     """
 
     published = (
-        Published(
-            "T5-XXL, drafted by T5-small",
+        *quoted(
+            "arXiv:2211.17192",
             "chain",
             "off the shelf",
             "English to German, greedy",
             "not stated",
-            3.4,
-            None,
-            "arXiv:2211.17192",
+            {
+                "T5-XXL, drafted by T5-small": (3.4, None),
+                "T5-XXL, drafted by T5-base": (2.8, None),
+            },
         ),
-        Published(
-            "T5-XXL, drafted by T5-base",
-            "chain",
-            "off the shelf",
-            "English to German, greedy",
-            "not stated",
-            2.8,
-            None,
-            "arXiv:2211.17192",
-        ),
-        Published(
-            "Vicuna 13B (SpS)",
-            "chain",
-            "off the shelf",
-            "Spec-Bench, greedy, batch 1",
-            "A100",
-            1.54,
-            2.19,
-            "Spec-Bench leaderboard",
-        ),
+        *spec_bench({"Vicuna 13B (SpS)": (1.54, 2.19)}, "chain", "off the shelf"),
     )
 
     def __init__(

@@ -311,13 +311,13 @@ def measure(
                     keep(key, take(done, key))
                     tick(1)
         for _ in range(TRIES_AGAIN):
-            if not (again := delayed(measured)):
+            times = usual(measured)
+            if not (again := delayed(measured, times)):
                 break
             console.print(
                 f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
                 "kept the machine busy meanwhile"
             )
-            times = PassTimes(chain.from_iterable(measured.values()))
             with progress(f"{label}, again", len(again), show=show) as tick:
                 for key in again:
                     taken = take(work.index(key), key)
@@ -327,12 +327,18 @@ def measure(
     finally:
         gc.enable()
     results = [result for key in work for result in measured[key]]
-    return MeasuredPoint(results, load.so_far(), len(delayed(measured)) / len(work))
+    return MeasuredPoint(
+        results, load.so_far(), len(delayed(measured, usual(measured))) / len(work)
+    )
 
 
-def delayed(measured: Mapping[Key, Sequence[PromptResult]]) -> list[Key]:
+def usual(measured: Mapping[Key, Sequence[PromptResult]]) -> PassTimes:
+    """Return how long passes take in all that was measured so far."""
+    return PassTimes(chain.from_iterable(measured.values()))
+
+
+def delayed(measured: Mapping[Key, Sequence[PromptResult]], times: PassTimes) -> list[Key]:
     """Return the keys of batches on which a method took far longer than its passes usually do."""
-    times = PassTimes(chain.from_iterable(measured.values()))
     return [key for key, results in measured.items() if _delay(results, times) > DELAYED]
 
 

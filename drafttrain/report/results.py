@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Counters
+from drafttrain.core.types import Counters, Drafted
 from drafttrain.drafters.base import Published
 from drafttrain.runtime.untrusted_input import Amount, Count
 
@@ -92,19 +92,6 @@ class Seconds:
     draft: Amount
     verify: Amount
     other: Amount
-
-
-class Drafted:
-    """Counts of drafts, from which their yield follows."""
-
-    num_drafts: Count
-    num_accepted_tokens: Count
-    num_cut_drafts: Count
-
-    @property
-    def yielded(self) -> int:
-        """The tokens that the drafts yielded: those accepted, and a bonus of each not cut."""
-        return self.num_accepted_tokens + self.num_drafts - self.num_cut_drafts
 
 
 @dataclass(frozen=True)

@@ -198,19 +198,20 @@ class Attention(nn.Module):
         self, values: Float[Tensor, "batch seq input"], turn: Rotation
     ) -> tuple[Float[Tensor, "batch kv_head seq head_dim"], ...]:
         """Return rotated keys, and values, by head, for an input that asks no queries."""
-        keys, own = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in (self.k_proj(values), self.v_proj(values))
-        )
-        return rotate(keys if self.k_norm is None else self.k_norm(keys), turn), own
+        keys = self._turned(self.k_proj(values), self.k_norm, turn)
+        return keys, self._heads(self.v_proj(values))
 
     def _by_head(self, flat: Sequence[Tensor], turn: Rotation) -> ByHead:
-        queries, keys, own = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in flat
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        return rotate(queries, turn), rotate(keys, turn), own
+        queries, keys, own = flat
+        turned = self._turned(queries, self.q_norm, turn), self._turned(keys, self.k_norm, turn)
+        return (*turned, self._heads(own))
+
+    def _turned(self, flat: Tensor, norm: RMSNorm | None, turn: Rotation) -> Tensor:
+        heads = self._heads(flat)
+        return rotate(heads if norm is None else norm(heads), turn)
+
+    def _heads(self, flat: Tensor) -> Tensor:
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def joined(
         self, values: Float[Tensor, "batch seq width"]
