@@ -67,6 +67,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     check_run_folder(config)
     check_resumed(config)
     require_tracker(config.tracker)
+    config.optimizer.check(config.deepspeed)
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train; evaluate it beside any run, or "
@@ -113,6 +114,9 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         max_grad_norm=trainer.max_grad_norm,
         weights_dtype=TORCH_DTYPES[config.hardware.weights_dtype],
         layer_calls=LayerCalls(config.hardware.gradient_checkpointing, compiler),
+        optimizer=config.optimizer,
+        vocab_sizes={drafter.spec.vocab_size, *([drafter.vocab.size] if drafter.vocab else [])},
+        ema_decay=trainer.ema_decay,
     )
     batches = Batches(
         material.samples,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # slow to import: a mistyped key is reported before that
     from drafttrain.target.vllm.config import VllmConfig
     from drafttrain.training.config import TrainerConfig
     from drafttrain.training.engine.config import DeepSpeedConfig
+    from drafttrain.training.engine.optimizer import OptimizerConfig
 
 # The class of each section. A yaml may name a subclass of it with `_target_`, and nothing else.
 SECTIONS = {
@@ -30,6 +31,7 @@ SECTIONS = {
     "store": "drafttrain.target.store.config.StoreConfig",
     "drafter": "drafttrain.drafters.base.DrafterConfig",
     "trainer": "drafttrain.training.config.TrainerConfig",
+    "optimizer": "drafttrain.training.engine.optimizer.OptimizerConfig",
     "hardware": "drafttrain.runtime.config.HardwareConfig",
     "deepspeed": "drafttrain.training.engine.config.DeepSpeedConfig",
     "tracker": "drafttrain.runtime.tracker.TrackerConfig",
@@ -55,6 +57,7 @@ class TrainConfig:
     features: "FeaturesConfig"
     drafter: "DrafterConfig"
     trainer: "TrainerConfig"
+    optimizer: "OptimizerConfig"
     hardware: "HardwareConfig"
     deepspeed: "DeepSpeedConfig"
     tracker: "TrackerConfig"

@@ -63,6 +63,7 @@ def describe_job(
     conversations: int | None,
     max_steps: int,
     tokens_per_step: int,
+    averaged: bool,
 ) -> Job:
     """Count target and drafter. UnknownCostError where the target's architecture is not known.
 
@@ -85,6 +86,7 @@ def describe_job(
         checkpointing=hardware.gradient_checkpointing,
         low=hardware.weights_dtype == "bfloat16",
         on_cpu=chip.is_cpu,
+        averaged=averaged,
     )
     price = chip.price_per_hour if settings.price_per_hour is None else settings.price_per_hour
     return Job(

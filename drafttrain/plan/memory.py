@@ -19,7 +19,7 @@ NAMES = {
     "masters": "master weights",
     "copies": "weights cast to bfloat16",
     "gradients": "gradients",
-    "moments": "AdamW's moments",
+    "moments": "optimizer's state",
     "buckets": "DeepSpeed's buffers",
     "features": "target features",
     "working": "activations",
@@ -101,7 +101,9 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         found["gathered"] = live * ((target_bytes - table) / shape.num_layers)
         found["readout"] = table if ranks > 1 else 0.0
     step = parts.step(load.checkpointing)
-    found |= training_bytes(parts, sharding, ranks, load.low) | {"copies": step.copies}
+    found |= training_bytes(parts, sharding, ranks, load.low, load.averaged) | {
+        "copies": step.copies
+    }
     found["features"] = job.token_bytes * load.tokens
     theirs = 0.0 if placement == "stored" else target_activations(shape, load)
     found["working"] = max(step.peak(load.tokens), theirs)
@@ -138,13 +140,14 @@ def target_activations(shape: Shape, load: Load) -> float:
 
 
 def training_bytes(
-    parts: DrafterCost, sharding: Sharding, ranks: int, low: bool = False
+    parts: DrafterCost, sharding: Sharding, ranks: int, low: bool = False, averaged: bool = False
 ) -> dict[str, float]:
     """Return the drafter's weights, gradients and optimizer state on one rank.
 
-    Weights and moments are float32; low: weights are bfloat16, with float32 masters. ZeRO 1 and 2
-    shard the moments and keep float32 masters of their own share of the weights; 2 shards gradients
-    too; 3 also weights, with the two largest whole at a time.
+    Weights, AdamW's moments and their average are float32 (Muon's state is smaller, which is not
+    counted); low: weights are bfloat16, with float32 masters. averaged: a moving average of the
+    weights is kept. ZeRO 1 and 2 shard the moments and keep float32 masters of their own share of
+    the weights; 2 shards gradients too; 3 also weights, with the two largest whole at a time.
     """
     whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
@@ -152,7 +155,7 @@ def training_bytes(
         "weights": width * (whole - trained + trained * (share if stage == 3 else 1)),
         "masters": 4.0 * trained * share if stage or low else 0.0,
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
-        "moments": 8.0 * trained * share,
+        "moments": (12.0 if averaged else 8.0) * trained * share,
         "buckets": 4.0 * sharding.bucket if stage else 0.0,
     }
     if stage == 3:

@@ -48,6 +48,7 @@ class Load:
     checkpointing: bool
     low: bool  # the drafter's weights in bfloat16, with float32 masters
     on_cpu: bool
+    averaged: bool = False  # whether a moving average of the weights is kept
 
     @property
     def tokens(self) -> int:

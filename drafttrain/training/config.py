@@ -22,6 +22,7 @@ class TrainerConfig(Settings):
     weight_decay: float
     beta1: float
     beta2: float
+    ema_decay: float
     max_grad_norm: float
     log_every: int
     validate_every: int
@@ -41,7 +42,7 @@ class TrainerConfig(Settings):
             self.require(key, getattr(self, key) > 0, "be above 0")
         for key in ("warmup_steps", "weight_decay"):
             self.require(key, getattr(self, key) >= 0, "be at least 0")
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "ema_decay"):
             self.require(key, 0 <= getattr(self, key) < 1, "be in [0, 1)")
         self.require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "be in [0, 1]")
         known = ("cosine", "constant")

@@ -286,18 +286,22 @@ def test_adapters_are_counted_as_the_drafter_makes_them() -> None:
     assert traced(config, of).num_trained == real
 
 
+@pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "small_lm"])
-def test_weights_gradients_and_moments_are_counted_exactly(name: str) -> None:
+def test_weights_gradients_and_moments_are_counted_exactly(name: str, averaged: bool) -> None:
     step = Step(name, {}, DEEP, torch.float32)
-    engine = engine_of(step, "none")
+    engine = engine_of(step, "none", ema_decay=0.9 if averaged else 0.0)
     losses = engine.losses(step.batch, step.features, Uniform())
     engine.backward(weighted_sum(losses), last=True)
-    counted = training_bytes(step.parts, PLAIN, 1)
+    counted = training_bytes(step.parts, PLAIN, 1, averaged=averaged)
     parameters = list(step.drafter.parameters())
     assert counted["weights"] == bytes_of(parameters)
     assert counted["gradients"] == bytes_of([p.grad for p in parameters if p.grad is not None])
     states = [
-        state[m] for state in engine._optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")
+        value
+        for state in engine._optimizer.state.values()
+        for value in state.values()
+        if value.dim()
     ]
     assert counted["moments"] == bytes_of(states)
     assert counted["masters"] == counted["buckets"] == step.parts.step(False).copies == 0
@@ -439,7 +443,7 @@ def test_plan_is_printed_in_100_columns_and_written(
     text = capsys.readouterr().out
     printed = text.partition(f"plan: {folder}")[0]
     assert max(len(line) for line in printed.splitlines()) <= 100
-    for words in ("70,553,706,496", "AdamW's moments", "too much", "best depth", "It does with"):
+    for words in ("70,553,706,496", "optimizer's state", "too much", "best depth", "It does with"):
         assert words in printed, words
     assert "…" not in printed
     data = json.loads((folder / "plan.json").read_text())
@@ -450,7 +454,7 @@ def test_plan_is_printed_in_100_columns_and_written(
     for choice in data["choices"]:
         parts = choice["bytes"]
         assert parts.pop("total") == pytest.approx(sum(parts.values()))
-    assert "AdamW&#39;s moments" in (folder / "plan.html").read_text()
+    assert "optimizer&#39;s state" in (folder / "plan.html").read_text()
     assert "| total |" in (folder / "plan.md").read_text()
     assert printed.startswith("Does NOT fit: ")
     page = (folder / "plan.html").read_text()

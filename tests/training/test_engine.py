@@ -23,8 +23,11 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.config import DeepSpeedConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
+from drafttrain.training.engine.optimizer import ADAMW, OptimizerConfig
 
 ENGINES = ["none", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+AVERAGED = [f"{name}+average" for name in ENGINES]
+MUON = OptimizerConfig(name="muon", muon=True, momentum=0.9)
 VOCAB, STEPS = 23, 5
 
 
@@ -64,6 +67,8 @@ def deepspeed_config(name: str) -> DeepSpeedConfig:
 def make_engine(
     name: str, max_grad_norm: float = 0.8, dtype: torch.dtype = torch.float32
 ) -> Engine:
+    """Return an engine by its name in ENGINES, with what follows a plus: `none+muon+average`."""
+    name, *others = name.split("+")
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # other weights on other ranks: unified
     return build_engine(
         Model(),
@@ -74,6 +79,9 @@ def make_engine(
         eps=1e-8,
         weight_decay=0.1,
         max_grad_norm=max_grad_norm,
+        optimizer=MUON if "muon" in others else ADAMW,
+        vocab_sizes=[VOCAB],
+        ema_decay=0.5 if "average" in others else 0.0,
     )
 
 
@@ -208,8 +216,9 @@ def test_any_engine_on_several_ranks_takes_the_steps_of_one(ranks: int, tmp_path
     expected = train(make_engine("none"), micro_batch=8)
     # One row per micro batch: on some steps a rank has a micro batch without a position to learn.
     micro_batch = 1 if ranks == 2 else 3
-    curves = torchrun(ENGINES, micro_batch, tmp_path / "curve.json", ranks)
-    assert list(curves) == ENGINES
+    names = [*ENGINES, *AVERAGED]
+    curves = torchrun(names, micro_batch, tmp_path / "curve.json", ranks)
+    assert list(curves) == names
     for curve in curves.values():
         assert_same_curve(curve, expected, rel=2e-6)
 
@@ -250,7 +259,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pair for name in ENGINES for pair in ((name, name), (name, "none"), ("none", name))][2:],
+    [pair for name in ENGINES for pair in ((name, name), (name, "none"), ("none", name))][2:]
+    + [(name, name) for name in ("none+muon", "none+muon+average")]
+    + [pair for name in AVERAGED for pair in ((name, name), (name, "none+average"))],
 )
 def test_a_saved_state_goes_on_in_any_engine(first: str, second: str, tmp_path: Path) -> None:
     saving = make_engine(first)
@@ -276,6 +287,61 @@ def test_the_state_of_another_drafter_is_refused_by_name(tmp_path: Path) -> None
         ValueError, match=r"optimizer\.safetensors must hold .*mix\.weight is unknown"
     ):
         engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_the_result_is_an_average_of_the_weights_after_each_step(name: str) -> None:
+    engine, plain = make_engine(name), make_engine("none")
+    averages: dict[str, Tensor] = {}
+    for step in range(12):
+        train(engine, 8, steps=1, first=step)
+        train(plain, 8, steps=1, first=step)
+        kept = min(0.5, step / (step + 9))
+        for key, value in plain.weights().items():
+            averages[key] = kept * averages.get(key, 0) + (1 - kept) * value
+    for key, value in engine.weights().items():
+        torch.testing.assert_close(value, averages[key].to(value.dtype), rtol=1e-5, atol=1e-6)
+    copied = engine.copy_of_module().state_dict()
+    assert all(torch.equal(copied[key], value) for key, value in engine.weights().items())
+    assert not torch.allclose(averages["mix.weight"], plain.weights()["mix.weight"], atol=1e-4)
+
+
+def test_muon_updates_the_matrices_within_layers_and_adamw_the_rest() -> None:
+    engine, plain = make_engine("none+muon"), make_engine("none")
+    before = engine.weights()
+    own = nn.Parameter(before["mix.weight"].clone())
+    muon = torch.optim.Muon(
+        [own], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    engine.module.mix.weight.register_post_accumulate_grad_hook(
+        lambda weight: setattr(own, "grad", weight.grad.clone())
+    )
+    (curve,), _ = train(engine, 8, steps=1), train(plain, 8, steps=1)
+    assert own.grad is not None
+    own.grad *= min(1.0, 0.8 / (curve[1] + 1e-6))  # as clipped
+    muon.step()
+    after, others = engine.weights(), plain.weights()
+    torch.testing.assert_close(after["mix.weight"], own.data)
+    assert not torch.equal(after["mix.weight"], others["mix.weight"])
+    for key in set(after) - {"mix.weight", "idle.weight"}:
+        assert torch.equal(after[key], others[key]), key
+
+
+def test_muon_learns_and_two_kinds_of_moments_are_saved(tmp_path: Path) -> None:
+    engine = make_engine("none+muon")
+    curve = train(engine, 8, steps=25)
+    assert curve[-1][0] < 0.8 * curve[0][0]
+    engine.save(tmp_path)
+    saved = set(load_file(tmp_path / "optimizer.safetensors"))
+    assert {"momentum_buffer.mix.weight", "exp_avg.head.weight", "exp_avg_sq.mix.bias"} <= saved
+    assert "exp_avg.mix.weight" not in saved
+    with pytest.raises(ValueError, match=r"settings that the run was started with"):
+        make_engine("none").load(tmp_path)
+
+
+def test_muon_is_refused_where_matrices_are_cut() -> None:
+    with pytest.raises(ValueError, match=r"optimizer must be adamw with deepspeed=zero2"):
+        make_engine("zero2+muon")
 
 
 @pytest.mark.parametrize("key", ["gradient_clipping", "bf16", "train_batch_size", "optimizer"])

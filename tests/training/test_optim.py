@@ -10,7 +10,7 @@ from paths import ROOT
 from torch import nn
 
 from drafttrain.training.config import TrainerConfig
-from drafttrain.training.engine.build import parameter_groups
+from drafttrain.training.engine.optimizer import parameter_groups
 
 VALUES = yaml.safe_load((ROOT / "conf" / "trainer" / "default.yaml").read_text())
 COSINE = VALUES | dict(
@@ -79,7 +79,7 @@ def test_matrices_decay_and_vectors_do_not_and_frozen_weights_are_left_out() -> 
         }
     )
     module["frozen"].requires_grad_(False)
-    decayed, plain = parameter_groups(module, 0.1)
+    decayed, plain = parameter_groups([*module.parameters()], 0.1)
     assert decayed["weight_decay"] == 0.1
     assert plain["weight_decay"] == 0.0
     expected = [module["embedding"].weight, module["linear"].weight]
@@ -89,5 +89,10 @@ def test_matrices_decay_and_vectors_do_not_and_frozen_weights_are_left_out() -> 
 
 
 def test_a_group_with_nothing_in_it_is_left_out() -> None:
-    assert [g["weight_decay"] for g in parameter_groups(nn.Linear(2, 2, bias=False), 0.1)] == [0.1]
-    assert [g["weight_decay"] for g in parameter_groups(nn.RMSNorm(2), 0.1)] == [0.0]
+    assert [
+        g["weight_decay"]
+        for g in parameter_groups([*nn.Linear(2, 2, bias=False).parameters()], 0.1)
+    ] == [0.1]
+    assert [g["weight_decay"] for g in parameter_groups([*nn.RMSNorm(2).parameters()], 0.1)] == [
+        0.0
+    ]

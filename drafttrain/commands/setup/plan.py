@@ -102,6 +102,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         conversations=data.num_conversations if isinstance(data, SelfgenConfig) else limit,
         max_steps=config.trainer.max_steps,
         tokens_per_step=config.trainer.tokens_per_step,
+        averaged=config.trainer.ema_decay > 0,
     )
 
 

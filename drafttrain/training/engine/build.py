@@ -1,6 +1,6 @@
 """Build the engine that trains a module."""
 
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from drafttrain.runtime.ranks import join_ranks
 from drafttrain.training.engine.config import DeepSpeedConfig
 from drafttrain.training.engine.deepspeed import DeepSpeedEngine, Zero3Engine, ZeroEngine
 from drafttrain.training.engine.engine import Engine, Forward
+from drafttrain.training.engine.optimizer import ADAMW, OptimizerConfig, build_optimizer
 from drafttrain.training.engine.plain import PlainEngine
 
 
@@ -26,12 +27,16 @@ def build_engine(
     max_grad_norm: float,
     weights_dtype: torch.dtype = torch.float32,
     layer_calls: LayerCalls = AS_WRITTEN,
+    optimizer: OptimizerConfig = ADAMW,
+    vocab_sizes: Collection[int] = (),
+    ema_decay: float = 0.0,
 ) -> Engine:
     """Return the engine of `module`, with the module on its device and rank 0's weights everywhere.
 
-    AdamW's moments (Loshchilov & Hutter 2019) and the weights that it updates are float32; with
-    dtype bfloat16 the forward runs under autocast, and with weights_dtype bfloat16 the module holds
-    rounded weights. max_grad_norm: of the summed gradient, over all parameters; 0 is off.
+    The optimizer's moments and the weights that it updates are float32; with dtype bfloat16 the
+    forward runs under autocast, and with weights_dtype bfloat16 the module holds rounded weights.
+    max_grad_norm: of the summed gradient, over all parameters; 0 is off. vocab_sizes: a matrix with
+    a side of such a length is an embedding or a head. ema_decay: of the average; 0 keeps none.
     """
     if dtype not in (torch.float32, torch.bfloat16):
         got = dtype_name(dtype)
@@ -53,26 +58,13 @@ def build_engine(
     ranks = join_ranks(device, with_group=deepspeed.enabled)
     module.to(ranks.device)
     ranks.broadcast_in_place([p.data for p in module.parameters()] + list(module.buffers()))
-    optimizer = torch.optim.AdamW(
-        parameter_groups(module, weight_decay),
-        lr=0.0,
-        betas=betas,
-        eps=eps,
-        fused=deepspeed.offloads_optimizer or None,  # on the CPU: one pass over each tensor
-    )
+    optimizer.check(deepspeed)
+    offloads = deepspeed.offloads_optimizer
+    updates = build_optimizer(optimizer, trainable, vocab_sizes, betas, eps, weight_decay, offloads)
     forward = Forward(module, None if dtype == torch.float32 else dtype, layer_calls)
+    arguments = (forward, updates, ranks, max_grad_norm, low, ema_decay)
     if not deepspeed.enabled:
-        return PlainEngine(forward, optimizer, ranks, max_grad_norm, low)
+        return PlainEngine(*arguments)
     stage = deepspeed.stage
     kind = Zero3Engine if stage == 3 else ZeroEngine if stage else DeepSpeedEngine
-    return kind(forward, optimizer, ranks, max_grad_norm, low, config=deepspeed)
-
-
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    return kind(*arguments, config=deepspeed)

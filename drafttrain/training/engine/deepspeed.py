@@ -224,7 +224,7 @@ class Zero3Engine(ZeroEngine):
         """Return a copy of the module with whole weights, on every rank."""
         twin = copy.deepcopy(self._bare)
         for bare, own in zip(list(twin.parameters()), self.module.parameters(), strict=True):
-            value = self._whole(own).detach().to(self.device, copy=True)
+            value = self._result(own).detach().to(self.device, copy=True)
             whole = nn.Parameter(value, requires_grad=bare.requires_grad)
             for module in twin.modules():  # every place that it has: weights may be tied
                 places = module._parameters

@@ -7,7 +7,7 @@ batches: gradients are added up over both, and nothing is averaged.
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.untrusted_input import header_of, shown
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter, besides the step
+# What an optimizer keeps for each parameter, besides the step.
+ADAMW_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+AVERAGE = "average"  # of the parameter's values after each step; kept beside the moments
 
 
 class NonFiniteError(ValueError):
@@ -31,20 +33,29 @@ class NonFiniteError(ValueError):
 
 
 class Engine(ABC):
-    """Trains one module; every method that is not a property is called by all ranks together."""
+    """Trains one module; every method that is not a property is called by all ranks together.
+
+    With an `ema_decay` the result of training, which `weights` and `copy_of_module` return, is an
+    exponential moving average of the weights after each step. The first steps weigh more: the
+    average after step t has the decay min(ema_decay, t / (t + 9)), so that it forgets the start.
+    """
 
     def __init__(
         self,
         forward: "Forward",
-        optimizer: torch.optim.AdamW,
+        optimizer: Any,  # torch's, or what is used as one
         ranks: Ranks,
         max_grad_norm: float,
         low: bool,
+        ema_decay: float,
     ) -> None:
         self.module, self.ranks, self.steps_taken = forward.module, ranks, 0
         self.low = low  # whether the module holds its trained weights in bfloat16
         self._forward, self._optimizer, self._max_grad_norm = forward, optimizer, max_grad_norm
+        self._ema_decay = ema_decay
         self._trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        kept = self._names_kept()
+        self._kept = {name: kept(parameter) for name, parameter in self._trainable.items()}
         # Weights that are not trained have no master: their originals, for checkpoints and copies.
         self._frozen: dict[Tensor, Tensor] = {}
         if low:
@@ -92,21 +103,23 @@ class Engine(ABC):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._update(norm)
+        if self._ema_decay:
+            self._take_average()
         self.steps_taken += 1
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the module's whole state dict, with float32 masters, as copies on rank 0's CPU.
+        """Return the module's whole state dict, in float32, as copies on rank 0's CPU.
 
         The other ranks take part in gathering it, and get an empty one.
         """
         values = self.module.state_dict(keep_vars=True).items()
-        wholes = ((name, self._whole(value)) for name, value in values)
+        wholes = ((name, self._result(value)) for name, value in values)
         return {n: whole.detach().to("cpu", copy=True) for n, whole in wholes if self.is_main}
 
     @torch.no_grad()
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Load a state dict of `weights`, given on every rank, into the module and the masters.
+        """Load a state dict of `weights`, given on every rank: masters and averages have it too.
 
         Raises ValueError naming what is missing, unknown or misshapen; then nothing has changed.
         """
@@ -115,6 +128,9 @@ class Engine(ABC):
             raise ValueError(wrong)
         for name, value in own.items():
             self._set_whole(value, tensors[name].to(self.device))
+        if self._ema_decay:
+            for name, parameter in self._trainable.items():
+                self._set_moment(parameter, AVERAGE, tensors[name].to(self.device))
 
     def whole_module(self) -> nn.Module:
         """Return the module with whole weights on every rank, for reading only, and briefly."""
@@ -122,25 +138,27 @@ class Engine(ABC):
 
     @torch.no_grad()
     def copy_of_module(self) -> nn.Module:
-        """Return a copy of the module with whole weights, the masters' values."""
+        """Return a copy of the module with whole weights: averages, or the masters' values."""
         twin = copy.deepcopy(self.module)
-        if self.low:
+        if self.low or self._ema_decay:
             own = dict(self.module.named_parameters())
             for name, parameter in twin.named_parameters():
-                parameter.data = self._whole(own[name]).detach().to(self.device, copy=True)
+                parameter.data = self._result(own[name]).detach().to(self.device, copy=True)
         return twin
 
     def save(self, folder: Path) -> None:
         """Write the optimizer's state to `folder`, the same for every engine and number of ranks.
 
-        Rank 0 writes one file: the finished steps ("step"), and the whole moments.
+        Rank 0 writes one file: the finished steps ("step"), and the whole moments. Where `weights`
+        are averages, also the values that training goes on from.
         """
         tensors = {"step": torch.tensor(self.steps_taken)}
-        for name, parameter in self._trainable.items():
-            for moment in MOMENTS:
-                value = self._moment(parameter, moment)
-                if self.is_main:  # the others take part in gathering it, and keep nothing
-                    tensors[f"{moment}.{name}"] = value.detach().cpu().contiguous()
+        for key, (name, moment) in self._saved().items():
+            parameter = self._trainable[name]
+            own = moment == AVERAGE
+            value = self._whole(parameter) if own else self._moment(parameter, moment)
+            if self.is_main:  # the others take part in gathering it, and keep nothing
+                tensors[key] = value.detach().cpu().contiguous()
         if self.is_main:
             save_file(tensors, folder / OPTIMIZER_FILE)
 
@@ -157,18 +175,22 @@ class Engine(ABC):
             )
         moments = load_file(path)
         step = int(moments.pop("step"))
-        expected = {f"{m}.{name}": p for name, p in self._trainable.items() for m in MOMENTS}
+        saved = self._saved()
+        expected = {key: self._trainable[name] for key, (name, _) in saved.items()}
         wrong = differences(moments, expected) or (f"step is {step}" if step < 0 else "")
         if wrong:
             raise ValueError(
                 f"{path} must hold the optimizer state of this drafter, got another's: {wrong}; "
-                "resume with the drafter settings that the run was started with"
+                "resume with the settings that the run was started with"
             )
         self.steps_taken = step
-        for name, parameter in self._trainable.items():
-            for moment in MOMENTS:
-                value = moments.pop(f"{moment}.{name}").to(self.device)
-                self._set_moment(parameter, moment, value)
+        for key, (name, moment) in saved.items():
+            value = moments.pop(key).to(self.device)
+            if moment == AVERAGE:
+                with torch.no_grad():
+                    self._set_whole(self._trainable[name], value)
+            else:
+                self._set_moment(self._trainable[name], moment, value)
         for state in self._optimizer.state.values():
             state["step"].fill_(self.steps_taken)
 
@@ -180,12 +202,37 @@ class Engine(ABC):
         return loss + sum(0.0 * p.sum() for p in self._trainable.values())
 
     def _start_moments(self) -> None:
-        # As in AdamW's first step, but earlier: they can then be saved and loaded at any time.
+        # As in the optimizer's first step, but earlier: they can then be saved and loaded at any
+        # time.
+        kept = self._names_kept()
         for tensor in self._updated():
-            self._optimizer.state[tensor] = {
-                "step": torch.tensor(0.0),
-                **{moment: torch.zeros_like(tensor) for moment in MOMENTS},
-            }
+            zeros = {moment: torch.zeros_like(tensor) for moment in kept(tensor)}
+            self._optimizer.state[tensor] = {"step": torch.tensor(0.0), **zeros}
+
+    def _names_kept(self) -> Callable[[Tensor], tuple[str, ...]]:
+        """Return a function that names what is kept for each of the tensors to update."""
+        average = (AVERAGE,) if self._ema_decay else ()
+        groups = self._optimizer.param_groups
+        muons = {t for group in groups if "momentum" in group for t in group["params"]}
+        return lambda tensor: (MUON_MOMENTS if tensor in muons else ADAMW_MOMENTS) + average
+
+    def _saved(self) -> dict[str, tuple[str, str]]:
+        """Return parameter and moment by their name in the file of the optimizer's state.
+
+        In place of an average, which `weights` has, the file holds the values themselves.
+        """
+        return {
+            f"{'value' if moment == AVERAGE else moment}.{name}": (name, moment)
+            for name in self._trainable
+            for moment in self._kept[name]
+        }
+
+    @torch.no_grad()
+    def _take_average(self) -> None:
+        step = self.steps_taken
+        decay = min(self._ema_decay, step / (step + 9))
+        for tensor in self._updated():
+            self._optimizer.state[tensor][AVERAGE].lerp_(tensor, 1 - decay)
 
     def _updated(self) -> list[Tensor]:
         """Return the tensors that the optimizer updates on this rank."""
@@ -194,6 +241,12 @@ class Engine(ABC):
     def _whole(self, value: Tensor) -> Tensor:
         """Return a value of the state dict, whole and in its trained precision."""
         return self._frozen.get(value, value)
+
+    def _result(self, value: Tensor) -> Tensor:
+        """Return the average of a value of the state dict where one is kept, else the value."""
+        if self._ema_decay and isinstance(value, nn.Parameter) and value.requires_grad:
+            return self._moment(value, AVERAGE)
+        return self._whole(value)
 
     def _set_whole(self, value: Tensor, whole: Tensor) -> None:
         value.data.copy_(whole)
