@@ -6,12 +6,12 @@ from pathlib import Path
 from drafttrain.commands.setup.evaluation import chosen_by_tune
 from drafttrain.commands.setup.target_and_drafter import load_drafter, recorded_spec
 from drafttrain.config.sections import ExportConfig
-from drafttrain.evaluation.config import AUTO
 from drafttrain.formats.write.hub import check_push, plan_push, push
 from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.card import CardData, read_run, served_as
 from drafttrain.runtime.disk import require_writable, written
 from drafttrain.runtime.lock import beside, hold
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console, working
 from drafttrain.target.pretrained.models import load_tokenizer
 

@@ -17,7 +17,6 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.evaluation.config import AUTO
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
     TORCH_DTYPES,
@@ -36,10 +35,12 @@ from drafttrain.runtime.run_folder import (
     provenance,
     write_config,
 )
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import open_tracker, require_tracker
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
+from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.loop import train as run_training
 
@@ -102,6 +103,11 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     drafter = first_weights(config, start, material, say)
     if ranks.is_main:
         keep_start(folder, start)
+    num_tokens = sum(len(sample.tokens) for sample in material.samples)
+    if config.trainer.unsized:
+        config = replace(config, trainer=config.trainer.sized(num_tokens, drafter.spec.hidden_size))
+        say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
+        check_resumed(config)
     trainer = config.trainer
     engine = build_engine(
         drafter,
@@ -126,7 +132,6 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         engine.rank,
         engine.world_size,
     )
-    num_tokens = sum(len(sample.tokens) for sample in material.samples)
     say(
         f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
         f"{batches.steps_in_epoch:,} steps an epoch; {len(material.held_out)} held out"
@@ -204,8 +209,14 @@ def intentions(config: TrainConfig) -> list[str]:
     model, trainer, hardware = config.model, config.trainer, config.hardware
     return [
         f"drafttrain {__version__}: train {config.drafter.name} for {model.name} ({model.origin})",
-        f"  data={config.data.name}  features={config.features.name}  "
-        f"steps={trainer.max_steps:,} of {trainer.tokens_per_step:,} tokens  lr={trainer.lr:g}  "
-        f"hardware={hardware.name}  deepspeed={config.deepspeed.name}",
+        f"  data={config.data.name}  features={config.features.name}  {_sizes(trainer)}  "
+        f"optimizer={config.optimizer.name}  hardware={hardware.name}  "
+        f"deepspeed={config.deepspeed.name}",
         f"  run folder: {config.run.dir}",
     ]
+
+
+def _sizes(trainer: TrainerConfig) -> str:
+    if trainer.unsized:
+        return f"trainer={trainer.name}"
+    return f"steps={trainer.max_steps:,} of {trainer.tokens_per_step:,} tokens  lr={trainer.lr:g}"

@@ -6,12 +6,12 @@ from drafttrain.commands.setup.evaluation import Setup, held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
-from drafttrain.evaluation.config import AUTO
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tuned import TUNED, write_tuned
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.tuning import headline, tune_tables, write_tuning
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 
 

@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Override
 from drafttrain.config.groups import WITHHELD, complete, own_groups
 from drafttrain.config.overrides import SAVED, parse, spelled
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
+from drafttrain.runtime.settings import AUTO
 
 Saved = dict[str, dict[str, Any]]
 Difference = tuple[str, Any, Any]  # a key, its saved value, its value now
@@ -27,8 +28,9 @@ DECISIVE = {
 HARMLESS = {
     *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
     *("data.name", "data.cache_dir", "drafter.name", "trainer.name", "optimizer.name"),
-    *("trainer.max_steps", "trainer.log_every", "trainer.validate_every", "trainer.save_every"),
-    *("trainer.validation_prompts", "trainer.validation_tokens", "trainer.keep_checkpoints"),
+    *("trainer.epochs", "trainer.max_steps", "trainer.log_every", "trainer.validate_every"),
+    *("trainer.validation_prompts", "trainer.validation_tokens"),
+    *("trainer.save_every", "trainer.keep_checkpoints"),
 }
 MOST = 3  # differences that an error names
 
@@ -108,7 +110,10 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
         found += [
             (f"{field.name}.{key}", before.get(key), value)
             for key, value in asdict(section).items()
-            if key in keys and key not in WITHHELD and before.get(key) != value
+            if key in keys
+            and key not in WITHHELD
+            and before.get(key) != value
+            and not (field.name == "trainer" and value == AUTO)  # not chosen yet
         ]
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.data.suites import PromptSource
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime.settings import AUTO, Settings
 from drafttrain.runtime.untrusted_input import folder_name
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ RULES = ("lossless", "block", "typical", "lenience")
 LOSSY = ("typical", "lenience")
 POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree", "adaptive")
 FROM_TUNE = ("optimal_tree", "adaptive")  # policies made of what `tune` measured
-AUTO = "auto"  # a depth: the one that `tune` chose
 MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
 REPORTED = (

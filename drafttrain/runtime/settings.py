@@ -4,6 +4,8 @@ from typing import ClassVar
 
 from drafttrain.runtime.untrusted_input import shown
 
+AUTO = "auto"  # the value of a setting that is chosen later
+
 
 def require(holds: bool, key: str, need: str, got: object, remedy: str = "") -> None:
     """Raise ValueError unless a setting holds what it needs: "be at least 1"."""

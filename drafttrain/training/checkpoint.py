@@ -54,7 +54,7 @@ class TrainState:
     step: Count  # finished optimizer steps
     tokens: Count  # trained on so far, over all ranks
     data: dict[str, Any]  # position in the data, from Batches.state_dict()
-    best_metric: float | None  # the highest yet; None before the first validation
+    best_metric: float | None  # of the best checkpoint; None before the first validation
     fingerprint: str  # of the target that the drafter belongs to
     extra: dict[str, Any]  # other state of the training loop
 

@@ -1,23 +1,36 @@
 """The settings of the training loop."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from drafttrain.runtime.settings import Settings
+from drafttrain.runtime.settings import AUTO, Settings
+
+SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every", "save_every")
+# What a search found best for drafters of targets 384 wide: benchmarks/README.md. From there to the
+# published sizes of real targets, 65,536 tokens a step for 1.3 billion, leads a power of 0.6.
+TOKENS, TOKENS_PER_STEP, GROWTH = 400_000, 512, 0.6
+RATE, WIDTH = 4.0e-3, 384
+SMALLEST_STEP, LARGEST_STEP = 256, 65_536
+WARM_UP = 0.05  # of the steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Settings):
-    """How long and how fast to train, and when to log, validate and save."""
+    """How long and how fast to train, and when to log, validate and save.
+
+    The numbers of SIZES are `auto` until `sized` has chosen them.
+    """
 
     section = "trainer"
 
     name: str
-    max_steps: int
-    tokens_per_step: int
-    lr: float
+    epochs: float
+    max_steps: Any
+    tokens_per_step: Any
+    lr: Any
     schedule: str
-    warmup_steps: int
+    warmup_steps: Any
     final_lr_ratio: float
     weight_decay: float
     beta1: float
@@ -25,10 +38,10 @@ class TrainerConfig(Settings):
     ema_decay: float
     max_grad_norm: float
     log_every: int
-    validate_every: int
+    validate_every: Any
     validation_prompts: int
     validation_tokens: int
-    save_every: int
+    save_every: Any
     keep_checkpoints: int
 
     def __post_init__(self) -> None:
@@ -36,17 +49,56 @@ class TrainerConfig(Settings):
             *("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"),
             *("validation_prompts", "validation_tokens", "keep_checkpoints"),
         )
+        chosen = {key for key in SIZES if getattr(self, key) != AUTO}
+        for key in SIZES:
+            number = isinstance(getattr(self, key), int | float)
+            self.require(key, number or key not in chosen, f"be a number or {AUTO}")
         for key in at_least_1:
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
-        for key in ("lr", "max_grad_norm"):
+            if key not in SIZES or key in chosen:
+                self.require(key, getattr(self, key) >= 1, "be at least 1")
+        for key in {"lr", "max_grad_norm", "epochs"} - (set(SIZES) - chosen):
             self.require(key, getattr(self, key) > 0, "be above 0")
-        for key in ("warmup_steps", "weight_decay"):
+        for key in {"warmup_steps", "weight_decay"} - (set(SIZES) - chosen):
             self.require(key, getattr(self, key) >= 0, "be at least 0")
         for key in ("beta1", "beta2", "ema_decay"):
             self.require(key, 0 <= getattr(self, key) < 1, "be in [0, 1)")
         self.require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "be in [0, 1]")
         known = ("cosine", "constant")
         self.require("schedule", self.schedule in known, f"be one of {', '.join(known)}")
+
+    @property
+    def unsized(self) -> bool:
+        """Whether any size is still to be chosen from the data."""
+        return any(getattr(self, key) == AUTO for key in SIZES)
+
+    def sized(self, num_tokens: int, hidden_size: int) -> "TrainerConfig":
+        """Return these settings with a number for every size that is `auto`.
+
+        num_tokens: of the data, which is read `epochs` times. hidden_size: the target's width, by
+        which the rate falls, as for updates of equal effect (Yang et al., 2022, arXiv:2203.03466).
+        A size that is given stays, and the others follow it.
+        """
+
+        def own(key: str, choice: float) -> Any:
+            value = getattr(self, key)
+            return choice if value == AUTO else value
+
+        trained = max(1, round(num_tokens * self.epochs))
+        if self.max_steps != AUTO and self.tokens_per_step != AUTO:
+            trained = self.max_steps * self.tokens_per_step
+        step = TOKENS_PER_STEP * (trained / TOKENS) ** GROWTH
+        step = min(max(2 ** round(math.log2(step)), SMALLEST_STEP), LARGEST_STEP)
+        step = own("tokens_per_step", step)
+        steps = own("max_steps", math.ceil(trained / step))
+        return replace(
+            self,
+            tokens_per_step=step,
+            max_steps=steps,
+            lr=own("lr", float(f"{RATE * WIDTH / hidden_size:.2g}")),
+            warmup_steps=own("warmup_steps", round(WARM_UP * steps)),
+            validate_every=own("validate_every", math.ceil(steps / 2)),
+            save_every=own("save_every", math.ceil(steps / 2)),
+        )
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` finished ones.

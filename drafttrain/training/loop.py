@@ -31,6 +31,7 @@ from drafttrain.training.engine.engine import Engine, NonFiniteError
 from drafttrain.training.noise import uniforms
 
 METRIC = "val/acceptance_length"  # it defines "best", and is measured in the real decode loop
+ERROR = "_error"  # ends the name of a metric's standard error
 
 
 class StepChance(TrainingChance):
@@ -66,7 +67,7 @@ def train(
 
     Losses are sums over the trained positions of the whole optimizer step, divided once by their
     number: the loss curve depends on neither ranks nor micro batches. `validate` runs on every rank
-    and returns metrics, among them `metric` (the best checkpoint has the highest), or None if
+    and returns metrics, among them `metric` and, where it is known, its standard error, or None if
     `stop` was requested meanwhile; what it tells is shown beside the bar. Raises NonFiniteError,
     with the step not taken, and Stopped, with the last step saved, if any rank was asked to stop.
     """
@@ -106,9 +107,16 @@ def train(
                 stopping = metrics is None  # validation was interrupted; a resumed run repeats it
                 if metrics is not None:
                     tracker.log(state.step, metrics)
-                    improved = state.best_metric is None or metrics[metric] > state.best_metric
+                    now, error = metrics[metric], metrics.get(f"{metric}{ERROR}", 0.0)
+                    # Of two that the prompts cannot tell apart, the one trained longer is better.
+                    # The highest is kept too, or a slow decline would pass for no difference.
+                    best = state.best_metric
+                    highest = None if best is None else state.extra.get("highest", best)
+                    improved = highest is None or now > highest - error
                     if improved:
-                        state = replace(state, best_metric=metrics[metric])
+                        highest = now if highest is None else max(now, highest)
+                        extra = state.extra | {"highest": highest}
+                        state = replace(state, best_metric=now, extra=extra)
                 meter.forget_time()
             due = last or stopping or state.step % config.save_every == 0
             if improved or (due and state.step != saved):

@@ -1,5 +1,6 @@
 """Validation while training: acceptance in the real decode loop, on held-out conversations."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
+from drafttrain.training.loop import ERROR
 
 
 class Validation:
@@ -87,7 +89,12 @@ class Validation:
         accepted = total.num_accepted_tokens_per_position
         positions = [*accepted, *[0] * (self.depth - len(accepted))]
         drafts = max(total.num_drafts, 1)
-        metrics = {self.metric: 1 + sum(positions) / drafts}
+        mean = sum(positions) / drafts
+        off = [c.num_accepted_tokens - mean * c.num_drafts for _, c in self.rows]
+        metrics = {self.metric: 1 + mean}
+        if len(off) > 1:  # the standard error of a ratio of sums over prompts
+            variance = sum(value**2 for value in off) * len(off) / (len(off) - 1)
+            metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics

@@ -94,3 +94,28 @@ def test_a_run_is_trained_measured_and_exported(drafter: str, tmp_path: Path) ->
     card = (run / "export/README.md").read_text()
     assert drafter in card.lower()
     assert f"{report['summary']['acceptance_length']['micro']:.2f}" in card
+
+
+def test_a_run_says_what_its_trainer_chose_and_resumes_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    data = write_conversations(tmp_path / "data.jsonl")
+    train = ["train", f"run.dir={run}", "data=jsonl", f"data.path={data}", "data.holdout=2"]
+    train += ["hardware=cpu", "hardware.threads=1", "trainer=auto", "trainer.epochs=1"]
+    train += ["optimizer=muon", "trainer.ema_decay=0.5", "trainer.validation_prompts=1"]
+    train += ["trainer.validation_tokens=8"]
+    assert main(train) == 0
+    said = capsys.readouterr().out
+    assert "  trainer=auto  optimizer=muon" in said
+    chosen = yaml.safe_load((run / "config.yaml").read_text())["trainer"]
+    steps, size = chosen["max_steps"], chosen["tokens_per_step"]
+    assert (steps, size, chosen["lr"]) == (4, 256, 4e-3)
+    assert f"trainer=auto chose steps={steps} of {size} tokens  lr=0.004" in said
+    assert main([*train, "run.resume=true"]) == 0
+    assert "nothing is left to train" in capsys.readouterr().out
+    assert main([*train, "run.resume=true", "trainer.epochs=40"]) != 0
+    assert "must be 0 to resume" in capsys.readouterr().err  # the warm-up
+    plan = ["plan", "data=jsonl", f"data.path={data}", "trainer=auto"]
+    assert main(plan) != 0
+    assert "give trainer.max_steps and trainer.tokens_per_step" in capsys.readouterr().err

@@ -429,6 +429,19 @@ def test_validation_reports_acceptance_of_the_loop_and_leaves_the_drafter_alone(
     assert all(torch.equal(drafter.state_dict()[key], value) for key, value in before.items())
 
 
+def test_the_error_of_validation_is_that_of_a_ratio_over_prompts(target: Target) -> None:
+    validation = validation_of("eagle3", target, held_out_samples())
+    metrics = validation()
+    drafts, accepted = (
+        torch.tensor([row[place] for row in validation.table()[1]]) for place in (1, 2)
+    )
+    assert accepted.sum() > 0
+    # The leave-one-out lengths spread as much, to first order.
+    without = (accepted.sum() - accepted) / (drafts.sum() - drafts)
+    jackknife = ((len(drafts) - 1) * (without - without.mean()).square().mean()).sqrt()
+    assert metrics["val/acceptance_length_error"] == pytest.approx(float(jackknife), rel=0.15)
+
+
 def test_the_table_of_validation_adds_up_to_its_metrics(target: Target) -> None:
     validation = validation_of("medusa", target, held_out_samples())
     metrics = validation()

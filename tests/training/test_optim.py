@@ -1,4 +1,4 @@
-"""The learning rate follows its formula, and only matrices decay."""
+"""The learning rate follows its formula, sizes follow the data, and only matrices decay."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ import yaml
 from paths import ROOT
 from torch import nn
 
+from drafttrain.config.groups import content_of
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.optimizer import parameter_groups
 
@@ -96,3 +97,37 @@ def test_a_group_with_nothing_in_it_is_left_out() -> None:
     assert [g["weight_decay"] for g in parameter_groups([*nn.RMSNorm(2).parameters()], 0.1)] == [
         0.0
     ]
+
+
+def auto(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(**{**content_of("trainer", "auto"), **changes})
+
+
+def test_sizes_follow_from_the_data_and_the_width() -> None:
+    small, large = auto(epochs=1).sized(400_000, 384), auto(epochs=2).sized(650_000_000, 4096)
+    sizes = [(s.max_steps, s.tokens_per_step, s.lr, s.warmup_steps) for s in (small, large)]
+    assert sizes == [(782, 512, 4e-3, 39), (19_837, 65_536, 3.8e-4, 992)]
+    assert small.validate_every == small.save_every == 391
+    assert not small.unsized
+    assert auto().unsized
+
+
+def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
+    given = auto(epochs=1, tokens_per_step=1000, lr=1e-5).sized(400_000, 384)
+    assert (given.max_steps, given.tokens_per_step, given.lr) == (400, 1000, 1e-5)
+    steps = auto(max_steps=100).sized(400_000, 384)
+    assert (steps.max_steps, steps.warmup_steps) == (100, 5)
+    assert auto(epochs=1).sized(10, 384).max_steps == 1  # data of one sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": "fast"}, r"trainer\.lr must be a number or auto, got fast"),
+        ({"epochs": 0}, r"trainer\.epochs must be above 0"),
+        ({"max_steps": 0}, r"trainer\.max_steps must be at least 1"),
+    ],
+)
+def test_sizes_are_numbers_or_auto(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        auto(**changes)

@@ -25,7 +25,7 @@ from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.engine import Engine, NonFiniteError
-from drafttrain.training.loop import METRIC, StepChance, train
+from drafttrain.training.loop import ERROR, METRIC, StepChance, train
 from drafttrain.training.validation import Validation
 
 STEPS = 6
@@ -51,6 +51,7 @@ def random_samples(count: int = 24) -> list[Sample]:
 def trainer(**changes: Any) -> TrainerConfig:
     values: dict[str, Any] = {
         "name": "test",
+        "epochs": 1,
         "max_steps": STEPS,
         "tokens_per_step": 90,
         "lr": 2e-3,
@@ -60,6 +61,7 @@ def trainer(**changes: Any) -> TrainerConfig:
         "weight_decay": 0.01,
         "beta1": 0.9,
         "beta2": 0.95,
+        "ema_decay": 0.0,
         "max_grad_norm": 1.0,
         "log_every": 1,
         "validate_every": 100,
@@ -79,9 +81,9 @@ def interrupt(tell: Tell) -> dict[str, float]:
     raise KeyboardInterrupt
 
 
-def metrics_on_rank_0(values: Sequence[float]) -> Validate:
+def metrics_on_rank_0(values: Sequence[float], error: float = 0.0) -> Validate:
     rest = iter(values)
-    return lambda tell: {METRIC: next(rest)}
+    return lambda tell: {METRIC: next(rest), METRIC + ERROR: error}
 
 
 def start(
@@ -212,6 +214,24 @@ def test_the_best_checkpoint_is_the_one_that_validated_highest(
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step-000006"
     assert load_state(checkpoints.folder / "step-000006").best_metric == 1.5
     assert recorded(tmp_path, METRIC)[1] == (2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ([1.1, 1.5, 1.45, 1.2, 1.2, 1.2], 3),  # longer trained, and no worse within the error
+        ([1.5, 1.43, 1.36, 1.29, 1.22, 1.15], 2),  # each within the error of the last: a decline
+    ],
+)
+def test_of_two_checkpoints_that_prompts_cannot_tell_apart_the_later_is_best(
+    values: list[float], best: int, target: Target, tmp_path: Path
+) -> None:
+    config = trainer(validate_every=1, keep_checkpoints=1)
+    start("medusa", target, tmp_path, config, metrics_on_rank_0(values, error=0.1))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    folder = checkpoints.best()
+    assert folder == tmp_path / "checkpoints" / f"step-{best:06d}"
+    assert load_state(folder).best_metric == values[best - 1]
 
 
 def test_the_real_validation_runs_at_its_steps_and_changes_no_training(

@@ -35,12 +35,13 @@ from drafttrain.decode.rows import check_room
 from drafttrain.decode.stream import Stream
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
-from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig
+from drafttrain.evaluation.config import FROM_TUNE, EvalConfig
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
 from drafttrain.runtime.lock import hold
 from drafttrain.runtime.run_folder import CONFIG, provenance
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import shown
 from drafttrain.target.model import Target

@@ -35,7 +35,7 @@ from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
-from drafttrain.evaluation.config import AUTO, FROM_TUNE, EvalConfig, TunedEval
+from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
 from drafttrain.evaluation.measure import (
     check_depths,
@@ -51,6 +51,7 @@ from drafttrain.report.results import Report, TimingInfo, TrainingCurves
 from drafttrain.report.training import training_curves
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import UntrustedError

@@ -21,6 +21,7 @@ from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.job import Job, describe_job
 from drafttrain.plan.memory import Sharding, place
 from drafttrain.plan.pages import short_form
+from drafttrain.plan.shapes import shape_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import UnknownCostError
 from drafttrain.runtime.config import HardwareConfig
@@ -89,6 +90,17 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
     if hardware.train_dtype == "auto" and not chip.is_cpu:
         dtype = "bfloat16"
     limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unknown
+    conversations = data.num_conversations if isinstance(data, SelfgenConfig) else limit
+    trainer = config.trainer
+    if trainer.unsized:
+        if conversations is None:
+            raise UnknownCostError(
+                "trainer=auto takes its steps from the data, which is not read for a plan: give "
+                "trainer.max_steps and trainer.tokens_per_step, or data.limit"
+            )
+        shape = shape_of(config.model)
+        length = settings.length or min(data.max_length, shape.max_positions)
+        trainer = trainer.sized(conversations * length, shape.hidden_size)
     return describe_job(
         config.model,
         config.drafter,
@@ -99,10 +111,10 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         ranks=ranks,
         ranks_here=here,
         max_length=data.max_length,
-        conversations=data.num_conversations if isinstance(data, SelfgenConfig) else limit,
-        max_steps=config.trainer.max_steps,
-        tokens_per_step=config.trainer.tokens_per_step,
-        averaged=config.trainer.ema_decay > 0,
+        conversations=conversations,
+        max_steps=trainer.max_steps,
+        tokens_per_step=trainer.tokens_per_step,
+        averaged=trainer.ema_decay > 0,
     )
 
 
