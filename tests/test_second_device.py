@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], set[tuple[str, str]]]] = {
     "eagle3_whole": ("eagle3", {"draft_vocab_coverage": 1.0, "own_embedding": True}, set()),
     "eagle3_text": ("eagle3", {"losses": {"hard_cross_entropy": 1.0}}, set()),
     "eagle3_lk": ("eagle3", {"losses": {"lk_hybrid": 1.0}}, set()),
+    "eagle3_terms": ("eagle3", {"losses": {"negative_log_acceptance": 1.0, "top_k": 0.5}}, set()),
     "medusa_shared": ("medusa", {"shared_head": True}, set()),
     "small_lm": ("small_lm", {}, {("drafters/small_lm.py", "_hidden")}),
 }

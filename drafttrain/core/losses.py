@@ -107,6 +107,33 @@ def lk_hybrid(logits: Rows, target_probs: Rows, eta: float) -> PerPosition:
     return divergence + (1 - weight) * distance
 
 
+def negative_log_acceptance(logits: Rows, target_probs: Rows) -> PerPosition:
+    """Return -log sum min(target_probs, draft_probs), the negative log of the acceptance rate.
+
+    LK losses' other form (arXiv:2602.23881), speculators' `nla`: its gradient is total variation's
+    divided by the overlap, so that it does not vanish where the distributions hardly overlap. Of a
+    target that is certain, it is cross-entropy. Computed from log-probabilities: an overlap that
+    rounds to zero still has its logarithm. Infinite where no token is possible in both.
+    """
+    shared = torch.minimum(target_probs.log(), _log_probs(logits))
+    # Without a common token the gradient would be NaN: it is zero.
+    nothing = (shared == -torch.inf).all(-1)
+    overlap = shared.masked_fill(nothing[..., None], 0).logsumexp(-1)
+    return torch.where(nothing, torch.inf, -overlap)
+
+
+def top_k(logits: Rows, target_probs: Rows, k: int) -> PerPosition:
+    """Return -sum target_probs * log draft_probs over the target's k most likely tokens.
+
+    The top-K distillation of HASS (Zhang et al., 2024, arXiv:2408.15766, section 3.1, K = 10):
+    neither distribution is renormalised over these tokens. With k of the vocabulary's size it is
+    soft cross-entropy.
+    """
+    likely = target_probs.topk(min(k, target_probs.shape[-1]), sorted=False)
+    log_probs = _log_probs(logits).gather(-1, likely.indices)
+    return -_unless_zero(likely.values, likely.values * log_probs).sum(-1)
+
+
 def feature_regression(
     predicted: Float[Tensor, "position hidden"], features: Float[Tensor, "position hidden"]
 ) -> PerPosition:
@@ -139,8 +166,8 @@ def _log_floored(probs: Tensor) -> Tensor:
 COMPARISONS: dict[str, Callable[..., PerPosition]] = {
     loss.__name__: loss
     for loss in (
-        *(soft_cross_entropy, forward_kl, reverse_kl, jsd, total_variation, lk_hybrid),
-        rejection,
+        *(soft_cross_entropy, forward_kl, reverse_kl, jsd, total_variation),
+        *(lk_hybrid, negative_log_acceptance, top_k, rejection),
     )
 }
 DISTRIBUTION_LOSSES = tuple(name for name in COMPARISONS if name != "rejection")
@@ -155,12 +182,13 @@ class TokenLossConfig:
 
     losses: weight by name; a position's loss is the weighted sum. jsd_beta: weight of the target's
     distribution in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` moves from KL to total
-    variation.
+    variation. top_k: how many of the target's tokens the loss `top_k` compares.
     """
 
     losses: dict[str, float]
     jsd_beta: float
     lk_eta: float
+    top_k: int
 
     def __post_init__(self) -> None:
         for name, weight in self.losses.items():
@@ -177,6 +205,7 @@ class TokenLossConfig:
         beta, eta = self.jsd_beta, self.lk_eta
         require(0 < beta < 1, "drafter.jsd_beta", "be between 0 and 1", beta, limits)
         require(0 <= eta < math.inf, "drafter.lk_eta", "be at least 0", eta)
+        require(self.top_k >= 1, "drafter.top_k", "be at least 1", self.top_k)
 
     @property
     def needs_target_probs(self) -> bool:
@@ -248,5 +277,6 @@ class TokenLossConfig:
         if name == "hard_cross_entropy":
             return hard_cross_entropy(logits, labels)
         assert target_probs is not None, f"{name} compares with the target's distribution"
-        settings = {"jsd": [self.jsd_beta], "lk_hybrid": [self.lk_eta]}
-        return COMPARISONS[name](logits, target_probs, *settings.get(name, []))
+        settings = {"jsd": self.jsd_beta, "lk_hybrid": self.lk_eta, "top_k": self.top_k}
+        own = [settings[name]] if name in settings else []
+        return COMPARISONS[name](logits, target_probs, *own)

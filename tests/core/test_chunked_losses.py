@@ -9,7 +9,7 @@ import torch
 from builders import model_config
 from plain_training import plain_losses
 from test_drafters import NoChance, as_batch, build, losses_of, random_drafter
-from test_losses import BETA, ETA, config
+from test_losses import BETA, ETA, TOP, config
 
 from drafttrain.core.losses import REJECTION, TOKEN_LOSSES
 from drafttrain.core.ops import chunked_losses as chunked
@@ -80,7 +80,8 @@ def assert_same(drafter: Any, batch: Batch, features: TargetFeatures) -> None:
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "small_lm"])
 def test_chunks_have_the_plain_losses_and_gradients(family: str, kind: str, target: Target) -> None:
-    drafter = random_drafter(family, target, losses=EVERY[kind], jsd_beta=BETA, lk_eta=ETA).double()
+    settings = {"jsd_beta": BETA, "lk_eta": ETA, "top_k": TOP}
+    drafter = random_drafter(family, target, losses=EVERY[kind], **settings).double()
     features = features_of(drafter, target, BATCH)
     if family == "eagle3":
         assert drafter.vocab is not None
@@ -230,7 +231,8 @@ def test_tokens_that_a_head_cannot_say_count_as_the_plain_loss_has_them(kind: st
             config(losses={kind: 1.0}),
             **{**given, "heads": heads, "target_probs": target_probs, "labels": labels},
         )
-        infinite = possible and kind in ("soft_cross_entropy", "forward_kl", "lk_hybrid")
+        needs_support = ("soft_cross_entropy", "forward_kl", "lk_hybrid", "top_k")
+        infinite = possible and kind in needs_support
         assert bool(terms[0].sum.isinf()) == infinite
         (gradient,) = torch.autograd.grad(
             weighted_sum({"one": terms[0], "two": terms[1]}), head.weight

@@ -21,7 +21,7 @@ from drafttrain.core.types import weighted_sum
 from drafttrain.target.model import Target, load_target
 
 Array = np.ndarray[Any, Any]
-BETA, ETA = 0.3, 3.0
+BETA, ETA, TOP = 0.3, 3.0, 4
 FAMILIES = ["eagle", "eagle3", "medusa"]
 LOSS_OF: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "soft_cross_entropy": losses.soft_cross_entropy,
@@ -30,8 +30,11 @@ LOSS_OF: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "jsd": lambda logits, target_probs: losses.jsd(logits, target_probs, BETA),
     "total_variation": losses.total_variation,
     "lk_hybrid": lambda logits, target_probs: losses.lk_hybrid(logits, target_probs, ETA),
+    "negative_log_acceptance": losses.negative_log_acceptance,
+    "top_k": lambda logits, target_probs: losses.top_k(logits, target_probs, TOP),
 }
-DIVERGENCES = [name for name in DISTRIBUTION_LOSSES if name != "soft_cross_entropy"]
+CROSS_ENTROPIES = ("soft_cross_entropy", "top_k")  # not zero for equal distributions
+DIVERGENCES = [name for name in DISTRIBUTION_LOSSES if name not in CROSS_ENTROPIES]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,11 @@ def defined_lk(p: Array, q: Array) -> Array:
     return share * rel_entr(p, q).sum(-1) + (1 - share) * (1 - alpha)
 
 
+def defined_top_k(p: Array, q: Array) -> Array:
+    rank = (-p).argsort(-1).argsort(-1)
+    return -np.where(rank < TOP, p * np.log(q), 0).sum(-1)
+
+
 DEFINITION: dict[str, Callable[[Array, Array], Array]] = {
     "soft_cross_entropy": lambda p, q: -(p * np.log(q)).sum(-1),
     "forward_kl": lambda p, q: rel_entr(p, q).sum(-1),
@@ -60,6 +68,8 @@ DEFINITION: dict[str, Callable[[Array, Array], Array]] = {
     "jsd": defined_jsd,
     "total_variation": lambda p, q: 1 - np.minimum(p, q).sum(-1),
     "lk_hybrid": defined_lk,
+    "negative_log_acceptance": lambda p, q: -np.log(np.minimum(p, q).sum(-1)),
+    "top_k": defined_top_k,
 }
 
 
@@ -71,7 +81,9 @@ def two_distributions(scale: float = 2.0, positions: int = 7) -> tuple[torch.Ten
 
 
 def config(**values: Any) -> TokenLossConfig:
-    return TokenLossConfig(**({"losses": {}, "jsd_beta": BETA, "lk_eta": ETA} | values))
+    return TokenLossConfig(
+        **({"losses": {}, "jsd_beta": BETA, "lk_eta": ETA, "top_k": TOP} | values)
+    )
 
 
 def test_every_distribution_loss_is_tested_here() -> None:
@@ -133,7 +145,8 @@ def test_a_divergence_is_zero_for_equal_distributions_only_and_has_no_gradient_t
     logits.requires_grad_()
     equal = LOSS_OF[name](logits, logits.detach().softmax(-1))
     assert float(equal.detach().abs().max()) < 1e-12
-    if name not in ("total_variation", "lk_hybrid"):  # they have a kink there
+    kinked = ("total_variation", "lk_hybrid", "negative_log_acceptance")
+    if name not in kinked:
         (gradient,) = torch.autograd.grad(equal.sum(), logits)
         assert float(gradient.abs().max()) < 1e-12
 
@@ -174,6 +187,58 @@ def test_lk_hybrid_runs_from_forward_kl_to_total_variation() -> None:
     torch.testing.assert_close(far, losses.total_variation(logits, target_probs))
 
 
+def test_the_negative_log_acceptance_is_cross_entropy_where_the_target_is_certain() -> None:
+    logits, _ = two_distributions(positions=3)
+    labels = torch.tensor([3, 0, 10])
+    certain = torch.nn.functional.one_hot(labels, 11).double()
+    torch.testing.assert_close(
+        losses.negative_log_acceptance(logits, certain), losses.hard_cross_entropy(logits, labels)
+    )
+
+
+def test_the_negative_log_acceptance_has_total_variations_slope_over_the_overlap() -> None:
+    logits, target_probs = two_distributions()
+    logits.requires_grad_()
+    distance = losses.total_variation(logits, target_probs)
+    (slope,) = torch.autograd.grad(distance.sum(), logits)
+    found = losses.negative_log_acceptance(logits, target_probs)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(gradient, slope / (1 - distance.detach())[:, None])
+
+
+@pytest.mark.parametrize("gap", [120.0, 500.0])
+def test_an_overlap_of_zero_to_rounding_has_the_exact_logarithm_and_slope(gap: float) -> None:
+    """In float32 exp(-120) is zero; the same numbers in float64, by finite differences."""
+    raw, probs = [gap, 0.0, 1.0, -1.0], [0.0, 0.5, 0.3, 0.2]
+    logits = torch.tensor([raw], requires_grad=True)
+    loss = losses.negative_log_acceptance(logits, torch.tensor([probs]))
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    q = lambda wide: np.exp(wide - np.logaddexp.reduce(wide))  # noqa: E731
+    wide, p = np.array(raw), np.array(probs)
+    defined = lambda wide: -np.log(np.minimum(p, q(wide)).sum())  # noqa: E731
+    assert loss.item() == pytest.approx(defined(wide), rel=1e-6)
+    steps = 1e-6 * np.eye(4)
+    slope = [(defined(wide + step) - defined(wide - step)) / 2e-6 for step in steps]
+    # A float32 of 500 is exact to 3e-5, and so is the logarithm's exponential.
+    np.testing.assert_allclose(gradient[0], slope, rtol=1e-4)
+    assert gradient[0, 0] == pytest.approx(1, rel=1e-4), "away from what the target never says"
+
+
+def test_top_k_of_all_tokens_is_soft_cross_entropy_and_of_few_is_less() -> None:
+    logits, target_probs = two_distributions()
+    whole = losses.soft_cross_entropy(logits, target_probs)
+    for k in (11, 500):
+        torch.testing.assert_close(losses.top_k(logits, target_probs, k), whole)
+    first = losses.top_k(logits, target_probs, 1)
+    best = target_probs.max(-1)
+    expected = best.values * losses.hard_cross_entropy(logits, best.indices)
+    torch.testing.assert_close(first, expected)
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(losses.top_k(logits, target_probs, 2).sum(), logits)
+    two = torch.zeros_like(target_probs).scatter(-1, target_probs.topk(2).indices, 1) * target_probs
+    torch.testing.assert_close(gradient, two.sum(-1, keepdim=True) * logits.softmax(-1) - two)
+
+
 IMPOSSIBLE = {
     "neither says the first": ([-torch.inf, 0.3, 1.0, -0.2], [0.0, 0.5, 0.3, 0.2]),
     "the drafter cannot": ([-torch.inf, 0.3, 1.0, -0.2], [0.4, 0.3, 0.2, 0.1]),
@@ -199,7 +264,9 @@ def test_zero_probabilities_give_no_nan_and_a_finite_gradient(
     loss = LOSS_OF[name](logits, target_probs)
     value = loss.detach()
     infinite = bool(((logits == -torch.inf) & (target_probs > 0)).any())
-    needs_support = name in ("soft_cross_entropy", "forward_kl", "lk_hybrid")
+    needs_support = name in ("soft_cross_entropy", "forward_kl", "lk_hybrid", "top_k")
+    if name == "negative_log_acceptance":
+        needs_support = case == "each is certain, of another"
     assert bool(value.isinf()) == (infinite and needs_support), "infinite where its definition is"
     assert not bool(value.isnan())
     (gradient,) = torch.autograd.grad(5 * loss.sum(), logits)  # weights above one overflow first
@@ -276,6 +343,7 @@ def test_losses_are_summed_by_weight() -> None:
         ({"losses": {"jsd": 1.0}, "jsd_beta": 0.0}, r"drafter\.jsd_beta must be between 0 and 1"),
         ({"losses": {"jsd": 1.0}, "jsd_beta": 1.0}, r"drafter\.jsd_beta must be between 0 and 1"),
         ({"losses": {"jsd": 1.0}, "lk_eta": -1.0}, r"drafter\.lk_eta must be at least 0, got -1"),
+        ({"losses": {"top_k": 1.0}, "top_k": 0}, r"drafter\.top_k must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_a_loss_is_refused_in_one_line(
@@ -339,7 +407,7 @@ def test_a_medusa_head_meets_the_distribution_of_the_token_that_it_predicts(
     name: str, target: Target
 ) -> None:
     drafter = random_drafter(
-        "medusa", target, losses={name: 1.0}, jsd_beta=BETA, lk_eta=ETA, head_decay=0.8
+        "medusa", target, losses={name: 1.0}, jsd_beta=BETA, lk_eta=ETA, top_k=TOP, head_decay=0.8
     )
     tokens = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12]
     batch = as_batch(tokens)
@@ -392,7 +460,7 @@ def test_eagle3_reads_hard_labels_in_its_own_vocabulary(target: Target) -> None:
 def test_training_compares_what_decoding_drafts_with_what_the_target_says(
     family: str, name: str, target: Target
 ) -> None:
-    values: dict[str, Any] = {"losses": {name: 1.0}, "jsd_beta": BETA, "lk_eta": ETA}
+    values: dict[str, Any] = {"losses": {name: 1.0}, "jsd_beta": BETA, "lk_eta": ETA, "top_k": TOP}
     whole = {"draft_vocab_coverage": 1.0} if family == "eagle3" else {}
     drafter = random_drafter(family, target, **values, **whole)
     tokens = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12]
