@@ -280,3 +280,18 @@ class TokenLossConfig:
         settings = {"jsd": self.jsd_beta, "lk_hybrid": self.lk_eta, "top_k": self.top_k}
         own = [settings[name]] if name in settings else []
         return COMPARISONS[name](logits, target_probs, *own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthLossConfig(TokenLossConfig):
+    """The settings of token losses at several depths of a chain, block or row of heads.
+
+    until_first_miss: a drafted token counts only if all tokens before it in its chain were right.
+    """
+
+    until_first_miss: bool
+
+    @property
+    def stops_at_miss(self) -> bool:
+        """Whether the tokens after a miss are left out; `rejection` measures all of them."""
+        return self.until_first_miss and not self.of_rejection

@@ -11,8 +11,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, chunked_losses, loss_terms
+from drafttrain.core.losses import DepthLossConfig
+from drafttrain.core.ops.chunked_losses import (
+    FirstMiss,
+    OutputHead,
+    TargetProbs,
+    chunked_losses,
+    loss_terms,
+)
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import MLP, ByHead, RMSNorm, Rotation
@@ -28,7 +34,7 @@ from drafttrain.runtime.settings import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig(TokenLossConfig, LayerConfig):
+class DFlashConfig(DepthLossConfig, LayerConfig):
     """Shape and loss of DFlash; null takes the target's own value, or the published layers."""
 
     layers: list[int] | None
@@ -42,7 +48,7 @@ class DFlashConfig(TokenLossConfig, LayerConfig):
     layout = DFlashLayout()
 
     def __post_init__(self) -> None:
-        TokenLossConfig.__post_init__(self)
+        DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
         layers = self.layers or []
         self.require("layers", len(set(layers)) == len(layers), "be distinct")
@@ -258,9 +264,11 @@ class DFlash(CachedDrafter):
         config, length = self.config, batch.tokens.shape[1]
         anchors, order = blocks.columns[blocks.rows, blocks.slots], torch.arange(len(states))
         order = send(order, states.device)
-        terms = []
+        terms, counted = [], torch.ones_like(blocks.drafted[:, 0])
         for k in range(1, config.block_size):
-            target_probs = None
+            target_probs = first_miss = None
+            if config.stops_at_miss:
+                first_miss = FirstMiss.begin(counted, order, 1)
             if config.needs_target_probs:
                 at = blocks.rows * length + (anchors + k - 1).clamp(max=length - 1)
                 final = features.final_hidden.flatten(0, 1)
@@ -275,8 +283,11 @@ class DFlash(CachedDrafter):
                 blocks.tokens[:, k],
                 target_probs,
                 against_text=True,
+                first_miss=first_miss,
             )
             terms += loss_terms(weights, sums)
+            if first_miss is not None:  # a place that is not trained is no miss
+                counted = first_miss.right[0] | ~blocks.drafted[:, k]
         names = zip(self.depth_terms, terms, strict=True)
         return {name: replace(term, uncovered=None) for name, term in names}
 

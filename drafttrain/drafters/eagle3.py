@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
+    FirstMiss,
     OutputHead,
     Sums,
     TargetProbs,
@@ -34,7 +35,7 @@ Hidden = Float[Tensor, "batch seq hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(TokenLossConfig, LayerConfig):
+class Eagle3Config(DepthLossConfig, LayerConfig):
     """Shape and loss of EAGLE-3; null takes the target's own value, or the usual layers."""
 
     layers: list[int] | None
@@ -51,7 +52,7 @@ class Eagle3Config(TokenLossConfig, LayerConfig):
     layout = Eagle3Layout()
 
     def __post_init__(self) -> None:
-        TokenLossConfig.__post_init__(self)
+        DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
         layers = self.layers or []
         self.require("layers", len(set(layers)) == len(layers), "be distinct")
@@ -224,11 +225,13 @@ class Eagle3(LayerDrafter):
         final = features.final_hidden.flatten(0, 1)
         target_probs = TargetProbs(features.readout, final, predicting, self.vocab)
         weights = [self.config.depth_decay**depth for depth in range(len(states))]
+        chains = FirstMiss.along_text(self.config, rows, ahead, len(states))
 
         def compare(states: list[Tensor]) -> Sums:
             head = OutputHead(self.lm_head.weight)
             return chunked_losses(
-                self.config, weights, [head], states, places, labels, target_probs
+                *(self.config, weights, [head], states, places, labels, target_probs),
+                first_miss=chains,
             )
 
         terms = loss_terms(weights, within_calls([self.lm_head], states, compare))

@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
+    FirstMiss,
     OutputHead,
     Sums,
     TargetProbs,
@@ -38,7 +39,7 @@ from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(TokenLossConfig, DrafterConfig):
+class MedusaConfig(DepthLossConfig, DrafterConfig):
     """Shape and loss of Medusa heads."""
 
     num_heads: int
@@ -173,12 +174,15 @@ class Medusa(Drafter[MedusaState]):
             )
         weights = [config.head_decay**k for k in range(config.num_heads)]
         labels = batch.tokens[rows, ahead]
+        chains = FirstMiss.along_text(config, rows, ahead, config.num_heads)
 
         def compare(states: list[Tensor]) -> Sums:
             matrices = [head.get_parameter("weight") for head in self.lm_heads]
             heads = [OutputHead(matrix, scale=config.logit_scale) for matrix in matrices]
             return chunked_losses(
-                config, weights, heads, states, places, labels, target_probs, against_text=True
+                *(config, weights, heads, states, places, labels, target_probs),
+                against_text=True,
+                first_miss=chains,
             )
 
         terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))

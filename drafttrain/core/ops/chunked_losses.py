@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.losses import DepthLossConfig, TokenLossConfig
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import LossTerm
@@ -64,6 +64,54 @@ class TargetProbs:
     vocab: DraftVocab | None  # renormalise over it, and leave out positions outside it
 
 
+@dataclass(frozen=True)
+class FirstMiss:
+    """Which positions count: those whose chain drafted no wrong token before (arXiv:2607.01893).
+
+    counted: whether a position counts at the first depth. before: the position that the same chain
+    drafts one depth before; -1: none that is trained, so it counts. right: of each depth, where a
+    position counts and its token is right; `chunked_losses` writes it.
+    """
+
+    counted: Bool[Tensor, " position"]
+    before: Int[Tensor, " position"]
+    right: Bool[Tensor, "depth position"]
+
+    @classmethod
+    def begin(cls, counted: Bool[Tensor, " position"], before: Tensor, depths: int) -> "FirstMiss":
+        """Return chains of which nothing is known yet."""
+        return cls(counted, before, counted.new_zeros(depths, len(counted)))
+
+    @classmethod
+    def along_text(
+        cls,
+        config: DepthLossConfig,
+        rows: Int[Tensor, " position"],
+        columns: Int[Tensor, " position"],
+        depths: int,
+    ) -> "FirstMiss | None":
+        """Return the chains over positions in text order; None if the losses do not ask for them.
+
+        A chain that drafts a token at a depth drafts the token before it at the depth before. One
+        whose prediction is not trained (another turn) ends no chain: nothing is drafted there.
+        """
+        if not config.stops_at_miss:
+            return None
+        last_row, last_column = (
+            functional.pad(at, (1, 0), value=-2)[:-1] for at in (rows, columns)
+        )
+        follows = (rows == last_row) & (columns == last_column + 1)
+        before = (torch.arange(len(rows), device=rows.device) - 1).where(follows, -1)
+        return cls.begin(torch.ones_like(follows), before, depths)
+
+    def counts(self, depth: int, at: Int[Tensor, " chosen"]) -> Bool[Tensor, " chosen"]:
+        """Return which of these positions count at a depth; smaller depths are written."""
+        if depth == 0:
+            return self.counted[at]
+        before = self.before[at]
+        return (before < 0) | self.right[depth - 1, before.clamp(min=0)]
+
+
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -82,6 +130,7 @@ def chunked_losses(
     labels: Int[Tensor, " position"],
     target_probs: TargetProbs | None,
     against_text: bool = False,
+    first_miss: FirstMiss | None = None,
 ) -> Sums:
     """Return the losses of every depth (or parallel head), with gradients to states and heads.
 
@@ -90,7 +139,9 @@ def chunked_losses(
     heads: one for each depth, or one for all. states: by depth. places: the row of states[depth]
     from which a position is predicted at that depth, -1 where it is not. labels: the text's tokens
     in the drafter's vocabulary. target_probs: may be None for losses on the text alone.
-    against_text: correct means equal to the text, not to the target's choice.
+    against_text: correct means equal to the text, not to the target's choice. first_miss: leaves
+    losses out of their sums, and nothing out of the counts; positions outside the vocabulary are
+    misses.
 
     The sums must be differentiated together and once, weighted by `weights` times any number (as in
     `weighted_sum`). Otherwise the chunks are computed a second time on a CPU; another device stops
@@ -98,7 +149,9 @@ def chunked_losses(
     """
     device = places.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    task = _Task(config, tuple(heads), dtype, places, labels, target_probs, against_text)
+    task = _Task(
+        config, tuple(heads), dtype, places, labels, target_probs, against_text, first_miss
+    )
     tensors = (*states, *(head.weight for head in heads), *(head.bias for head in heads))
     if torch.is_grad_enabled():
         sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
@@ -125,6 +178,7 @@ class _Task:
     labels: Tensor
     target_probs: TargetProbs | None
     against_text: bool
+    first_miss: FirstMiss | None
 
     def cast(self, tensor: Tensor | None) -> Any:
         """Return a tensor in the dtype of matrix products."""
@@ -182,12 +236,14 @@ class _Pass:
         for start in range(0, task.places.shape[1], size):
             piece = slice(start, start + size)
             places, labels, chunk = task.places[:, piece], task.labels[piece], self._chunk(piece)
+            at = torch.arange(start, start + len(labels), device=labels.device)
             if chunk is not None and chunk.kept is not None:
                 known = (places >= 0).sum(1)
                 if chunk.kept.dtype == torch.bool:
                     places = places.masked_fill(~chunk.kept, -1)
                 else:
                     places, labels = places[:, chunk.kept], labels[chunk.kept]
+                    at = at[chunk.kept]
                 self.uncovered += known - (places >= 0).sum(1)
             choices = labels if chunk is None or task.against_text else chunk.choices
             probs = None if chunk is None else chunk.probs
@@ -195,7 +251,7 @@ class _Pass:
                 depths = range(len(places)) if len(task.heads) == 1 else range(index, index + 1)
                 together = max(1, self.budget // max(1, len(labels) * len(head.weight)))
                 for group in (depths[i : i + together] for i in range(0, len(depths), together)):
-                    self._compare(index, group, places, labels, choices, probs)
+                    self._compare(index, group, at, places, labels, choices, probs)
 
     def _chunk(self, piece: slice) -> _ChunkProbs | None:
         """Return the target's distribution and choices at a chunk of positions, as constants."""
@@ -228,13 +284,14 @@ class _Pass:
         self,
         index: int,
         depths: range,
+        at: Tensor,
         places: Tensor,
         labels: Tensor,
         choices: Tensor,
         probs: Tensor | None,
     ) -> None:
         """Add a chunk's losses at several depths of one head, and their gradients."""
-        config, head = self.task.config, self.task.heads[index]
+        config, head, first_miss = self.task.config, self.task.heads[index], self.task.first_miss
         rows = places[depths.start : depths.stop]
         known, rows = rows >= 0, rows.clamp(min=0)
         picked = [self.states[d].index_select(0, r) for d, r in zip(depths, rows, strict=True)]
@@ -244,7 +301,11 @@ class _Pass:
         factors = []
         for depth, here, part in zip(depths, known, logits.chunk(len(depths)), strict=True):
             hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
-            self.correct[depth] += (hits & here & (choices >= 0)).sum()
+            hits &= here & (choices >= 0)
+            self.correct[depth] += hits.sum()
+            if first_miss is not None:
+                here = here & first_miss.counts(depth, at)
+                first_miss.right[depth, at] = hits & here
             if self.backward:
                 losses, times = config.token_loss_and_gradient(part, probs, labels)
                 factors.append(here[:, None].to(self.wide) * times * self.factors[depth])
