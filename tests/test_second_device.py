@@ -53,6 +53,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], set[tuple[str, str]]]] = {
     "eagle3_text": ("eagle3", {"losses": {"hard_cross_entropy": 1.0}}, set()),
     "eagle3_lk": ("eagle3", {"losses": {"lk_hybrid": 1.0}}, set()),
     "eagle3_terms": ("eagle3", {"losses": {"negative_log_acceptance": 1.0, "top_k": 0.5}}, set()),
+    "eagle3_until": ("eagle3", {"until_first_miss": True}, set()),
+    "dflash_until": ("dflash", {"until_first_miss": True}, set()),
     "medusa_shared": ("medusa", {"shared_head": True}, set()),
     "small_lm": ("small_lm", {}, {("drafters/small_lm.py", "_hidden")}),
 }
