@@ -148,7 +148,9 @@ def test_a_class_name_stands_for_one_class() -> None:
     assert not classes_twice(MODULES)
 
 
-FAMILIES = re.compile(r"dflash|eagle|ensemble|medusa|ngram|small_?lm|two_?model", re.IGNORECASE)
+FAMILIES = re.compile(
+    r"dflash|eagle|ensemble|\bhass\b|medusa|ngram|small_?lm|two_?model", re.IGNORECASE
+)
 # Where one of these words is not a family that code knows by name, and why.
 SPOKEN = {
     "config.help": "all",  # command lines as users type them

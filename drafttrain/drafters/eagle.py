@@ -1,4 +1,8 @@
-"""EAGLE-1: one layer that continues the target's features (Li et al., 2024, arXiv:2401.15077)."""
+"""EAGLE-1: one layer that continues the target's features (Li et al., 2024, arXiv:2401.15077).
+
+With `unroll` above 1 it trains on its own features too, as HASS does (Zhang et al., 2024,
+arXiv:2408.15766).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,18 +10,21 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from drafttrain.core import losses
-from drafttrain.core.losses import TokenLossConfig
+from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
+    FirstMiss,
     OutputHead,
     TargetProbs,
     chunked_losses,
     loss_terms,
 )
-from drafttrain.core.ops.layer_calls import call_layer, dtype_of
+from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
@@ -34,22 +41,27 @@ from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerSha
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig(TokenLossConfig, LayerConfig):
+class EagleConfig(DepthLossConfig, LayerConfig):
     """Shape and loss of EAGLE-1; its width is the target's, because it uses the target's head.
 
     token_weight: the weight of all `losses` together, as feature_weight is of the regression.
+    unroll: the alignment steps of HASS; 1 trains on the target's features alone.
     """
 
     fc_bias: bool
     feature_weight: float
     token_weight: float
     feature_noise: float
+    unroll: int
 
     layout = EagleLayout()
 
     def __post_init__(self) -> None:
-        TokenLossConfig.__post_init__(self)
+        DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
+        self.require("unroll", self.unroll >= 1, "be at least 1")
+        more = self.unroll > 1 or not self.until_first_miss
+        self.require("until_first_miss", more, "be false with drafter.unroll=1, which drafts once")
         for key in ("feature_weight", "token_weight", "feature_noise"):
             self.require(key, getattr(self, key) >= 0, "be at least 0")
 
@@ -66,17 +78,10 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
-    def forward(
-        self,
-        values: Float[Tensor, "batch seq hidden"],
-        turn: Rotation,
-        attend: "RaggedCache | Tensor | None",
+    def finish(
+        self, values: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Run the layer; `attend` is the cache while decoding, else the training mask or None."""
-        if isinstance(attend, RaggedCache):
-            mixed = self.self_attn.cached(values, turn, attend)
-        else:
-            mixed = self.self_attn(values, turn, attend)
+        """Return the residual stream with attention and feed-forward added."""
         values = values + mixed
         return values + self.mlp(self.post_attention_layernorm(values))
 
@@ -95,14 +100,28 @@ class Eagle(LayerDrafter):
             {"Vicuna 13B": (3.07, 3.98), "Vicuna 7B": (None, 3.94)},
         ),
         *spec_bench({"Vicuna 13B": (2.16, 3.64), "Vicuna 7B": (2.1, 3.58)}),
+        *quoted(
+            "arXiv:2408.15766",
+            "EAGLE-2's tree",
+            "ShareGPT",
+            "mean of three tasks, greedy",
+            "H800",
+            {
+                "Llama 2 7B (HASS)": (3.24, 5.15),
+                "Llama 2 13B (HASS)": (3.65, 5.58),
+                "Llama 3 8B (HASS)": (3.09, 5.08),
+                "Llama 3 70B (HASS)": (4.05, 5.21),
+            },
+        ),
     )
     captures = ()
-    depth_terms = ("depth_1",)  # training unrolls one depth
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, spec.hidden_size)
         width = spec.hidden_size
+        self.unroll = config.unroll
+        self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(self.shape)])
         self.embed_tokens = self.own_embedding()
@@ -114,32 +133,83 @@ class Eagle(LayerDrafter):
         return self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
-        """Return feature regression and token losses (equations 2 to 4: soft cross-entropy)."""
-        config, readout = self.config, features.readout
-        inputs = features.final_hidden.to(dtype_of(self))
+        """Return feature regression and token losses (equations 2 to 4: soft cross-entropy).
+
+        Deeper than the first depth it reads the features that it predicted, as in decoding (HASS,
+        section 3.2: harmonized context alignment); no gradient flows back through them.
+        """
+        config, readout, length = self.config, features.readout, batch.tokens.shape[1] - 1
+        hidden = features.final_hidden.to(dtype_of(self))
         if self.training and config.feature_noise:
-            uniform = chance.uniform_like(inputs, batch.document)
-            inputs = inputs + (uniform - 0.5) * config.feature_noise
-        pairs = self._pairs(readout, batch.tokens[:, 1:], inputs[:, :-1])
-        turn = self.shape.rotation(batch.positions[:, :-1], pairs.dtype)
+            uniform = chance.uniform_like(hidden, batch.document)
+            hidden = hidden + (uniform - 0.5) * config.feature_noise
+        hidden = hidden[:, :-1]
+        tokens = functional.pad(batch.tokens[:, 1:], (0, config.unroll - 1))
         mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
-        predicted = call_layer(self.layers[0], pairs, turn, mask)
+        past: list[tuple[Tensor, Tensor]] = []
+        states = []
+        for depth in range(config.unroll):
+            pairs = self._pairs(readout, tokens[:, depth : depth + length], hidden)
+            turn = self.shape.rotation(batch.positions[:, :-1] + depth, pairs.dtype)
+            state, newest = recomputed(self._step, pairs, turn, mask, past)
+            past = [*past, newest]
+            states.append(state.flatten(0, 1))
+            hidden = state.detach()
+        return self._compare(states, batch, features)
+
+    def _step(
+        self,
+        pairs: Float[Tensor, "batch seq hidden"],
+        turn: Rotation,
+        mask: Tensor | None,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Float[Tensor, "batch seq hidden"], tuple[Tensor, Tensor]]:
+        """Return the predicted features of one depth, and its keys and values.
+
+        A query at index t sees the target's features up to t, and of each later depth only its own
+        index t: the features that it predicted itself.
+        """
+        layer: Any = self.layers[0]
+        queries, keys, values = compiled(layer.self_attn.project, pairs, turn)
+        mixed = unrolled_attention(queries, [*past, (keys, values)], mask)
+        return compiled(self._finish, pairs, mixed), (keys, values)
+
+    def _finish(self, pairs: Tensor, mixed: Tensor) -> Tensor:
+        layer: Any = self.layers[0]
+        return layer.finish(pairs, layer.self_attn.merge(mixed))
+
+    def _compare(
+        self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
+    ) -> Losses:
+        config, readout, length = self.config, features.readout, batch.tokens.shape[1]
         rows, ahead = positions_to_predict(batch, 2)
-        predicted = predicted[rows, ahead - 2]
+        depths = torch.arange(len(states), device=rows.device)[:, None]
+        places = rows * (length - 1) + ahead - 2 - depths
+        # Deeper than this, the last token would be before the text.
+        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
         truth = features.final_hidden[rows, ahead - 1]
-        place = torch.arange(len(rows), device=rows.device)
-        target_probs, heads = (
-            TargetProbs(readout, truth, place, None),
-            [OutputHead.of(readout)],
+        order = torch.arange(len(rows), device=rows.device)
+        chains = FirstMiss.along_text(config, rows, ahead, len(states))
+        weights, head = [1.0] * len(states), OutputHead.of(readout)
+        sums = chunked_losses(
+            *(config, weights, [head], states, places, batch.tokens[rows, ahead]),
+            TargetProbs(readout, truth, order, None),
+            first_miss=chains,
         )
-        labels = batch.tokens[rows, ahead]
-        sums = chunked_losses(config, [1.0], heads, [predicted], place[None], labels, target_probs)
-        (token,) = loss_terms([1.0], sums)
-        regression = losses.feature_regression(predicted, truth).sum()
-        return {
-            "feature": LossTerm(config.feature_weight, regression, token.count),
-            "depth_1": LossTerm(config.token_weight, token.sum, token.count, token.correct),
-        }
+        regression = []
+        for depth, (state, at) in enumerate(zip(states, places, strict=True)):
+            counted = at >= 0
+            if chains is not None:
+                counted = counted & chains.counts(depth, order)
+            distance = losses.feature_regression(state[at.clamp(min=0)], truth)
+            regression.append(torch.where(counted, distance, 0).sum())
+        terms = [
+            LossTerm(config.token_weight, term.sum, term.count, term.correct)
+            for term in loss_terms(weights, sums)
+        ]
+        count = torch.stack([term.count for term in terms]).sum()
+        feature = LossTerm(config.feature_weight, torch.stack(regression).sum(), count)
+        return {"feature": feature, **dict(zip(self.depth_terms, terms, strict=True))}
 
     def read(self, features: TargetFeatures) -> Tensor:
         return features.final_hidden
@@ -153,8 +223,9 @@ class Eagle(LayerDrafter):
         hidden: Tensor,
         last: Tensor | None,
     ) -> Tensor:
+        layer: Any = self.layers[0]
         pairs = self._pairs(readout, tokens, hidden)
-        return rows_at(self.layers[0](pairs, turn, cache), last)
+        return rows_at(layer.finish(pairs, layer.self_attn.cached(pairs, turn, cache)), last)
 
     def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
         return readout.logits(hidden.to(readout.head.dtype))

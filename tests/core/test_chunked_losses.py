@@ -93,6 +93,8 @@ def test_chunks_have_the_plain_losses_and_gradients(family: str, kind: str, targ
     [
         ("eagle3", {"draft_vocab_coverage": 1.0, "unroll": 5}),
         ("eagle3", {"norm_output": True, "unroll": 1}),
+        ("hass", {}),
+        ("hass", {"unroll": 2, "qk_norm": True, "fc_bias": True}),
         ("medusa", {"shared_head": True, "logit_scale": 0.5}),
         ("medusa", {"losses": {"forward_kl": 1.0}, "logit_scale": 3.0}),
         ("small_lm", {"tie_embeddings": True}),
@@ -251,7 +253,7 @@ def test_a_batch_without_trained_positions_has_losses_of_zero(target: Target) ->
         weighted_sum(terms).backward()
 
 
-@pytest.mark.parametrize("family", ["eagle", "eagle3", "medusa", "small_lm"])
+@pytest.mark.parametrize("family", ["eagle", "hass", "eagle3", "medusa", "small_lm"])
 def test_half_precision_products_give_what_the_plain_form_gives(
     family: str, target: Target
 ) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import draft_model_dir, drafter_config
-from omegaconf import OmegaConf
+from builders import draft_model_dir, drafter_config, drafter_values
 from paths import ROOT
 
 from drafttrain.core import losses
@@ -44,8 +43,7 @@ POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree
 
 def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     """Build a drafter as its yaml says, less what TINY and overrides change."""
-    values = OmegaConf.to_container(OmegaConf.load(YAML[name]))
-    assert isinstance(values, dict)
+    values = drafter_values(YAML[name])
     module, cls = values.pop("_target_").rsplit(".", 1)
     if name == "two_model":
         values["path"] = draft_model_dir(spec.vocab_size)
@@ -256,6 +254,11 @@ def expected_loss(
     if name in ("medusa", "dflash"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
+    if name == "hass":
+        probs = distribution.softmax(-1)
+        return (
+            0.1 * losses.soft_cross_entropy(logits, probs) + losses.top_k(logits, probs, 10)
+        ).sum()
     if drafter.vocab is not None:
         if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)

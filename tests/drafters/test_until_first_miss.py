@@ -24,6 +24,7 @@ from drafttrain.target.model import Target, load_target
 # Family: its settings, and whether it is right where it drafts the text's token.
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "eagle3": ({"unroll": 4, "draft_vocab_coverage": 1.0}, False),
+    "hass": ({"unroll": 4, "token_weight": 1.0}, False),
     "medusa": ({}, True),
     "dflash": ({"block_size": 5}, True),
 }
@@ -111,8 +112,8 @@ def test_losses_are_those_of_chains_that_end_at_their_first_miss(
     first, left_out = by_chain(family, drafter, target, tokens, TRAINED)
     second, _ = by_chain(family, drafter, target, tokens[:half], TRAINED[:half])
     expected = torch.tensor(first) + torch.tensor(second)
-    terms = list(losses_of(drafter, target, batch_of(tokens, TRAINED)).values())
-    found = torch.stack([term.sum for term in terms])
+    terms = losses_of(drafter, target, batch_of(tokens, TRAINED))
+    found = torch.stack([terms[name].sum for name in drafter.depth_terms])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert left_out > 10
     assert bool((found > 0).all()), "some chains are right at all depths"
@@ -132,7 +133,7 @@ def test_what_is_left_out_is_still_counted_and_has_no_gradient(family: str, targ
         plain = found[False][0][name]
         assert (term.count, term.correct, term.weight) == (plain.count, plain.correct, plain.weight)
         assert bool(term.sum <= plain.sum)
-    first, *deeper = found[True][0]
+    first, *deeper = drafter.depth_terms
     assert torch.equal(found[True][0][first].sum, found[False][0][first].sum)
     for name in deeper:
         assert bool(found[True][0][name].sum < found[False][0][name].sum)
@@ -147,7 +148,9 @@ def test_validation_measures_every_position(family: str, target: Target) -> None
         drafter = drafter_of(family, target, until_first_miss=until)
         assert isinstance(drafter.config, DepthLossConfig)
         drafter.config = replace(drafter.config, losses=REJECTION)
-        sums.append([float(term.sum.detach()) for term in losses_of(drafter, target, batch).values()])
+        sums.append(
+            [float(term.sum.detach()) for term in losses_of(drafter, target, batch).values()]
+        )
     assert sums[0] == sums[1]
 
 

@@ -39,10 +39,21 @@ def model_config(folder: Path) -> ModelConfig:
     )
 
 
+DRAFTERS = ROOT / "conf" / "drafter"
+
+
+def drafter_values(file: Path) -> dict[str, Any]:
+    """The settings of a drafter's yaml, with those of the ones that it builds on."""
+    own = yaml.safe_load(file.read_text())
+    values: dict[str, Any] = {}
+    for base in own.pop("defaults", []):
+        values |= own if base == "_self_" else drafter_values(DRAFTERS / f"{base}.yaml")
+    return values | own
+
+
 def drafter_config(name: str, **changes: Any) -> DrafterConfig:
     """A drafter as conf/drafter/<name>.yaml says, less what is changed."""
-    file = ROOT / "conf" / "drafter" / f"{name}.yaml"
-    values = yaml.safe_load(file.read_text())
+    values = drafter_values(DRAFTERS / f"{name}.yaml")
     module, _, kind = values.pop("_target_").rpartition(".")
     return getattr(importlib.import_module(module), kind)(**values | changes)
 

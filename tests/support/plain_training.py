@@ -100,28 +100,38 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
 
 
 def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
-    """EAGLE-1 without its feature noise."""
-    config = drafter.config
-    inputs = features.final_hidden.to(dtype_of(drafter))
-    pairs = drafter._pairs(features.readout, batch.tokens[:, 1:], inputs[:, :-1])
-    turn = drafter.shape.rotation(batch.positions[:, :-1], pairs.dtype)
-    predicted = drafter.layers[0](pairs, turn, document_mask(batch.document[:, :-1]))
+    """EAGLE-1 without its feature noise; deeper, on its own features (HASS)."""
+    config, length = drafter.config, batch.tokens.shape[1] - 1
+    hidden = features.final_hidden.to(dtype_of(drafter))[:, :-1]
+    tokens = functional.pad(batch.tokens[:, 1:], (0, config.unroll - 1))
+    mask = document_mask(batch.document[:, :-1])
     rows, ahead = positions_to_predict(batch, 2)
-    predicted, truth = predicted[rows, ahead - 2], features.final_hidden[rows, ahead - 1]
+    allowed, truth = batch.positions[rows, ahead] - 2, features.final_hidden[rows, ahead - 1]
     with torch.no_grad():
         target_probs = wide(features.readout.logits(truth)).softmax(-1)
-    logits = drafter.logits(features.readout, predicted)
-    token = config.token_loss(logits, target_probs, batch.tokens[rows, ahead]).sum()
-    count, regression = torch.tensor(len(rows)), losses.feature_regression(predicted, truth).sum()
-    return {
-        "feature": LossTerm(config.feature_weight, regression, count),
-        "depth_1": LossTerm(
-            config.token_weight,
-            token,
-            count,
-            count_correct(logits.detach(), target_probs.argmax(-1)),
-        ),
-    }
+    past: list[tuple[Tensor, Tensor]] = []
+    terms: Losses = {}
+    regression, counts = [], []
+    (layer,) = drafter.layers
+    for depth in range(config.unroll):
+        pairs = drafter._pairs(features.readout, tokens[:, depth : depth + length], hidden)
+        turn = drafter.shape.rotation(batch.positions[:, :-1] + depth, pairs.dtype)
+        states = layer.finish(pairs, unrolled(layer.self_attn, pairs, turn, mask, past))
+        hidden = states.detach()
+        known = allowed >= depth
+        predicted = states[rows[known], ahead[known] - 2 - depth]
+        logits = drafter.logits(features.readout, predicted)
+        loss = config.token_loss(logits, target_probs[known], batch.tokens[rows, ahead][known])
+        correct = count_correct(logits.detach(), target_probs[known].argmax(-1))
+        terms[f"depth_{depth + 1}"] = LossTerm(
+            config.token_weight, loss.sum(), known.sum(), correct
+        )
+        regression.append(losses.feature_regression(predicted, truth[known]).sum())
+        counts.append(known.sum())
+    feature = LossTerm(
+        config.feature_weight, torch.stack(regression).sum(), torch.stack(counts).sum()
+    )
+    return {"feature": feature, **terms}
 
 
 def medusa(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
@@ -165,7 +175,7 @@ def small_lm(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     return {"depth_1": LossTerm(1.0, loss.sum(), torch.tensor(len(rows)), correct)}
 
 
-PLAIN = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "small_lm": small_lm}
+PLAIN = {"eagle": eagle, "hass": eagle, "eagle3": eagle3, "medusa": medusa, "small_lm": small_lm}
 
 
 def plain_losses(drafter: Drafter, batch: Batch, features: TargetFeatures) -> Losses:
