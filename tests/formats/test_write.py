@@ -176,6 +176,13 @@ def test_bfloat16_rounds_the_weights_and_says_how_far_that_moved_the_logits(
     assert "rounding to bfloat16 moved logits by at most" in text
 
 
+@pytest.mark.parametrize("family", ["dflash"])
+def test_a_mask_token_past_the_first_thousand_ids_is_exported(family: str, tmp_path: Path) -> None:
+    large = dataclasses.replace(spec(), vocab_size=3000, pad_token_id=2999)
+    drafter = drafter_config(family, num_layers=2).build(large)
+    assert export(drafter, tmp_path / "out", dtype="float32").rounding.exact
+
+
 def test_weights_that_are_not_the_drafters_are_noticed_when_read_back(tmp_path: Path) -> None:
     drafter = drafter_of("eagle")
     export(drafter, tmp_path / "out", dtype="float32")

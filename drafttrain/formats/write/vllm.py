@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,6 +233,13 @@ def read_back(folder: Path, drafter: Drafter, dtype: torch.dtype) -> Rounding:
     )
 
 
+class FewRows(Readout):
+    """A readout of few ids that embeds any: a drafter's own token, such as a mask, may be large."""
+
+    def embed(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
+        return super().embed(tokens % len(self.embedding))
+
+
 @torch.no_grad()
 def probe(drafter: Drafter) -> Tensor:
     """Return the logits of a chain drafted after a fixed random prompt: "batch depth vocab"."""
@@ -242,7 +250,7 @@ def probe(drafter: Drafter) -> Tensor:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    readout = Readout(normal(ids, spec.hidden_size), normal(ids, spec.hidden_size))
+    readout = FewRows(normal(ids, spec.hidden_size), normal(ids, spec.hidden_size))
     shape = (PROBE_ROWS, PROBE_LENGTH, spec.hidden_size)
     captured = {layer: normal(*shape) for layer in drafter.captures}
     features = TargetFeatures(captured, normal(*shape), readout)
