@@ -11,7 +11,7 @@ from plain_training import plain_losses
 from test_drafters import NoChance, as_batch, build, losses_of, random_drafter
 from test_losses import BETA, ETA, TOP, config
 
-from drafttrain.core.losses import REJECTION, TOKEN_LOSSES
+from drafttrain.core.losses import REJECTION, TOKEN_LOSSES, total_variation
 from drafttrain.core.ops import chunked_losses as chunked
 from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs, loss_terms
 from drafttrain.core.readout import Readout
@@ -156,6 +156,49 @@ def test_the_gradient_is_that_of_the_value(kind: str) -> None:
     tensors = [head.weight, head.bias, *given["states"]]
     assert torch.autograd.gradcheck(value, [t.requires_grad_() for t in tensors], fast_mode=True)
     assert float(value(*tensors).detach()) > 0
+
+
+def test_a_second_weight_adds_to_what_the_first_one_gives_scaled_and_capped() -> None:
+    given = case()
+    given |= {name: given[name][:1] for name in ("weights", "states", "places")}
+    (head,), (state,) = given["heads"], given["states"]
+    added, more = torch.randn(2, 9, 3, dtype=torch.float64).unbind()
+    added = added[:7]
+    readout = replace(given["target_probs"].readout, head=torch.randn(7, 5, dtype=torch.float64))
+    given["target_probs"] = replace(given["target_probs"], readout=readout, vocab=None)
+    told = config(losses=MIXED)
+
+    def value(weight: Any, bias: Any, added: Any, *states: Any) -> Any:
+        heads = [replace(head, weight=weight, bias=bias, added=added)]
+        (term,) = chunked_losses(told, **{**given, "heads": heads, "states": states})
+        return term.sum
+
+    tensors = [head.weight, head.bias, added, torch.cat([state, more], dim=1)]
+    assert torch.autograd.gradcheck(value, [t.requires_grad_() for t in tensors], fast_mode=True)
+    (places,) = given["places"]
+    plain = head.scale * (state @ head.weight.T + head.bias)
+    logits = (head.soft_cap * torch.tanh(plain / head.soft_cap) + more @ added.T)[places]
+    probs = (given["target_probs"].final_hidden @ readout.head.T).softmax(-1)
+    expected = told.token_loss(logits, probs, given["labels"]).sum()
+    torch.testing.assert_close(value(*tensors), expected)
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["with gradients", "without"])
+def test_the_overlap_of_each_position_is_what_total_variation_leaves(asked: bool) -> None:
+    given = case()
+    (head,) = given["heads"]
+    readout = replace(given["target_probs"].readout, head=torch.randn(7, 5, dtype=torch.float64))
+    given["target_probs"] = replace(given["target_probs"], readout=readout, vocab=None)
+    told = config(losses={"hard_cross_entropy": 1.0})  # which asks for no distribution itself
+    with torch.set_grad_enabled(asked):
+        *_, overlap = chunked.chunked_losses(told, **given, overlap=True)
+    probs = (given["target_probs"].final_hidden @ readout.head.T).softmax(-1)
+    for found, places, state in zip(overlap, given["places"], given["states"], strict=True):
+        plain = head.scale * (state[places] @ head.weight.T + head.bias)
+        logits = head.soft_cap * torch.tanh(plain / head.soft_cap)
+        expected = 1 - total_variation(logits, probs)
+        torch.testing.assert_close(found, torch.where(places >= 0, expected, 0))
+    assert not overlap.requires_grad
 
 
 def test_sums_may_be_weighed_otherwise_and_differentiated_again() -> None:

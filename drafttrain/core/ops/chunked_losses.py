@@ -41,12 +41,17 @@ def chunk_limits(elements: int, fewest: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """How states become logits: cap * tanh(scale * (states @ weight.T + bias) / cap)."""
+    """How states become logits: cap * tanh(scale * (states @ weight.T + bias) / cap).
+
+    added: a second weight, of the columns of the states after those of the first: their product is
+    added to the logits as it is.
+    """
 
     weight: Float[Tensor, "vocab width"]
     bias: Float[Tensor, " vocab"] | None = None
     scale: float = 1.0
     soft_cap: float | None = None
+    added: Float[Tensor, "vocab rank"] | None = None
 
     @classmethod
     def of(cls, readout: Readout) -> "OutputHead":
@@ -112,7 +117,7 @@ class FirstMiss:
         return (before < 0) | self.right[depth - 1, before.clamp(min=0)]
 
 
-Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+Sums = tuple[Tensor, ...]
 
 
 class _ChunkProbs(NamedTuple):
@@ -131,10 +136,13 @@ def chunked_losses(
     target_probs: TargetProbs | None,
     against_text: bool = False,
     first_miss: FirstMiss | None = None,
+    overlap: bool = False,
 ) -> Sums:
     """Return the losses of every depth (or parallel head), with gradients to states and heads.
 
     By depth: sums of losses, positions, correct positions, positions outside the vocabulary.
+    overlap: after them sum min(target_probs, draft_probs) of each depth and position, a constant;
+    zero where a position is not predicted. Only over the target's whole vocabulary.
 
     heads: one for each depth, or one for all. states: by depth. places: the row of states[depth]
     from which a position is predicted at that depth, -1 where it is not. labels: the text's tokens
@@ -149,21 +157,23 @@ def chunked_losses(
     """
     device = places.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    task = _Task(
-        config, tuple(heads), dtype, places, labels, target_probs, against_text, first_miss
-    )
-    tensors = (*states, *(head.weight for head in heads), *(head.bias for head in heads))
+    whole = target_probs is not None and target_probs.vocab is None
+    assert whole or not overlap, "an overlap is with the target's whole distribution"
+    given = (places, labels, target_probs, against_text, first_miss, overlap)
+    task = _Task(config, tuple(heads), dtype, *given)
+    parameters = [(head.weight, head.bias, head.added) for head in heads]
+    tensors = (*states, *(tensor for kind in zip(*parameters, strict=True) for tensor in kind))
     if torch.is_grad_enabled():
-        sums, correct, uncovered = _Chunked.apply(task, tuple(weights), *tensors)
+        sums, *counts, found = _Chunked.apply(task, tuple(weights), *tensors)
     else:  # inside a Function gradients are always off: it could not know
         done = _Pass(task, weights, tensors, [False] * len(tensors))
-        sums, correct, uncovered = done.loss, done.correct, done.uncovered
-    return sums, (places >= 0).sum(1), correct, uncovered
+        sums, counts, found = done.loss, [done.correct, done.uncovered], done.overlap
+    return sums, (places >= 0).sum(1), *counts, *([found] if overlap else [])
 
 
 def loss_terms(weights: Sequence[float], sums: Sums) -> list[LossTerm]:
     """Return the sums of `chunked_losses` as loss terms, one per depth."""
-    columns = [column.unbind() for column in sums]
+    columns = [column.unbind() for column in sums[:4]]
     return [LossTerm(weight, *row) for weight, *row in zip(weights, *columns, strict=True)]
 
 
@@ -179,6 +189,7 @@ class _Task:
     target_probs: TargetProbs | None
     against_text: bool
     first_miss: FirstMiss | None
+    overlap: bool
 
     def cast(self, tensor: Tensor | None) -> Any:
         """Return a tensor in the dtype of matrix products."""
@@ -188,8 +199,8 @@ class _Task:
 class _Pass:
     """One pass over all chunks: sums by depth, and the gradient of their weighted sum.
 
-    tensors: states by depth, the heads' weights, their biases; `wanted` marks those whose gradient
-    is needed, and `gradients` holds it.
+    tensors: states by depth, the heads' weights, their biases, their added weights; `wanted` marks
+    those whose gradient is needed, and `gradients` holds it.
     """
 
     def __init__(
@@ -202,9 +213,10 @@ class _Pass:
         self.task, self.factors, self.backward = task, factors, any(wanted)
         depths, device = len(task.places), task.places.device
         self.states: list[Any] = list(tensors[:depths])
-        parameters = tensors[depths:]
-        self.weights = [task.cast(weight) for weight in parameters[: len(task.heads)]]
-        self.biases = [task.cast(bias) for bias in parameters[len(task.heads) :]]
+        parameters, heads = [task.cast(tensor) for tensor in tensors[depths:]], len(task.heads)
+        self.weights = parameters[:heads]
+        self.biases = parameters[heads : 2 * heads]
+        self.added = parameters[2 * heads :]
         self.wide = torch.promote_types(self.weights[0].dtype, torch.float32)
         # A state's gradient is written once, a parameter's summed over chunks in float32 or wider.
         self.gradients = [
@@ -214,11 +226,14 @@ class _Pass:
             for i, (tensor, want) in enumerate(zip(tensors, wanted, strict=True))
         ]
         self.of_states = self.gradients[:depths]
-        self.of_weights = self.gradients[depths : depths + len(task.heads)]
-        self.of_biases = self.gradients[depths + len(task.heads) :]
+        self.of_weights = self.gradients[depths : depths + heads]
+        self.of_biases = self.gradients[depths + heads : depths + 2 * heads]
+        self.of_added = self.gradients[depths + 2 * heads :]
         self.loss = torch.zeros(depths, dtype=self.wide, device=device)
         self.correct = torch.zeros(depths, dtype=torch.long, device=device)
         self.uncovered = torch.zeros(depths, dtype=torch.long, device=device)
+        by_position = task.places.shape if task.overlap else (depths, 0)
+        self.overlap = torch.zeros(by_position, dtype=self.wide, device=device)
         self.target = None
         if task.target_probs is not None:
             theirs = OutputHead.of(task.target_probs.readout)
@@ -247,11 +262,12 @@ class _Pass:
                 self.uncovered += known - (places >= 0).sum(1)
             choices = labels if chunk is None or task.against_text else chunk.choices
             probs = None if chunk is None else chunk.probs
+            overlap = self.overlap[:, piece]
             for index, head in enumerate(task.heads):
                 depths = range(len(places)) if len(task.heads) == 1 else range(index, index + 1)
                 together = max(1, self.budget // max(1, len(labels) * len(head.weight)))
                 for group in (depths[i : i + together] for i in range(0, len(depths), together)):
-                    self._compare(index, group, at, places, labels, choices, probs)
+                    self._compare(index, group, at, places, labels, choices, probs, overlap)
 
     def _chunk(self, piece: slice) -> _ChunkProbs | None:
         """Return the target's distribution and choices at a chunk of positions, as constants."""
@@ -263,8 +279,8 @@ class _Pass:
         logits = logits.to(self.wide)
         best = logits.max(-1)
         if target.vocab is None:
-            probs = logits.softmax(-1) if self.task.config.needs_target_probs else None
-            return _ChunkProbs(probs, best.indices, None)
+            needed = self.task.config.needs_target_probs or self.task.overlap
+            return _ChunkProbs(logits.softmax(-1) if needed else None, best.indices, None)
         choices = target.vocab.draft_ids[best.indices]
         if self.task.config.of_rejection:
             return _ChunkProbs(logits.softmax(-1)[:, target.vocab.target_ids], choices, None)
@@ -289,15 +305,22 @@ class _Pass:
         labels: Tensor,
         choices: Tensor,
         probs: Tensor | None,
+        overlap: Tensor,
     ) -> None:
         """Add a chunk's losses at several depths of one head, and their gradients."""
         config, head, first_miss = self.task.config, self.task.heads[index], self.task.first_miss
+        added = self.added[index]
         rows = places[depths.start : depths.stop]
         known, rows = rows >= 0, rows.clamp(min=0)
         picked = [self.states[d].index_select(0, r) for d, r in zip(depths, rows, strict=True)]
         hidden = torch.cat(picked).mul_(known.flatten()[:, None]).to(self.weights[index].dtype)
+        width = self.weights[index].shape[1]
+        hidden, more = hidden[:, :width], hidden[:, width:]
         logits, curve = _logits(head, self.weights[index], self.biases[index], hidden)
         logits = logits.to(self.wide)
+        if added is not None:
+            more = more.to(added.dtype)
+            logits += functional.linear(more, added)
         factors = []
         for depth, here, part in zip(depths, known, logits.chunk(len(depths)), strict=True):
             hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
@@ -306,6 +329,9 @@ class _Pass:
             if first_miss is not None:
                 here = here & first_miss.counts(depth, at)
                 first_miss.right[depth, at] = hits & here
+            if self.task.overlap and probs is not None:
+                common = torch.minimum(part.softmax(-1), probs).sum(-1)
+                overlap[depth] = torch.where(here, common, 0)
             if self.backward:
                 losses, times = config.token_loss_and_gradient(part, probs, labels)
                 factors.append(here[:, None].to(self.wide) * times * self.factors[depth])
@@ -315,7 +341,14 @@ class _Pass:
         if not self.backward:
             return
         # From the gradients of the logits, each row times its factor.
-        factor = torch.cat(factors) * head.scale
+        factor = torch.cat(factors)
+        if added is not None:  # neither scaled nor capped
+            slopes = logits.to(added.dtype)
+            back_more = (slopes @ added).mul_(factor)
+            total = self.of_added[index]
+            if total is not None:
+                total.add_(slopes.T @ (more * factor).to(more.dtype))
+        factor = factor * head.scale
         slopes = logits if curve is None else logits.mul_(curve)
         bias = self.of_biases[index]
         if bias is not None:
@@ -323,6 +356,7 @@ class _Pass:
         slopes = slopes.to(hidden.dtype)
         if any(self.of_states[depth] is not None for depth in depths):
             back = (slopes @ self.weights[index]).mul_(factor)
+            back = back if added is None else torch.cat([back, back_more.to(back.dtype)], dim=1)
             for depth, r, part in zip(depths, rows, back.chunk(len(depths)), strict=True):
                 into = self.of_states[depth]
                 if into is not None:
@@ -340,13 +374,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, task: _Task, factors: tuple[float, ...], *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.task, ctx.factors, ctx.wanted = task, factors, ctx.needs_input_grad[2:]
         done = _Pass(task, factors, tensors, ctx.wanted)
         ctx.gradients = done.gradients
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(done.correct, done.uncovered)
-        return done.loss, done.correct, done.uncovered
+        ctx.mark_non_differentiable(done.correct, done.uncovered, done.overlap)
+        return done.loss, done.correct, done.uncovered, done.overlap
 
     @staticmethod
     @torch.autograd.function.once_differentiable
