@@ -89,8 +89,10 @@ def grow_static(
             above = tuple(level.parents[place] for place in level.expanded)
             parents = placed(above, drafted.device).expand(len(drafted), -1)
         if pace is not None:
-            known = draft_probs[-1] if draft_probs else logits.float().softmax(-1)
-            sure = known.amax(-1) if sampling.greedy else known.gather(-1, drafted[..., None])
+            sure = drafter.confidence(state)
+            if sure is None:
+                known = draft_probs[-1] if draft_probs else logits.float().softmax(-1)
+                sure = known.amax(-1) if sampling.greedy else known.gather(-1, drafted[..., None])
             if not pace.goes_on(sure.flatten().tolist()):
                 break
     drafted = torch.cat(tokens, dim=1)

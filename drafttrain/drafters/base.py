@@ -272,6 +272,15 @@ class Drafter(nn.Module, ABC, Generic[State]):
         whose width is always 1. Only a drafter with `branches` gets parents.
         """
 
+    def confidence(self, state: State) -> Float[Tensor, "batch width"] | None:
+        """Return the predicted acceptance of the tokens that the last `expand` gave logits of.
+
+        An adaptive policy ends a chain by it. It must be known before those tokens are drawn, from
+        what precedes them: then no token is kept for what it turned out to be. None: the drafter
+        predicts none, and the probability that it gave to its token stands for it.
+        """
+        return None
+
     @abstractmethod
     def select(self, state: State, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order; the others have finished."""
