@@ -149,7 +149,7 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 
 FAMILIES = re.compile(
-    r"dflash|eagle|ensemble|\bhass\b|medusa|ngram|small_?lm|two_?model", re.IGNORECASE
+    r"dflash|dspark|eagle|ensemble|\bhass\b|medusa|ngram|small_?lm|two_?model", re.IGNORECASE
 )
 # Where one of these words is not a family that code knows by name, and why.
 SPOKEN = {

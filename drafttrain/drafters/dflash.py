@@ -15,6 +15,7 @@ from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
     FirstMiss,
     OutputHead,
+    Sums,
     TargetProbs,
     chunked_losses,
     loss_terms,
@@ -54,7 +55,7 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
         self.require("layers", len(set(layers)) == len(layers), "be distinct")
         for key in ("num_captures", "num_layers", "num_anchors"):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
-        self.require("block_size", self.block_size >= 2, "be at least 2: one of them is given")
+        self.require("block_size", self.block_size >= 2, "be at least 2")
         self.require("gamma", self.gamma > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DFlash":
@@ -101,7 +102,10 @@ class BlockLayer(nn.Module):
 
 @dataclass
 class DFlashState(LayerState):
-    """The features of committed tokens as keys and values, and the block, once it is drafted."""
+    """The features of committed tokens as keys and values, and the block, once it is drafted.
+
+    hidden: the states at the places of the block that draft, by depth.
+    """
 
     last: Int[Tensor, "batch 1"] | None = None  # the anchor of the next block
     logits: Float[Tensor, "batch depth vocab"] | None = None
@@ -112,15 +116,15 @@ class DFlashState(LayerState):
 class Blocks:
     """The blocks of a batch, by their anchors: `columns` has those of each row, padded.
 
-    rows, slots: the places of the real ones. tokens: what the text has there, the anchor first;
-    drafted: which of them are trained.
+    rows, slots: the places of the real ones. tokens: what the text has there, the anchor first,
+    then one for each depth; drafted: which of them are trained.
     """
 
     columns: Int[Tensor, "batch anchor"]
     rows: Int[Tensor, " block"]
     slots: Int[Tensor, " block"]
-    drafted: Bool[Tensor, "block size"]
-    tokens: Int[Tensor, "block size"]
+    drafted: Bool[Tensor, "block token"]
+    tokens: Int[Tensor, "block token"]
 
 
 _PAPER = partial(
@@ -145,6 +149,7 @@ class DFlash(CachedDrafter):
         *_PAPER("mean of all tasks; greedy, batch 1", "not stated", {"Qwen3 8B": (4.86, 6.49)}),
     )
     branches = True
+    first_place = 1  # of a block's that drafts: the anchor itself, at 0, does not
     config: DFlashConfig
     layers: Any  # of BlockLayer
 
@@ -159,8 +164,10 @@ class DFlash(CachedDrafter):
         known = 0 <= self.mask_token_id < spec.vocab_size
         need = f"be one of the {spec.vocab_size:,} ids of {name}"
         require(known, "drafter.mask_token_id", need, self.mask_token_id)
-        self.max_depth = self.unroll = config.block_size - 1
-        self.depth_terms = tuple(f"depth_{k}" for k in range(1, config.block_size))
+        self.max_depth: int = config.block_size - self.first_place
+        self.unroll = self.max_depth
+        self.depth_terms = tuple(f"depth_{k}" for k in range(1, self.max_depth + 1))
+        self.place_weights = [exp(-k / config.gamma) for k in range(self.max_depth)]  # of places
         width, eps = spec.hidden_size, self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.captures) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
@@ -182,8 +189,16 @@ class DFlash(CachedDrafter):
         In training a conversation has at most `num_anchors` blocks, drawn anew in each step; else
         every block that drafts a trained token counts.
         """
-        size, readout = self.config.block_size, features.readout
         blocks = self._blocks(batch, chance)
+        states = self._states(blocks, batch, features)
+        return self._terms(
+            self._sums(states, OutputHead.of(features.readout), blocks, batch, features)
+        )
+
+    def _states(
+        self, blocks: Blocks, batch: Batch, features: TargetFeatures
+    ) -> Float[Tensor, "block depth hidden"]:
+        size, readout = self.config.block_size, features.readout
         starts = batch.positions.gather(1, blocks.columns)[..., None]
         places = (starts + torch.arange(size, device=starts.device)).flatten(1)
         tokens = torch.full_like(places, self.mask_token_id)
@@ -196,10 +211,10 @@ class DFlash(CachedDrafter):
         for layer in self.layers:
             hidden = recomputed(self._step, layer, hidden, context, turns, masks)
         states = self.norm(hidden).unflatten(1, (-1, size))[blocks.rows, blocks.slots]
-        return self._compare(states, blocks, batch, features)
+        return states[:, self.first_place :]
 
     def _blocks(self, batch: Batch, chance: TrainingChance) -> Blocks:
-        host, size = host_of(batch), self.config.block_size
+        host, size = host_of(batch), self.max_depth + 1
         # By anchor and place in its block. A position is at least its place in the block, and more
         # if both are in the same text and a feature comes before the anchor.
         tokens, trained, positions = (
@@ -254,42 +269,49 @@ class DFlash(CachedDrafter):
             mixed.append(part)
         return compiled(layer.finish, hidden, torch.cat(mixed, dim=2))
 
-    def _compare(
+    def _sums(
         self,
-        states: Float[Tensor, "block size hidden"],
+        states: Float[Tensor, "block depth width"],
+        head: OutputHead,
         blocks: Blocks,
         batch: Batch,
         features: TargetFeatures,
-    ) -> Losses:
+        overlap: bool = False,
+    ) -> list[Sums]:
+        """Return the losses of each depth; overlap: see `chunked_losses`."""
         config, length = self.config, batch.tokens.shape[1]
         anchors, order = blocks.columns[blocks.rows, blocks.slots], torch.arange(len(states))
         order = send(order, states.device)
-        terms, counted = [], torch.ones_like(blocks.drafted[:, 0])
-        for k in range(1, config.block_size):
+        found, counted = [], torch.ones_like(blocks.drafted[:, 0])
+        for k, weight in enumerate(self.place_weights, start=1):
             target_probs = first_miss = None
             if config.stops_at_miss:
                 first_miss = FirstMiss.begin(counted, order, 1)
-            if config.needs_target_probs:
+            if config.needs_target_probs or overlap:
                 at = blocks.rows * length + (anchors + k - 1).clamp(max=length - 1)
                 final = features.final_hidden.flatten(0, 1)
                 target_probs = TargetProbs(features.readout, final, at, None)
-            weights = [exp(-(k - 1) / config.gamma)]
             sums = chunked_losses(
                 config,
-                weights,
-                [OutputHead.of(features.readout)],
-                [states[:, k]],
+                [weight],
+                [head],
+                [states[:, k - 1]],
                 order.where(blocks.drafted[:, k], -1)[None],
                 blocks.tokens[:, k],
                 target_probs,
                 against_text=True,
                 first_miss=first_miss,
+                overlap=overlap,
             )
-            terms += loss_terms(weights, sums)
+            found.append(sums)
             if first_miss is not None:  # a place that is not trained is no miss
                 counted = first_miss.right[0] | ~blocks.drafted[:, k]
-        names = zip(self.depth_terms, terms, strict=True)
-        return {name: replace(term, uncovered=None) for name, term in names}
+        return found
+
+    def _terms(self, sums: Sequence[Sums]) -> Losses:
+        named = zip(self.depth_terms, self.place_weights, sums, strict=True)
+        terms = {name: loss_terms([weight], each)[0] for name, weight, each in named}
+        return {name: replace(term, uncovered=None) for name, term in terms.items()}
 
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         """Return the fused features, which every layer reads as context."""
@@ -346,10 +368,11 @@ class DFlash(CachedDrafter):
                 keys, values = cache.update(*own, number)
                 assert cache.mask is not None, "a tree's pass has one"
                 hidden = layer.finish(hidden, grouped_attention(queries, keys, values, cache.mask))
-            return (readout.logits(self.norm(hidden)[:, 1:].to(readout.head.dtype)),)
+            hidden = self.norm(hidden)[:, self.first_place :]
+            return readout.logits(hidden.to(readout.head.dtype)), hidden
 
         inputs = [tokens, turn.cos, turn.sin]
-        (logits,) = cache.run(run, inputs, key=readout.embedding.data_ptr())
+        logits, state.hidden = cache.run(run, inputs, key=readout.embedding.data_ptr())
         cache.rollback(state.committed)
         return logits
 

@@ -29,6 +29,7 @@ YAML = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yam
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
 TINY: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 5, "num_layers": 2, "gamma": 2.0},
+    "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
     "eagle3": {"draft_vocab_coverage": 0.85},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
@@ -259,6 +260,9 @@ def expected_loss(
         return (
             0.1 * losses.soft_cross_entropy(logits, probs) + losses.top_k(logits, probs, 10)
         ).sum()
+    if name == "dspark":
+        config, label = drafter.config, torch.tensor([tokens[ahead]])
+        return config.token_loss(logits, distribution.softmax(-1), label).sum()  # type: ignore
     if drafter.vocab is not None:
         if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)

@@ -21,6 +21,7 @@ from published import (
     WIDTH,
     Published,
     dflash,
+    dspark,
     eagle,
     eagle3,
     edited,
@@ -387,6 +388,20 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     "layers twice": (
         lambda: edited(dflash(), dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 1]}),
         r"target_layer_ids must be distinct layers of the target, got \[1, 1\]$",
+    ),
+    "an anchor that drafts nothing": (
+        lambda: edited(dspark(), sample_from_anchor=False),
+        r"sample_from_anchor must be True, got False$",
+    ),
+    "a recurrent Markov head": (
+        lambda: edited(dspark(), markov_head_type="rnn", markov_rank=0),
+        r"markov_rank must be an integer of at least 1, got 0; config\.json's markov_head_type "
+        r"must be one of vanilla, gated, got 'rnn'$",
+    ),
+    "a confidence that reads no token": (
+        lambda: edited(dspark(), confidence_head_with_markov=None, enable_confidence_head=1),
+        r"enable_confidence_head must be True, got 1; config\.json's confidence_head_with_markov "
+        r"must be True, got None$",
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="dflash"),

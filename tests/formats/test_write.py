@@ -32,7 +32,7 @@ from drafttrain.report.results import LosslessCheck, Report, TimingInfo
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
-FAMILIES = ("dflash", "eagle3", "eagle", "medusa")
+FAMILIES = ("dflash", "dspark", "eagle3", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
@@ -73,6 +73,7 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
     torch.manual_seed(0)
     changes: dict[str, dict[str, Any]] = {
         "dflash": {"num_layers": 2},
+        "dspark": {"num_layers": 2, "markov_rank": 8},
         "eagle3": {
             "layers": layers,
             "intermediate_size": 40,
@@ -176,7 +177,7 @@ def test_bfloat16_rounds_the_weights_and_says_how_far_that_moved_the_logits(
     assert "rounding to bfloat16 moved logits by at most" in text
 
 
-@pytest.mark.parametrize("family", ["dflash"])
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
 def test_a_mask_token_past_the_first_thousand_ids_is_exported(family: str, tmp_path: Path) -> None:
     large = dataclasses.replace(spec(), vocab_size=3000, pad_token_id=2999)
     drafter = drafter_config(family, num_layers=2).build(large)
@@ -284,6 +285,36 @@ def test_a_configuration_that_engines_would_take_for_another_model_is_refused(
     drafter, config, tensors = serving("eagle3")
     text = complaint(drafter, {**config, key: value}, tensors) or ""
     assert f"config.json's {key} must be {config.get(key, False)}, got {value}" in text
+
+
+@pytest.mark.parametrize("key", ["sample_from_anchor", "enable_confidence_head"])
+def test_what_engines_assume_of_dspark_when_it_is_absent_is_always_written(key: str) -> None:
+    drafter, config, tensors = serving("dspark")
+    assert config[key] is config["confidence_head_with_markov"] is True
+    assert (config["block_size"], config["markov_rank"]) == (7, 8)
+    assert config["target_layer_ids"] == [layer - 1 for layer in drafter.captures]
+    without = {name: value for name, value in config.items() if name != key}
+    assert f"config.json's {key} must be True, got None" in (
+        complaint(drafter, without, tensors) or ""
+    )
+
+
+def test_a_gated_markov_head_is_not_exported_and_the_reason_says_what_to_do(
+    tmp_path: Path,
+) -> None:
+    gated = drafter_config("dspark", num_layers=2, markov="gated", markov_rank=8).build(spec())
+    with pytest.raises(ValueError, match=r"leave out the gate .* train with drafter.markov=plain"):
+        export(gated, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dspark_is_served_with_as_many_tokens_as_a_block_drafts(tmp_path: Path) -> None:
+    done = export(drafter_of("dspark"), tmp_path / "out", num_speculative_tokens=7)
+    said = json.loads(shlex.split(done.commands["vLLM"])[-1])
+    assert (said["method"], said["num_speculative_tokens"]) == ("dspark", 7)
+    assert any("on GPUs alone" in note for note in done.notes)
+    with pytest.raises(ValueError, match="num_speculative_tokens must be at most 7"):
+        export(drafter_of("dspark"), tmp_path / "other", num_speculative_tokens=8)
 
 
 def test_medusa_says_that_its_blocks_have_biases_since_vllm_drops_them_otherwise() -> None:

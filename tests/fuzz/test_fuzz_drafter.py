@@ -10,7 +10,7 @@ from builders import model_config
 from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from published import Published, dflash, eagle, eagle3, faster_decoding, medusa
+from published import Published, dflash, dspark, eagle, eagle3, faster_decoding, medusa
 from test_read import admitted
 
 from drafttrain.target.model import Target, load_target
@@ -24,6 +24,7 @@ def layouts() -> list[Published]:
     torch.manual_seed(0)
     return [
         dflash(),
+        dspark(),
         eagle3(),
         eagle3("speculators"),
         eagle(),

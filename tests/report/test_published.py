@@ -7,6 +7,7 @@ from test_report import html, many_prompts, markdown, report_of
 
 from drafttrain.drafters.base import Published
 from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.medusa import Medusa
@@ -32,7 +33,7 @@ def test_a_family_without_published_numbers_has_no_such_table() -> None:
     assert "Published for this family" not in markdown(report_of(many_prompts(prompts=6)))
 
 
-@pytest.mark.parametrize("family", [DFlash, Eagle, Eagle3, Medusa, TwoModel])
+@pytest.mark.parametrize("family", [DFlash, DSpark, Eagle, Eagle3, Medusa, TwoModel])
 def test_every_quoted_number_has_a_source_and_is_plausible(family: type) -> None:
     for one in family.published:  # type: ignore[attr-defined]
         assert re.fullmatch(r"arXiv:\d{4}\.\d{5}(, table \d+)?|Spec-Bench leaderboard", one.source)

@@ -155,12 +155,10 @@ def eagle_reference(shape: dict[str, Any]) -> Callable:
     return run
 
 
-def dflash_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
-    """One block after the features; a dense softmax over them and the block, nothing masked."""
+def block_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
+    """The states of one block after the features: a dense softmax over both, nothing masked."""
 
-    def run(
-        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
-    ) -> Tensor:
+    def run(t: Tensors, captured: Tensor, embedding: Tensor, tokens: list[int]) -> Tensor:
         eps, width, before = shape["eps"], shape["head_dim"], captured.shape[1]
         fused = torch.cat(list(captured), dim=-1) @ t["fc.weight"].T
         context = rms(fused, t["hidden_norm.weight"], eps)
@@ -191,7 +189,49 @@ def dflash_reference(shape: dict[str, Any], num_layers: int, size: int, mask: in
             gate = normed @ own["mlp.gate_proj.weight"].T
             inner = gate * gate.sigmoid() * (normed @ own["mlp.up_proj.weight"].T)
             hidden = hidden + inner @ own["mlp.down_proj.weight"].T
-        return rms(hidden, t["norm.weight"], eps)[1:] @ t["the target's head"].T
+        return rms(hidden, t["norm.weight"], eps)
+
+    return run
+
+
+def dflash_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
+    """Every place of a block but the first, that of the last token, drafts its own token."""
+    states = block_reference(shape, num_layers, size, mask)
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        return states(t, captured, embedding, tokens)[1:] @ t["the target's head"].T
+
+    return run
+
+
+def dspark_reference(
+    shape: dict[str, Any], num_layers: int, size: int, mask: int, confidence: bool = False
+) -> Callable:
+    """Every place drafts the next token; as in vLLM's qwen3_dspark.py and DeepSpec, in a loop.
+
+    confidence: return the predicted acceptance of each instead of logits.
+    """
+    block = block_reference(shape, num_layers, size, mask)
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        states, before, found = block(t, captured, embedding, tokens), captured.shape[1], []
+        for place, state in enumerate(states):
+            embedded = t["markov_head.markov_w1.weight"][tokens[before + place]]
+            both = torch.cat([state, embedded])
+            if confidence:
+                score = t["confidence_head.proj.weight"][0] @ both
+                found.append(1 / (1 + torch.exp(-score - t["confidence_head.proj.bias"][0])))
+                continue
+            if "markov_head.gate_proj.weight" in t:
+                gate = t["markov_head.gate_proj.weight"] @ both + t["markov_head.gate_proj.bias"]
+                embedded = embedded / (1 + torch.exp(-gate))
+            bias = t["markov_head.markov_w2.weight"] @ embedded
+            found.append(t["the target's head"] @ state + bias)
+        return torch.stack(found)
 
     return run
 
@@ -424,7 +464,29 @@ def dflash(*variant: str, num_layers: int = 2, **shape: Any) -> Published:
     return Published(config, tensors, dflash_reference(sizes, num_layers, DEPTH + 1, 7))
 
 
+def dspark(*variant: str, rank: int = 6) -> Published:
+    made = dflash(*variant)
+    tensors = made.tensors | {
+        "markov_head.markov_w1.weight": normal(VOCAB, rank),
+        "markov_head.markov_w2.weight": normal(VOCAB, rank),
+        "confidence_head.proj.weight": normal(1, WIDTH + rank),
+        "confidence_head.proj.bias": normal(1),
+    }
+    if "gated" in variant:
+        tensors["markov_head.gate_proj.weight"] = normal(rank, WIDTH + rank)
+        tensors["markov_head.gate_proj.bias"] = normal(rank)
+    config = made.config | made.config["dflash_config"] | {
+        "architectures": ["Qwen3DSparkModel"], "block_size": DEPTH, "markov_rank": rank,
+        "markov_head_type": "gated" if "gated" in variant else "vanilla",
+        "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512,
+    }  # fmt: skip
+    del config["dflash_config"]
+    return Published(config, tensors, dspark_reference(SHAPE, 2, DEPTH, 7))
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
+    "DSpark": ("dspark", dspark),
+    "DSpark, gated, own embedding": ("dspark", lambda: dspark("gated", "embedding")),
     "DFlash": ("dflash", dflash),
     "DFlash, one layer, own embedding": ("dflash", lambda: dflash("embedding", num_layers=1)),
     "DFlash, rope llama3": ("dflash", lambda: dflash(scaling=LLAMA3)),

@@ -326,12 +326,12 @@ class _Pass:
             hits = part.gather(-1, choices.clamp(min=0)[:, None])[:, 0] >= part.amax(-1)
             hits &= here & (choices >= 0)
             self.correct[depth] += hits.sum()
-            if first_miss is not None:
-                here = here & first_miss.counts(depth, at)
-                first_miss.right[depth, at] = hits & here
             if self.task.overlap and probs is not None:
                 common = torch.minimum(part.softmax(-1), probs).sum(-1)
                 overlap[depth] = torch.where(here, common, 0)
+            if first_miss is not None:
+                here = here & first_miss.counts(depth, at)
+                first_miss.right[depth, at] = hits & here
             if self.backward:
                 losses, times = config.token_loss_and_gradient(part, probs, labels)
                 factors.append(here[:, None].to(self.wide) * times * self.factors[depth])

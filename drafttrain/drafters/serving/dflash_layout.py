@@ -1,7 +1,7 @@
 """DFlash's files: z-lab's layout, which engines load."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
@@ -26,20 +26,29 @@ class DFlashLayout(OneLayer):
     """`DFlashDraftModel`: Qwen3's decoder layers; a layer is named by its output."""
 
     kind = family = method = "dflash"
+    name: ClassVar[str] = "DFlash"
     title = "DFlash in z-lab's layout"
     sglang = "DFLASH"
     architectures = ("DFlashDraftModel",)
     names_layers = True
+    place: ClassVar[str | None] = "dflash_config"  # of its own keys; None: among the others
+    from_anchor: ClassVar[bool] = False  # whether the anchor's own place drafts
+
+    def own(self, config: Config) -> Config:
+        """Return the object of config.json that has the family's own keys."""
+        return config if self.place is None else config.get(self.place) or {}
 
     def recognises(self, files: Files) -> Sign | None:
         architectures = architectures_of(files.config)
-        if "DFlashDraftModel" in architectures:
+        if {*architectures} & {*self.architectures}:
             return Sign(DECLARED, f"architectures={architectures}")
         return None
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
         top = Values(files.config)
-        own = Values(top.mapping("dflash_config"), top.complaints)
+        own, place = top, ""
+        if self.place is not None:
+            own, place = Values(top.mapping(self.place), top.complaints), f"{self.place}."
         num_layers = top.integer("num_hidden_layers", MAX_LAYERS)
         settings = decoder_layer(top, files.names, "layers.0.", True, num_layers)
         vocab = top.integer("vocab_size", MAX_VOCABULARY)
@@ -47,7 +56,7 @@ class DFlashLayout(OneLayer):
         mask = own.raw.get("mask_token_id")
         if type(mask) is not int or not 0 <= mask < vocab:
             own.complaints.append(
-                f"config.json's dflash_config.mask_token_id must be one of {vocab:,} ids, "
+                f"config.json's {place}mask_token_id must be one of {vocab:,} ids, "
                 f"got {shown(repr(mask))}"
             )
         ids = own.raw.get("target_layer_ids")
@@ -55,11 +64,12 @@ class DFlashLayout(OneLayer):
             layers = sorted(layer + 1 for layer in ids)
         if not layers or len({*layers}) < len(layers) or len(layers) > spec.num_layers + 1:
             own.complaints.append(
-                "config.json's dflash_config.target_layer_ids must be distinct layers of the "
-                f"target, got {shown(repr(ids))}"
+                f"config.json's {place}target_layer_ids must be distinct layers of the target, "
+                f"got {shown(repr(ids))}"
             )
-        for key in ("causal", "use_swa", "sample_from_anchor", "attention_sink_bias"):
+        for key in ("causal", "use_swa", "attention_sink_bias"):
             own.exactly(key, False)
+        own.exactly("sample_from_anchor", self.from_anchor)
         for key in ("use_sliding_window", "is_causal"):
             top.exactly(key, False)
         top.exactly("draft_vocab_size", vocab)
@@ -93,7 +103,7 @@ class DFlashLayout(OneLayer):
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         hidden, head = config["hidden_size"], config["head_dim"]
-        fused = len(config["dflash_config"]["target_layer_ids"]) * hidden
+        fused = len(self.own(config)["target_layer_ids"]) * hidden
         table = {
             "fc.weight": Expected((hidden, fused)),
             "hidden_norm.weight": Expected((hidden,)),
@@ -114,7 +124,7 @@ class DFlashLayout(OneLayer):
     def misread(
         self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
-        ids = config["dflash_config"]["target_layer_ids"]
+        ids = self.own(config)["target_layer_ids"]
         if [layer + 1 for layer in ids] == list(captures):
             return []
         return [f"engines would read layers {ids} plus one, trained on {list(captures)}"]
@@ -124,13 +134,13 @@ class DFlashLayout(OneLayer):
         if reason:
             return reason
         if spec.embedding_scale != 1.0:
-            return f"{VLLM}'s DFlash does not scale embeddings as {kind} targets do"
+            return f"{VLLM}'s {self.name} does not scale embeddings as {kind} targets do"
         if kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
-            return f"{VLLM} has no DFlash for {kind} targets"
+            return f"{VLLM} has no {self.name} for {kind} targets"
         return ""
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        return f"{SGLANG}'s DFlash was not tried"
+        return f"{SGLANG}'s {self.name} was not tried"
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         size = config["block_size"]

@@ -2,6 +2,7 @@
 
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
+from drafttrain.drafters.serving.dspark_layout import DSparkLayout
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
 from drafttrain.drafters.serving.layout import Layout
@@ -9,6 +10,7 @@ from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, Med
 
 LAYOUTS: tuple[Layout, ...] = (
     DFlashLayout(),
+    DSparkLayout(),
     SpeculatorsLayout(),
     Eagle3Layout(),
     EagleLayout(),
