@@ -31,6 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 5, "num_layers": 2, "gamma": 2.0},
     "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
     "eagle3": {"draft_vocab_coverage": 0.85},
+    "eagle3_1": {"draft_vocab_coverage": 0.85},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
 MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others
@@ -372,9 +373,8 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
     trained = {}
     for name in TRAINABLE:
         torch.manual_seed(0)
-        drafter = build(
-            name, target.spec, **({"draft_vocab_coverage": 1.0} if name == "eagle3" else {})
-        )
+        whole = {"draft_vocab_coverage": 1.0} if "draft_vocab_coverage" in values_of(name) else {}
+        drafter = build(name, target.spec, **whole)
         drafter.prepare(counts, target.readout)
         features = target.features(batch, drafter.captures)
         optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)

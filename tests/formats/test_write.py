@@ -32,7 +32,7 @@ from drafttrain.report.results import LosslessCheck, Report, TimingInfo
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
-FAMILIES = ("dflash", "dspark", "eagle3", "eagle", "medusa")
+FAMILIES = ("dflash", "dspark", "eagle3", "eagle3_1", "eagle", "medusa")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
@@ -71,15 +71,13 @@ def spec(num_layers: int = 8) -> TargetSpec:
 def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None) -> Drafter:
     """A drafter with random weights everywhere, and a reduced vocabulary of 64 for eagle3."""
     torch.manual_seed(0)
+    own = {"layers": layers, "intermediate_size": 40}
+    reduced = {"draft_vocab_size": 64, "draft_vocab_coverage": 1.0}
     changes: dict[str, dict[str, Any]] = {
         "dflash": {"num_layers": 2},
         "dspark": {"num_layers": 2, "markov_rank": 8},
-        "eagle3": {
-            "layers": layers,
-            "intermediate_size": 40,
-            "draft_vocab_size": 64,
-            "draft_vocab_coverage": 1.0,
-        },
+        "eagle3": own | reduced,
+        "eagle3_1": reduced,
         "eagle": {"feature_noise": 0.0},
         "medusa": {"num_heads": 3, "num_layers": 2},
     }
@@ -276,7 +274,7 @@ def test_all_faults_are_named_at_once_and_nothing_is_written(tmp_path: Path) -> 
         ("num_hidden_layers", 2),
         ("rope_theta", 10000.0),
         ("norm_before_residual", True),
-        ("norm_output", True),
+        ("norm_before_fc", True),
     ],
 )
 def test_a_configuration_that_engines_would_take_for_another_model_is_refused(

@@ -51,6 +51,7 @@ QUESTIONS = (
 # name: target, family, training steps, changes to its yaml. Few steps, so that some drafts fail.
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "eagle3": ("embedded", "eagle3", 25, {"draft_vocab_coverage": 0.95}),
+    "eagle3_1": ("embedded", "eagle3_1", 25, {}),
     "eagle": ("embedded", "eagle", 25, {}),
     "medusa": ("embedded", "medusa", 8, {"num_heads": 4}),
     "shallow": ("shallow", "eagle3", 40, {}),

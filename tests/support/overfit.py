@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import yaml
+from builders import drafter_config
 from paths import ROOT
 from torch import Tensor
 
@@ -14,22 +15,10 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import PAD_DOCUMENT, Batch, weighted_sum
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.drafters.base import Drafter, TrainingChance
-from drafttrain.drafters.dflash import DFlashConfig
-from drafttrain.drafters.eagle import EagleConfig
-from drafttrain.drafters.eagle3 import Eagle3Config
-from drafttrain.drafters.medusa import MedusaConfig
-from drafttrain.drafters.small_lm import SmallLMConfig
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig
 
 CONF = ROOT / "conf"
-FAMILIES = {
-    "dflash": DFlashConfig,
-    "eagle3": Eagle3Config,
-    "eagle": EagleConfig,
-    "medusa": MedusaConfig,
-    "small_lm": SmallLMConfig,
-}
 LEARNING_RATE = 2e-3
 DECISIVE_GAP = 1e-3  # of the two best logits; kernels differ by about 1e-5
 
@@ -95,9 +84,7 @@ def autoregressive(target: Target, prompt: list[int], max_new_tokens: int) -> tu
 def overfit(family: str, target: Target, texts: list[Text], steps: int, **changes: Any) -> Drafter:
     """Train a drafter on the target's own answers until it drafts some of them."""
     torch.manual_seed(0)
-    values = yaml.safe_load((CONF / "drafter" / f"{family}.yaml").read_text())
-    del values["_target_"]
-    drafter = FAMILIES[family](**{**values, **changes}).build(target.spec)
+    drafter = drafter_config(family, **changes).build(target.spec)
     batch = _batch(texts)
     counts = torch.bincount(batch.tokens[batch.loss_mask], minlength=target.spec.vocab_size)
     drafter.initialise(target.model, target.tokenizer)

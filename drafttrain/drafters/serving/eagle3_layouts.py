@@ -36,7 +36,8 @@ from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Settings of the drafter that the native layout can hold, but engines handle differently.
-VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+VARIANTS = ("norm_before_residual", "norm_before_fc")
+NORMS = ("fc_norm", "norm_output")  # EAGLE-3.1's, which both engines read
 
 
 class SpeculatorsLayout(Layout):
@@ -64,7 +65,7 @@ class Eagle3Layout(OneLayer):
     title = "EAGLE-3 in the native layout"
     sglang = "EAGLE3"
     architectures = ("LlamaForCausalLMEagle3",)
-    false_by_default = ("bias", *VARIANTS)
+    false_by_default = ("bias", *VARIANTS, *NORMS)
     names_layers = True
 
     def recognises(self, files: Files) -> Sign | None:
@@ -91,6 +92,8 @@ class Eagle3Layout(OneLayer):
             # Without it engines use the target's, which fits if the widths are equal.
             "embed_tokens.weight": Expected((vocab, hidden), required=target_hidden != hidden),
         }
+        for place in range(config["num_aux_hidden_states"] if config.get("fc_norm") else 0):
+            table[f"fc_norm.{place}.weight"] = Expected((target_hidden,))
         if drafted != vocab:
             table["d2t"] = Expected((drafted,), (torch.int64,))
             table["t2d"] = Expected((vocab,), (torch.bool,))
@@ -160,7 +163,7 @@ def read_eagle3(
         # If it is absent, vLLM assumes true in speculators' format and false in the native one.
         "norm_before_residual": top.flag("norm_before_residual", speculators),
         "norm_before_fc": before_fc.flag("norm_before_fc", False),
-        **{key: top.flag(key, False) for key in ("fc_norm", "norm_output")},
+        **{key: top.flag(key, False) for key in NORMS},
         "own_embedding": "embed_tokens.weight" in files.names or read_width != hidden,
     }
     if top.complaints:

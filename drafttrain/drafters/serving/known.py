@@ -23,6 +23,7 @@ LAYOUTS: tuple[Layout, ...] = (
 # vLLM's names for drafters, by their entry of conf/drafter and by the kinds of their files.
 VLLM_METHODS: dict[str, str | None] = {
     **{layout.family: layout.method for layout in LAYOUTS if layout.method},
+    "eagle3_1": Eagle3Layout.method,
     "ngram": "ngram",
     "small_lm": CausalLMLayout.method,
     **{layout.kind: layout.method for layout in LAYOUTS},
