@@ -439,7 +439,7 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
     targets[NAME].rooms = None
 
 
-CACHED = ["dflash", "dspark", "eagle", "eagle3", "small_lm", "two_model", "ensemble"]
+CACHED = ["dflash", "dspark", "eagle", "eagle3", "p_eagle", "small_lm", "two_model", "ensemble"]
 
 
 @pytest.mark.parametrize(

@@ -35,21 +35,18 @@ Hidden = Float[Tensor, "batch seq hidden"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DepthLossConfig, LayerConfig):
-    """Shape and loss of EAGLE-3; null takes the target's own value, or the usual layers."""
+class FusingConfig(DepthLossConfig, LayerConfig):
+    """What drafters of fused features have in common; null takes the target's, or the usual."""
 
     layers: list[int] | None
     hidden_size: int | None
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
-    norm_output: bool
     draft_vocab_size: int
     draft_vocab_coverage: float
     unroll: int
     depth_decay: float
-
-    layout = Eagle3Layout()
 
     def __post_init__(self) -> None:
         DepthLossConfig.__post_init__(self)
@@ -66,6 +63,15 @@ class Eagle3Config(DepthLossConfig, LayerConfig):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
         for key in ("draft_vocab_coverage", "depth_decay"):
             self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(FusingConfig):
+    """Shape and loss of EAGLE-3."""
+
+    norm_output: bool
+
+    layout = Eagle3Layout()
 
     def build(self, spec: TargetSpec) -> "Eagle3":
         return Eagle3(self, spec)
@@ -102,9 +108,9 @@ class Eagle3(LayerDrafter):
         ),
         *spec_bench({"Vicuna 13B": (3.02, 5.71)}),
     )
-    config: Eagle3Config
+    config: FusingConfig
 
-    def __init__(self, config: Eagle3Config, spec: TargetSpec) -> None:
+    def __init__(self, config: FusingConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.hidden_size or spec.hidden_size)
         self.captures = tuple(sorted(config.layers or default_layers(spec.num_layers)))
         if not all(0 <= layer <= spec.num_layers for layer in self.captures):
@@ -113,6 +119,7 @@ class Eagle3(LayerDrafter):
                 f"got {list(self.captures)}"
             )
         self.unroll = config.unroll
+        self.norm_output: bool = getattr(config, "norm_output", False)
         self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
         width, eps = self.shape.hidden_size, self.shape.rms_norm_eps
         read = len(self.captures) * spec.hidden_size
@@ -180,7 +187,12 @@ class Eagle3(LayerDrafter):
             hidden, state, newest = recomputed(self._step, own, weight, hidden, turn, mask, past)
             past = [*past, newest]
             states.append(state.flatten(0, 1))
-        return self._compare(states, batch, features)
+        rows, ahead = positions_to_predict(batch, 2)
+        depths = torch.arange(steps, device=rows.device)[:, None]
+        places = rows * length + ahead - 2 - depths
+        # Deeper than this, the last token would be before the text.
+        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
+        return self.compare(states, places, rows, ahead, batch, features)
 
     def _step(
         self,
@@ -210,14 +222,19 @@ class Eagle3(LayerDrafter):
         hidden = self._leave(hidden)
         return hidden, self._before_head(hidden)
 
-    def _compare(
-        self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
+    def compare(
+        self,
+        states: list[Float[Tensor, "_ hidden"]],
+        places: Int[Tensor, "depth position"],
+        rows: Int[Tensor, " position"],
+        ahead: Int[Tensor, " position"],
+        batch: Batch,
+        features: TargetFeatures,
     ) -> Losses:
-        rows, ahead = positions_to_predict(batch, 2)
-        depths = torch.arange(len(states), device=rows.device)[:, None]
-        places = rows * (batch.tokens.shape[1] - 1) + ahead - 2 - depths
-        # Deeper than this, the last token would be before the text.
-        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
+        """Return the losses of every depth on the tokens at (rows, ahead).
+
+        states: by depth. places: the row of states[depth] that predicts a token, -1: none does.
+        """
         labels = batch.tokens[rows, ahead]
         if self.vocab is not None:
             labels = self.vocab.draft_ids[labels]
@@ -239,8 +256,11 @@ class Eagle3(LayerDrafter):
 
     def read(self, features: TargetFeatures, length: int | None = None) -> Hidden:
         """Return the fused features of the first `length` positions; None: of all positions."""
-        dtype = dtype_of(self)
-        captured = [features.captured[layer][:, :length].to(dtype) for layer in self.captures]
+        return self.fuse([features.captured[layer][:, :length] for layer in self.captures])
+
+    def fuse(self, captured: list[Tensor]) -> Hidden:
+        """Return the fusion of the captured layers' hidden states, "batch seq hidden" each."""
+        captured = [hidden.to(dtype_of(self)) for hidden in captured]
         if self.fc_norm is not None:
             captured = [norm(hidden) for norm, hidden in zip(self.fc_norm, captured, strict=True)]
         read = torch.cat(captured, dim=-1)
@@ -248,10 +268,10 @@ class Eagle3(LayerDrafter):
 
     def _leave(self, hidden: Tensor) -> Tensor:
         """Return the state that the next depth reads: before the norm, unless `norm_output`."""
-        return self.norm(hidden) if self.config.norm_output else hidden
+        return self.norm(hidden) if self.norm_output else hidden
 
     def _before_head(self, hidden: Tensor) -> Tensor:
-        return hidden if self.config.norm_output else self.norm(hidden)
+        return hidden if self.norm_output else self.norm(hidden)
 
     def through(
         self,
@@ -279,7 +299,7 @@ class Eagle3(LayerDrafter):
             **self.serving_keys(),
         }
         for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-            if getattr(self.config, key):
+            if getattr(self.config, key, False):
                 config[key] = True
         if self.shape.hidden_size != spec.hidden_size:
             config["target_hidden_size"] = spec.hidden_size

@@ -41,6 +41,27 @@ def test_branches_are_attended_as_by_one_softmax(depths: int, kv_heads: int, pac
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
+def test_branches_of_some_positions_see_the_keys_up_to_theirs() -> None:
+    """Fewer queries than keys: chains that follow positions 2, 7 and 4, on slices of the heads."""
+    drawn, after = heads(3, 2), torch.tensor([2, 7, 4])
+    tensors = [tensor if i in (1, 2) else tensor[:, :, 1:4] for i, tensor in enumerate(drawn)]
+    mask = (torch.arange(11) <= after[:, None]).expand(2, 1, -1, -1)
+    found = unrolled_attention(tensors[0], past(tensors), mask)
+    expected = torch.zeros_like(found)
+    for chain, position in enumerate(after.tolist()):
+        for head in range(4):
+            rows = [part[:, head // 2, : position + 1] for part in tensors[1:3]]
+            own = [part[:, head // 2, chain, None] for part in tensors[3:]]
+            keys = torch.cat([rows[0], *own[0::2]], dim=1)
+            values = torch.cat([rows[1], *own[1::2]], dim=1)
+            scores = (keys @ tensors[0][:, head, chain, :, None] / 8**0.5).softmax(1)
+            expected[:, head, chain] = (scores * values).sum(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(found)
+    one, other = (torch.autograd.grad((each * weight).sum(), drawn) for each in (found, expected))
+    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
 def test_the_gradient_is_that_of_the_value() -> None:
     tensors = [tensor[:1, :, :5].detach().requires_grad_() for tensor in heads(3, 2)]
     assert torch.autograd.gradcheck(

@@ -32,6 +32,7 @@ TINY: dict[str, dict[str, Any]] = {
     "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
     "eagle3": {"draft_vocab_coverage": 0.85},
     "eagle3_1": {"draft_vocab_coverage": 0.85},
+    "p_eagle": {"draft_vocab_coverage": 0.85, "num_layers": 2, "unroll": 4, "cod_ratio": 1.0},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
 MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others

@@ -28,6 +28,7 @@ from published import (
     faster_decoding,
     medusa,
     normal,
+    p_eagle,
     without,
 )
 from safetensors.torch import load_file, save_file
@@ -402,6 +403,10 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
         lambda: edited(dspark(), confidence_head_with_markov=None, enable_confidence_head=1),
         r"enable_confidence_head must be True, got 1; config\.json's confidence_head_with_markov "
         r"must be True, got None$",
+    ),
+    "no mask of P-EAGLE": (
+        lambda: edited(p_eagle(), ptd_token_id=97),
+        r"config\.json must hold one of 97 ids as mask_token_id or pard_token or .*, got 97$",
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="dflash"),

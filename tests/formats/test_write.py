@@ -32,7 +32,7 @@ from drafttrain.report.results import LosslessCheck, Report, TimingInfo
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
-FAMILIES = ("dflash", "dspark", "eagle3", "eagle3_1", "eagle", "medusa")
+FAMILIES = ("dflash", "dspark", "eagle3", "eagle3_1", "eagle", "medusa", "p_eagle")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
@@ -80,6 +80,7 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
         "eagle3_1": reduced,
         "eagle": {"feature_noise": 0.0},
         "medusa": {"num_heads": 3, "num_layers": 2},
+        "p_eagle": reduced | {"num_layers": 3, "own_embedding": False},
     }
     config = drafter_config(family, **changes[family])
     drafter = config.build(spec(num_layers))

@@ -10,7 +10,7 @@ from builders import model_config
 from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from published import Published, dflash, dspark, eagle, eagle3, faster_decoding, medusa
+from published import Published, dflash, dspark, eagle, eagle3, faster_decoding, medusa, p_eagle
 from test_read import admitted
 
 from drafttrain.target.model import Target, load_target
@@ -29,6 +29,7 @@ def layouts() -> list[Published]:
         eagle3("speculators"),
         eagle(),
         medusa("bias"),
+        p_eagle(),
         faster_decoding(1, "model.safetensors"),
     ]
 

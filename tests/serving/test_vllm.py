@@ -6,6 +6,7 @@ float32 and greedy, a chain of depth 3, one prompt at a time, and nothing ends a
 
 import json
 import os
+import shlex
 import subprocess
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,12 @@ QUESTIONS = (
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "eagle3": ("embedded", "eagle3", 25, {"draft_vocab_coverage": 0.95}),
     "eagle3_1": ("embedded", "eagle3_1", 25, {}),
+    "p_eagle": (
+        "embedded",
+        "p_eagle",
+        25,
+        {"unroll": DEPTH + 1, "num_layers": 3, "cod_ratio": 1.0},
+    ),
     "eagle": ("embedded", "eagle", 25, {}),
     "medusa": ("embedded", "medusa", 8, {"num_heads": 4}),
     "shallow": ("shallow", "eagle3", 40, {}),
@@ -108,7 +115,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
             partial(getattr, target, "tokenizer"),
         )
         served.ours[name] = [decode(target, drafter, text.prompt) for text in texts]
-        speculative = {"method": done.method, "model": str(out), "num_speculative_tokens": DEPTH}
+        speculative = json.loads(shlex.split(done.commands["vLLM"])[-1])  # as a user is told
+        assert speculative["num_speculative_tokens"] == DEPTH
         requests.append(request(name, folders[where], texts, speculative))
     served.theirs = ask_vllm(python, folder, requests)
     return served

@@ -6,7 +6,7 @@ The references share nothing with the package: float64, no cache, loops where th
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,36 @@ def dspark_reference(
             bias = t["markov_head.markov_w2.weight"] @ embedded
             found.append(t["the target's head"] @ state + bias)
         return torch.stack(found)
+
+    return run
+
+
+def p_eagle_reference(shape: dict[str, Any], num_layers: int, depth: int, mask: int) -> Callable:
+    """One causal sequence: the pairs, then a mask for each token to draft but the first."""
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        eps, before = shape["eps"], captured.shape[1]
+
+        def each(prefix: str, values: Tensor, residual: Tensor) -> Tensor:
+            ends = range(1, len(values) + 1)
+            return torch.stack(
+                [layer_reference(t, prefix, shape, values[:end], residual[:end]) for end in ends]
+            )
+
+        masks = t["mask_hidden"].view(1, -1).expand(depth - 1, -1)
+        hidden = torch.cat([torch.cat(list(captured), dim=-1), masks]) @ t["fc.weight"].T
+        table = t.get("embed_tokens.weight", embedding)
+        embedded = table[tokens[1 : before + 1] + [mask] * (depth - 1)]
+        pairs = [
+            rms(embedded, t["midlayer.input_layernorm.weight"], eps),
+            rms(hidden, t["midlayer.hidden_norm.weight"], eps),
+        ]
+        hidden = each("midlayer.", torch.cat(pairs, dim=-1), hidden)
+        for prefix in (f"layers.{number}." for number in range(1, num_layers)):
+            hidden = each(prefix, rms(hidden, t[f"{prefix}input_layernorm.weight"], eps), hidden)
+        return rms(hidden[before - 1 :], t["norm.weight"], eps) @ t["lm_head.weight"].T
 
     return run
 
@@ -484,12 +514,27 @@ def dspark(*variant: str, rank: int = 6) -> Published:
     return Published(config, tensors, dspark_reference(SHAPE, 2, DEPTH, 7))
 
 
+def p_eagle(*variant: str, num_layers: int = 3, **shape: Any) -> Published:
+    made = eagle3(*variant, **shape)
+    sizes = SHAPE | shape
+    for prefix in (f"layers.{number}." for number in range(1, num_layers)):
+        made.tensors[f"{prefix}input_layernorm.weight"] = 1 + normal(sizes["hidden"])
+        made.tensors |= layer_tensors(prefix, sizes["hidden"], sizes, frozenset(variant))
+    made.tensors["mask_hidden"] = normal(1, 1, 3 * WIDTH, std=1.0)
+    made.config |= {"num_hidden_layers": num_layers, "ptd_token_id": 7}
+    reference = p_eagle_reference(sizes, num_layers, DEPTH, 7)
+    return replace(made, reference=reference)
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
     "DSpark": ("dspark", dspark),
     "DSpark, gated, own embedding": ("dspark", lambda: dspark("gated", "embedding")),
     "DFlash": ("dflash", dflash),
     "DFlash, one layer, own embedding": ("dflash", lambda: dflash("embedding", num_layers=1)),
     "DFlash, rope llama3": ("dflash", lambda: dflash(scaling=LLAMA3)),
+    "P-EAGLE": ("p_eagle", p_eagle),
+    "P-EAGLE, biases, own embedding": ("p_eagle", lambda: p_eagle("embedding", "qkv_bias")),
+    "P-EAGLE, one layer, rope llama3": ("p_eagle", lambda: p_eagle(num_layers=1, scaling=LLAMA3)),
     "native": ("eagle3", eagle3),
     "native layers.0": ("eagle3", lambda: eagle3(prefix="layers.0.")),
     "native, whole vocabulary": ("eagle3", lambda: eagle3("whole")),

@@ -130,7 +130,7 @@ def chunked_losses(
     config: TokenLossConfig,
     weights: Sequence[float],
     heads: Sequence[OutputHead],
-    states: Sequence[Float[Tensor, "row width"]],
+    states: Sequence[Float[Tensor, "_ width"]],
     places: Int[Tensor, "depth position"],
     labels: Int[Tensor, " position"],
     target_probs: TargetProbs | None,

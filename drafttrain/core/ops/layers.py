@@ -253,14 +253,7 @@ class Attention(nn.Module):
         self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
     ) -> Float[Tensor, "batch new width"]:
         """Return attention over a cache, whose only layer this is, within a pass of its `run`."""
-        queries, keys, own = self.project(values, turn)
-        all_keys, all_values = cache.update(keys, own, 0)
-        if cache.mask is not None:
-            return self.merge(grouped_attention(queries, all_keys, all_values, cache.mask))
-        mixed = functional.scaled_dot_product_attention(
-            queries, all_keys, all_values, is_causal=values.shape[1] > 1, enable_gqa=True
-        )
-        return self.merge(mixed)
+        return self.merge(attend_cached(self.project(values, turn), cache, 0))
 
     def by_head(self, projected: Float[Tensor, "batch seq heads"], turn: Rotation) -> ByHead:
         """Return rotated queries and keys, and values, from a projection made by `joined`."""
@@ -268,6 +261,19 @@ class Attention(nn.Module):
         flat = projected.split([heads * self.head_dim for heads in widths], dim=-1)
         queries, keys, own = self._by_head(flat, turn)
         return queries, keys, own.clone()  # a view would keep the unrotated projection in memory
+
+
+def attend_cached(
+    heads: ByHead, cache: RaggedCache, number: int
+) -> Float[Tensor, "batch head new head_dim"]:
+    """Append keys and values to a layer of a cache, within a pass of its `run`, and attend."""
+    queries, keys, own = heads
+    all_keys, all_values = cache.update(keys, own, number)
+    if cache.mask is not None:
+        return grouped_attention(queries, all_keys, all_values, cache.mask)
+    return functional.scaled_dot_product_attention(
+        queries, all_keys, all_values, is_causal=queries.shape[2] > 1, enable_gqa=True
+    )
 
 
 class MLP(nn.Module):

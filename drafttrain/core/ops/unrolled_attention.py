@@ -28,13 +28,13 @@ class _Mixture(NamedTuple):
 def unrolled_attention(
     queries: Float[Tensor, "batch head seq head_dim"],
     past: list[tuple[Float[Tensor, "..."], Float[Tensor, "..."]]],
-    mask: Bool[Tensor, "batch 1 seq seq"] | None,
+    mask: Bool[Tensor, "batch 1 seq key"] | None,
 ) -> Float[Tensor, "batch head seq head_dim"]:
     """Return attention, causal over the keys of depth 0 and at the own index over later depths.
 
     past: keys and values by depth, "batch kv_head seq head_dim"; heads share them in groups. mask:
-    which keys of depth 0 a query sees (None: causal). Exact: one causal attention and a diagonal
-    per depth, merged by their log-sum-exps.
+    which keys of depth 0 a query sees (None: causal); with one, these may be more or fewer than the
+    queries. Exact: one attention and a diagonal per depth, merged by their log-sum-exps.
     """
     flat = [tensor for pair in past for tensor in pair]
     return _Unrolled.apply(mask, queries, *flat)

@@ -1,7 +1,9 @@
 """EAGLE-3's files: the native layout, which engines load, and speculators' format."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ class Eagle3Layout(OneLayer):
 
     kind = family = method = "eagle3"
     title = "EAGLE-3 in the native layout"
-    sglang = "EAGLE3"
+    sglang: ClassVar[str | None] = "EAGLE3"
     architectures = ("LlamaForCausalLMEagle3",)
     false_by_default = ("bias", *VARIANTS, *NORMS)
     names_layers = True
@@ -137,9 +139,18 @@ class Eagle3Layout(OneLayer):
 
 
 def read_eagle3(
-    files: Files, base: Any, spec: TargetSpec, layers: list[int] | None, speculators: bool
+    files: Files,
+    base: Any,
+    spec: TargetSpec,
+    layers: list[int] | None,
+    speculators: bool,
+    num_layers: int = 1,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Reading:
-    """Return the reading of the native layout or speculators' format; `layers` overrides theirs."""
+    """Return the reading of the native layout or speculators' format; `layers` overrides theirs.
+
+    more: settings of a family that builds on EAGLE-3.
+    """
     top = Values(files.config)
     raw = top.raw.get("transformer_layer_config") if speculators else top.raw
     nested = Values(top.mapping("eagle_config"), top.complaints)
@@ -147,7 +158,7 @@ def read_eagle3(
         raise Unfit(["config.json's transformer_layer_config and eagle_config must be objects"])
     prefix = "layers.0." if any(n.startswith("layers.0.") for n in files.names) else "midlayer."
     layer = Values(raw, top.complaints)
-    settings = decoder_layer(layer, files.names, prefix, qwen3_norms=speculators)
+    settings = decoder_layer(layer, files.names, prefix, speculators, num_layers)
     if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
     vocab, hidden = (
@@ -163,9 +174,10 @@ def read_eagle3(
         # If it is absent, vLLM assumes true in speculators' format and false in the native one.
         "norm_before_residual": top.flag("norm_before_residual", speculators),
         "norm_before_fc": before_fc.flag("norm_before_fc", False),
-        **{key: top.flag(key, False) for key in NORMS},
+        **{key: top.flag(key, False) for key in NORMS if hasattr(base, key)},
         "own_embedding": "embed_tokens.weight" in files.names or read_width != hidden,
     }
+    settings |= more
     if top.complaints:
         raise Unfit(top.complaints)
     if speculators and "norm_before_residual" not in top.raw:

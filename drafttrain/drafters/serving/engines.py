@@ -65,7 +65,7 @@ def cannot_serve(
     else:
         vllm = layout.vllm_refuses(spec)
     if layout.sglang is None:
-        sglang = f"{SGLANG} has no {layout.method.capitalize()}"
+        sglang = f"{SGLANG} has no {layout.title.split(' in ')[0]}"
     else:
         sglang = layout.sglang_refuses(config, own_embedding, spec)
     reasons = {"vLLM": vllm, "SGLang": sglang}
@@ -75,6 +75,7 @@ def cannot_serve(
 def serve_commands(layout: ServedLayout, target: str, model: str, depth: int) -> dict[str, str]:
     """Return the command line of each engine that knows the layout (chains of `depth`)."""
     speculative = {"method": layout.method, "model": model, "num_speculative_tokens": depth}
+    speculative |= {"parallel_drafting": True} if layout.parallel else {}
     vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     commands = {"vLLM": shlex.join(vllm)}
     if layout.sglang is not None:

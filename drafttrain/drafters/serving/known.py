@@ -7,10 +7,12 @@ from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Speculators
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
 from drafttrain.drafters.serving.layout import Layout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
+from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 
 LAYOUTS: tuple[Layout, ...] = (
     DFlashLayout(),
     DSparkLayout(),
+    PEagleLayout(),
     SpeculatorsLayout(),
     Eagle3Layout(),
     EagleLayout(),
@@ -28,3 +30,7 @@ VLLM_METHODS: dict[str, str | None] = {
     "small_lm": CausalLMLayout.method,
     **{layout.kind: layout.method for layout in LAYOUTS},
 }
+# Those of which vLLM must be told that one pass drafts all tokens.
+VLLM_PARALLEL = frozenset(
+    name for layout in LAYOUTS if layout.parallel for name in (layout.family, layout.kind)
+)

@@ -97,6 +97,7 @@ class Layout(ABC):
     family: ClassVar[str]  # the entry of conf/drafter that its drafters become
     title: ClassVar[str]  # for messages
     method: ClassVar[str | None] = None  # vLLM's name for such a drafter; None: its files state it
+    parallel: ClassVar[bool] = False  # whether vLLM must be told that one pass drafts all tokens
     weight_files: ClassVar[tuple[str, ...]] = ()  # besides model.safetensors, without suffix
     names_layers: ClassVar[bool] = False  # drafter.layers may correct which layers it captures
     whole_model: ClassVar[bool] = False  # a model with its tokenizer, loaded from drafter.path

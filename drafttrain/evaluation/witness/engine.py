@@ -61,7 +61,8 @@ class ServedDrafter:
 
     method: vLLM's name, None if the directory states it (as in the speculators format). lookup: the
     shortest and the longest suffix of prompt lookup. greedy_drafts: vLLM drafts the most likely
-    token, its default; otherwise it samples drafts as it samples the target.
+    token, its default; otherwise it samples drafts as it samples the target. parallel: one pass
+    drafts all tokens, which vLLM must be told.
     """
 
     target_dir: Path
@@ -70,6 +71,7 @@ class ServedDrafter:
     lookup: tuple[int, int] | None
     greedy_drafts: bool
     python: str
+    parallel: bool = False
 
     def speculation(self, depth: int) -> dict[str, Any]:
         """Return vLLM's speculative_config."""
@@ -83,6 +85,8 @@ class ServedDrafter:
             settings |= {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
         if not self.greedy_drafts:
             settings["draft_sample_method"] = "probabilistic"
+        if self.parallel:
+            settings["parallel_drafting"] = True
         return settings
 
 

@@ -16,7 +16,7 @@ from drafttrain.data.records import Message
 from drafttrain.data.template import Template
 from drafttrain.decode.loop import is_lossless, speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.serving.known import VLLM_METHODS
+from drafttrain.drafters.serving.known import VLLM_METHODS, VLLM_PARALLEL
 from drafttrain.evaluation.certify import gap_of, last_logits
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
@@ -105,6 +105,7 @@ def check_witness(
         drafter.lookup,
         greedy_drafts,
         find_python(config.vllm_python),
+        drafter_name in VLLM_PARALLEL,
     )
 
 

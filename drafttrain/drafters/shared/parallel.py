@@ -1,0 +1,70 @@
+"""Drafters whose one pass drafts all tokens, each independently of the others drafted."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.shared.layer import CachedDrafter, LayerState
+from drafttrain.runtime.settings import require
+
+
+def mask_token(wanted: int | None, spec: TargetSpec) -> int:
+    """Return the token that stands at places to draft; None: the padding token, or the last id."""
+    mask = spec.pad_token_id if wanted is None else wanted
+    mask = spec.vocab_size - 1 if mask is None else mask
+    need = f"be one of the {spec.vocab_size:,} ids of {spec.name}"
+    require(0 <= mask < spec.vocab_size, "drafter.mask_token_id", need, mask)
+    return mask
+
+
+@dataclass
+class ParallelState(LayerState):
+    """A cache, the logits of all depths, once they are drafted, and how many were asked for."""
+
+    logits: Float[Tensor, "batch depth draft_vocab"] | None = None
+    depth: int = 0
+
+
+class ParallelDrafter(CachedDrafter):
+    """A drafter of `unroll` tokens in one pass: all nodes of a tree's level have the same children.
+
+    `observe` must start a new proposal (`restart`), which `draft` computes.
+    """
+
+    branches = True
+
+    @abstractmethod
+    def draft(self, state: ParallelState) -> Float[Tensor, "batch depth draft_vocab"]:
+        """Return the logits of every depth, from what was observed."""
+
+    def begin(
+        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
+    ) -> ParallelState:
+        """Return an empty state; places to draft may reach past the end of the text."""
+        state = super().begin(readout, first_tokens, capacity + self.unroll + 1)
+        return ParallelState(**vars(state))
+
+    def restart(self, state: ParallelState) -> None:
+        """Forget the proposal."""
+        state.logits, state.depth = None, 0
+
+    def expand(
+        self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        """Return the next token's logits; they are computed once, whatever was drafted."""
+        assert isinstance(state, ParallelState)
+        if state.logits is None:
+            state.logits = self.draft(state)
+        state.depth += 1
+        logits = state.logits[:, state.depth - 1, None]
+        return logits.expand(-1, 1 if newest is None else newest.shape[1], -1)
+
+    def select(self, state: LayerState, rows: Sequence[int]) -> None:
+        super().select(state, rows)
+        assert isinstance(state, ParallelState)
+        state.logits = None
