@@ -28,6 +28,7 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
+from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter
 
@@ -303,11 +304,11 @@ class Eagle3(LayerDrafter):
                 config[key] = True
         if self.shape.hidden_size != spec.hidden_size:
             config["target_hidden_size"] = spec.hidden_size
-        if self.captures != (2, spec.num_layers // 2, spec.num_layers - 3):
-            # vLLM reads the first as it is, SGLang the second, adding one to every id.
-            config["eagle_aux_hidden_state_layer_ids"] = list(self.captures)
+        config[LAYER_IDS] = list(self.captures)  # for vLLM, of which one runner reads no other
+        if list(self.captures) != usual_layers(spec.num_layers):
+            # SGLang adds one to every id, for some targets; without ids it reads the default.
             config["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.captures],
+                LAYER_IDS: [layer - 1 for layer in self.captures],
                 "use_aux_hidden_state": True,
             }
         config["num_aux_hidden_states"] = len(self.captures)

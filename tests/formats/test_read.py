@@ -136,21 +136,36 @@ def test_shards_are_read_together(target: Target, tmp_path: Path) -> None:
         admitted(folder, target)
 
 
-def test_layers_are_taken_from_where_engines_take_them(target: Target, tmp_path: Path) -> None:
-    """The top-level key, then eagle_config as vLLM reads it, and drafter.layers over both."""
+def test_layers_are_taken_from_where_vllms_newer_runner_takes_them(
+    target: Target, tmp_path: Path
+) -> None:
+    """The top-level key, else layer_ids, else the default; eagle_config's are V1's alone."""
     published = eagle3()
-    nested = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    published.config["eagle_config"] = nested
+    key = "eagle_aux_hidden_state_layer_ids"
+    published.config["eagle_config"] = {key: [0, 1, 2]}
     folder = published.write(tmp_path)
-    assert admitted(folder, target).drafter.captures == (1, 2, 3)
+    theirs = admitted(folder, target)
+    assert theirs.drafter.captures == (1, 2, 3)
+    assert not any("V1" in line for line in theirs.lines())
     assert admitted(folder, target, layers=[4, 0, 2]).drafter.captures == (0, 2, 4)
-    del published.config["eagle_aux_hidden_state_layer_ids"]
-    theirs = admitted(published.write(tmp_path), target)
-    assert theirs.drafter.captures == (0, 1, 2)
-    assert "SGLang adds 1 to each: drafter.layers=[1,2,3]" in theirs.lines()[1]
-    del published.config["eagle_config"]
     deep = Target.__new__(Target)
     deep.spec, deep.tokenizer = replace(target.spec, num_layers=32), target.tokenizer
+    del published.config[key]
+    theirs = admitted(published.write(tmp_path), deep)
+    assert theirs.drafter.captures == (2, 16, 29)
+    note = (
+        "by its config.json vLLM's V1 runner (CPUs) reads layers [0, 1, 2], its V2 runner (GPUs) "
+        f"layers [2, 16, 29]: both read the top-level {key} alone; SGLang adds 1 to those of "
+        "eagle_config, [1, 2, 3]: name those that it was trained on, drafter.layers=[...]"
+    )
+    assert f"  {note}" in theirs.lines()
+    with pytest.raises(ValueError, match=r"repeats a layer, \[2, 2, 1\].*V1 runner .*\[0, 1, 2\]"):
+        admitted(tmp_path, target)
+    published.config["eagle_config"]["layer_ids"] = [1, 2, 3]
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.drafter.captures == (1, 2, 3)
+    assert any("V1 runner" in line for line in theirs.lines())
+    del published.config["eagle_config"]
     assert admitted(published.write(tmp_path), deep).drafter.captures == (2, 16, 29)
 
 

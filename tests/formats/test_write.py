@@ -16,7 +16,7 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 
 from drafttrain.core.readout import Readout
-from drafttrain.core.sampling_config import GREEDY
+from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.eagle3 import Eagle3
@@ -364,11 +364,12 @@ def test_a_whole_vocabulary_needs_no_maps(tmp_path: Path) -> None:
     assert tensors["lm_head.weight"].shape == (VOCAB, HIDDEN)
 
 
-def test_default_layers_write_no_ids_and_shallow_targets_write_both_spellings(
+def test_the_top_level_always_names_the_layers_and_shallow_targets_get_both_spellings(
     tmp_path: Path,
 ) -> None:
+    """vLLM's V2 runner reads no other key; SGLang's default is right for every target it knows."""
     _, config, _ = serving("eagle3", num_layers=8)
-    assert "eagle_aux_hidden_state_layer_ids" not in config
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert "eagle_config" not in config
     shallow = drafter_of("eagle3", num_layers=4)
     assert shallow.captures == (1, 2, 3)
@@ -379,7 +380,7 @@ def test_default_layers_write_no_ids_and_shallow_targets_write_both_spellings(
     assert any("Reads target layers [1, 2, 3]" in line for line in done.lines())
 
 
-def test_layer_ids_that_either_engine_would_read_otherwise_are_refused() -> None:
+def test_layer_ids_that_an_engine_would_read_otherwise_are_refused() -> None:
     drafter, config, tensors = serving("eagle3", layers=[1, 4, 6])
     assert complaint(drafter, config, tensors) is None
     top = {key: value for key, value in config.items() if key != "eagle_config"}
@@ -388,10 +389,11 @@ def test_layer_ids_that_either_engine_would_read_otherwise_are_refused() -> None
     assert "vLLM" not in text
     nested = {k: v for k, v in config.items() if k != "eagle_aux_hidden_state_layer_ids"}
     text = complaint(drafter, nested, tensors) or ""
-    assert "vLLM would read layers [0, 3, 5], trained on [1, 4, 6]" in text
+    assert "vLLM's V1 runner would read layers [0, 3, 5], trained on [1, 4, 6]" in text
+    assert "vLLM's V2 runner would read layers [2, 4, 5], trained on [1, 4, 6]" in text
     neither = {key: value for key, value in top.items() if key in config and "eagle" not in key}
     text = complaint(drafter, neither, tensors) or ""
-    assert "vLLM would read layers [2, 4, 5]" in text
+    assert "vLLM's V1 runner would read layers [2, 4, 5]" in text
     assert "SGLang would read layers [2, 4, 5]" in text
 
 
@@ -412,6 +414,7 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
         "method": "eagle3",
         "model": str(tmp_path / "it's here"),
         "num_speculative_tokens": 5,
+        "draft_sample_method": "greedy",
     }
     words = shlex.split(done.commands["SGLang"])
     options = dict(zip(words[3::2], words[4::2], strict=True))
@@ -427,6 +430,33 @@ def test_serve_commands_name_target_drafter_method_and_depth(tmp_path: Path) -> 
     assert '"model": "ada/tiny-medusa"' in pushed.commands["vLLM"]
     assert "SGLang" not in pushed.commands
     assert "No SGLang command: SGLang 0.5.23 has no Medusa." in pushed.notes
+
+
+@pytest.mark.parametrize("path", ["eagle-x", "my-EAGLE3", "dflash", "dspark-1"])
+def test_a_path_by_which_vllm_would_choose_another_method_is_refused(
+    path: str, tmp_path: Path
+) -> None:
+    """vLLM takes the method from the path, whatever it is given, except for four methods."""
+    told = f"must not contain '.*' for a medusa drafter, got .*{path}: vLLM 0.32.0 would take it"
+    with pytest.raises(ValueError, match=f"export.dir {told}"):
+        export(drafter_of("medusa"), tmp_path / path)
+    with pytest.raises(ValueError, match=f"export.push {told}"):
+        export(drafter_of("medusa"), tmp_path / "out", push=f"ada/{path}")
+    assert list(tmp_path.iterdir()) == []
+    assert "vLLM" in export(drafter_of("eagle"), tmp_path / path).commands
+    served_elsewhere = drafter_of("medusa")
+    served_elsewhere.spec = spec_of("doge")  # a target that vLLM does not serve
+    assert not export(served_elsewhere, tmp_path / "b" / path).commands
+
+
+def test_the_runners_of_vllm_that_serve_a_family_are_named(tmp_path: Path) -> None:
+    for family, said in (
+        ("eagle3", "serves it with both of its model runners: V2, the default where Triton works"),
+        ("medusa", "serves it with its model runner V1 alone, and chooses that by itself"),
+    ):
+        done = export(drafter_of(family), tmp_path / family[:2])
+        assert said in "\n".join(done.lines())
+        assert said in (tmp_path / family[:2] / "README.md").read_text()
 
 
 def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
@@ -501,6 +531,45 @@ def evaluation() -> Report:
         seed=0,
         verdict=VerdictSettings(1.05, None, "USD"),
     )
+
+
+def drawn(**changes: Any) -> Report:
+    """A report of an evaluation at temperature 1."""
+    hot = dataclasses.replace(evaluation().sampling, temperature=1.0)
+    drafts = Sampling(1.0, 0, 1.0)
+    return dataclasses.replace(
+        evaluation(), **({"sampling": hot, "draft_sampling": drafts} | changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "reports", "method", "note"),
+    [
+        ("eagle3", {}, "greedy", "No evaluation here drew drafts; for temperatures above 0"),
+        ("eagle3", {"a": evaluation}, "greedy", "No evaluation here drew drafts"),
+        ("eagle3", {"a": lambda: drawn(draft_sampling=GREEDY)}, "greedy", "No evaluation here"),
+        ("eagle3", {"a": evaluation, "b": drawn}, "probabilistic", "as evaluation b did; its"),
+        ("eagle3", {"b": lambda: drawn(draft_sampling=None)}, "probabilistic", "evaluation b did;"),
+        (
+            "dflash",
+            {"b": lambda: drawn(draft_sampling=Sampling(0.5, 0, 1.0))},
+            "probabilistic",
+            "did (there with settings of its own, temperature 0.5, top_k 0, top_p 1.0); its",
+        ),
+        ("medusa", {"b": drawn}, "greedy", "every temperature unlike evaluation b, which drew"),
+    ],
+)
+def test_vllm_is_told_to_draft_as_the_report_measured(
+    family: str, reports: dict[str, Any], method: str, note: str, tmp_path: Path
+) -> None:
+    card = dataclasses.replace(CARD, reports={name: make() for name, make in reports.items()})
+    done = export_vllm(drafter_of(family), "/models/tiny", tmp_path / "out", config_of(), card)
+    told = json.loads(shlex.split(done.commands["vLLM"])[4])
+    assert told["draft_sample_method"] == method
+    card_text = (tmp_path / "out" / "README.md").read_text()
+    assert f'"draft_sample_method": "{method}"' in card_text
+    assert note in "\n".join(done.lines())
+    assert note in card_text
 
 
 def test_the_card_has_front_matter_that_the_hub_reads(tmp_path: Path) -> None:

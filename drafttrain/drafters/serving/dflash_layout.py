@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import SGLANG, VLLM, VLLM_EAGLE3, VLLM_TRANSFORMERS
+from drafttrain.drafters.serving.layer_ids import read_by_v2, runners_differ
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     Config,
@@ -59,13 +60,13 @@ class DFlashLayout(OneLayer):
                 f"config.json's {place}mask_token_id must be one of {vocab:,} ids, "
                 f"got {shown(repr(mask))}"
             )
-        ids = own.raw.get("target_layer_ids")
+        ids = read_by_v2(files.config)
         if layers is None and isinstance(ids, list) and all(type(layer) is int for layer in ids):
-            layers = sorted(layer + 1 for layer in ids)
+            layers = sorted(ids)
         if not layers or len({*layers}) < len(layers) or len(layers) > spec.num_layers + 1:
             own.complaints.append(
                 f"config.json's {place}target_layer_ids must be distinct layers of the target, "
-                f"got {shown(repr(ids))}"
+                f"got {shown(repr(own.raw.get('target_layer_ids')))}"
             )
         for key in ("causal", "use_swa", "attention_sink_bias"):
             own.exactly(key, False)
@@ -93,6 +94,7 @@ class DFlashLayout(OneLayer):
             num_layers=max(spec.num_layers, *layers),
         )
         reading = Reading(replace(base, **settings), declared, files.tensors(), {})
+        reading.notes = runners_differ(files.config, spec.num_layers)
         reading.complaints = misfits(spec, vocab, hidden)
         reading.complaints += [
             f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"

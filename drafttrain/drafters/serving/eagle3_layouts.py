@@ -18,6 +18,14 @@ from drafttrain.drafters.serving.engines import (
     VLLM_EAGLE3,
     VLLM_TRANSFORMERS,
 )
+from drafttrain.drafters.serving.layer_ids import (
+    LAYER_IDS,
+    read_by_sglang,
+    read_by_v1,
+    read_by_v2,
+    runners_differ,
+    usual_layers,
+)
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     Config,
@@ -36,7 +44,6 @@ from drafttrain.drafters.serving.layout import (
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Settings of the drafter that the native layout can hold, but engines handle differently.
 VARIANTS = ("norm_before_residual", "norm_before_fc")
 NORMS = ("fc_norm", "norm_output")  # EAGLE-3.1's, which both engines read
@@ -122,14 +129,14 @@ class Eagle3Layout(OneLayer):
         kind, known = spec.architecture, SGLANG_EAGLE3
         if reason := super().sglang_refuses(config, own_embedding, spec):
             return reason
-        if LAYER_IDS not in config:
+        if read_by_sglang(config) is None:
             known |= SGLANG_EAGLE3_DEFAULT_LAYERS
         if kind not in known:
             return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        if LAYER_IDS not in config:
+        if read_by_sglang(config) is None:
             return ()
         return (
             f"Reads target layers {config[LAYER_IDS]}, not the engines' default: written once as "
@@ -167,7 +174,9 @@ def read_eagle3(
     )
     read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
     draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
-    ids, notes = _layer_ids(top.raw, nested.raw, spec, layers)
+    # vLLM's bridge from speculators' format takes the ids of the top level only.
+    named = {LAYER_IDS: top.raw.get(LAYER_IDS)} if speculators else top.raw
+    ids, notes = _layer_ids(named, spec, layers)
     before_fc = nested if "norm_before_fc" in nested.raw else top
     settings |= {"layers": ids, "hidden_size": hidden}
     settings |= {
@@ -214,31 +223,35 @@ def read_eagle3(
 
 
 def _layer_ids(
-    top: dict[str, Any], nested: dict[str, Any], spec: TargetSpec, wanted: list[int] | None
+    config: Config, spec: TargetSpec, wanted: list[int] | None
 ) -> tuple[list[int], list[str]]:
-    """Return the captured layers, and a note if engines would disagree about them."""
-    usual = [2, spec.num_layers // 2, spec.num_layers - 3]
+    """Return the captured layers as vLLM's V2 runner reads them, and notes where others differ."""
+    top, usual = f"config.json's {LAYER_IDS}", f"the default for {spec.num_layers} layers"
     sources: list[tuple[str, Any]] = [
         ("drafter.layers", wanted),
-        (f"config.json's {LAYER_IDS}", top.get(LAYER_IDS)),
-        (f"config.json's eagle_config.{LAYER_IDS}", nested.get(LAYER_IDS)),
-        (f"the default for {spec.num_layers} layers (2, L/2, L-3)", usual),
+        (top if config.get(LAYER_IDS) else "config.json's layer_ids", read_by_v2(config)),
+        (f"{usual} (2, L/2, L-3)", usual_layers(spec.num_layers)),
     ]
     where, ids = next(source for source in sources if source[1] is not None)
     if not (isinstance(ids, list) and ids and all(type(layer) is int for layer in ids)):
         raise Unfit([f"{where} must be a list of integers, got {shown(repr(ids))}"])
     if len(ids) > spec.num_layers + 1 or max(map(abs, ids)) > MAX_WIDTH:
         raise Unfit([f"{where} must be layers of {spec.name}'s, got {shown(ids)}"])
+    differ = runners_differ(config, spec.num_layers)
     if len(set(ids)) < len(ids):
         raise Unfit(
-            [f"{where} repeats a layer, {ids}: name those it was trained on, drafter.layers=[...]"]
+            [
+                f"{where} repeats a layer, {ids}: name those it was trained on, "
+                "drafter.layers=[...]",
+                *differ,
+            ]
         )
-    notes = [f"reads layers {sorted(ids)}, by {where}"]
-    if "eagle_config" in where:
-        shifted = ",".join(str(layer + 1) for layer in sorted(ids))
-        notes[0] += (
-            ", as vLLM takes it; SGLang adds 1 to each: drafter.layers=["
-            f"{shifted}] where that is what it was trained on"
+    notes = [f"reads layers {sorted(ids)}, by {where}", *differ]
+    nested = read_by_sglang(config)
+    if differ and isinstance(nested, list):
+        notes[1] += (
+            f"; SGLang adds 1 to those of eagle_config, {shown(nested)}: name those that it was "
+            "trained on, drafter.layers=[...]"
         )
     return sorted(ids), notes
 
@@ -287,20 +300,16 @@ def _wrong_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
 
 def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...]) -> list[str]:
     """Return why an engine would not read the layers that training read."""
-    usual = (2, spec.num_layers // 2, spec.num_layers - 3)
-    top = config.get(LAYER_IDS)
-    nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    # vLLM reads the top-level list, else the nested one, unshifted, without repeats. SGLang reads
-    # only the nested one, and adds one to each id.
-    for_vllm = tuple(sorted(set(top or nested or usual)))
-    for_sglang = tuple(layer + 1 for layer in nested) if nested else usual
-    complaints = []
-    for engine, layers in (("vLLM", for_vllm), ("SGLang", for_sglang)):
-        if layers != captures:
-            complaints.append(
-                f"{engine} would read layers {list(layers)}, trained on {list(captures)}: set "
-                f"{LAYER_IDS} to the ids, eagle_config's to the ids less one"
-            )
+    usual = usual_layers(spec.num_layers)
+    engines = {"vLLM's V1 runner": read_by_v1, "vLLM's V2 runner": read_by_v2}
+    read = {name: tuple(sorted({*(reads(config) or usual)})) for name, reads in engines.items()}
+    read["SGLang"] = tuple(read_by_sglang(config) or usual)
+    complaints = [
+        f"{engine} would read layers {list(layers)}, trained on {list(captures)}: set "
+        f"{LAYER_IDS} to the ids, eagle_config's to the ids less one"
+        for engine, layers in read.items()
+        if layers != captures
+    ]
     if config.get("num_aux_hidden_states") != len(captures):
         complaints.append(
             f"config.json's num_aux_hidden_states must be {len(captures)}, "

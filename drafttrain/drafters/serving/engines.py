@@ -6,12 +6,19 @@ differently from training, gets a line that says why, and no command.
 
 import json
 import shlex
+from pathlib import Path
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.layout import Config, ServedLayout
 
 VLLM = "vLLM 0.32.0"
 SGLANG = "SGLang 0.5.23"
+V1, V2 = "V1", "V2"  # vLLM's model runners: V2 wherever Triton works and it knows the method
+GREEDY, PROBABILISTIC = "greedy", "probabilistic"  # vLLM's draft_sample_method
+# Parts of a drafter's path by which vLLM chooses the method itself, whatever it was given, unless
+# that is one of TOLD (SpeculativeConfig.__post_init__ in config/speculative.py).
+TELLING = ("eagle-", "eagle3", "dflash", "dspark")
+TOLD = frozenset({"eagle", "eagle3", "dflash", "dspark"})
 # vLLM's own target classes that expose the layers EAGLE-3 reads (SupportsEagle3).
 VLLM_EAGLE3 = frozenset(
     {"llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "phi3"}
@@ -72,10 +79,17 @@ def cannot_serve(
     return {engine: reason for engine, reason in reasons.items() if reason}
 
 
-def serve_commands(layout: ServedLayout, target: str, model: str, depth: int) -> dict[str, str]:
-    """Return the command line of each engine that knows the layout (chains of `depth`)."""
+def serve_commands(
+    layout: ServedLayout, target: str, model: str, depth: int, draft_sample_method: str = GREEDY
+) -> dict[str, str]:
+    """Return the command line of each engine that knows the layout (chains of `depth`).
+
+    draft_sample_method: whether vLLM drafts the most likely tokens or samples drafts as it samples
+    the target; they are the same at temperature 0.
+    """
     speculative = {"method": layout.method, "model": model, "num_speculative_tokens": depth}
     speculative |= {"parallel_drafting": True} if layout.parallel else {}
+    speculative["draft_sample_method"] = draft_sample_method
     vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     commands = {"vLLM": shlex.join(vllm)}
     if layout.sglang is not None:
@@ -86,3 +100,25 @@ def serve_commands(layout: ServedLayout, target: str, model: str, depth: int) ->
         sglang += ["--speculative-num-draft-tokens", str(depth + 1)]  # the root is one of them
         commands["SGLang"] = shlex.join(sglang)
     return commands
+
+
+def told_by_path(method: str | None, model: str | Path) -> str | None:
+    """Return the part of a drafter's path for which vLLM would take it for another kind, if any."""
+    if method in TOLD:
+        return None
+    return next((part for part in TELLING if part in str(model).lower()), None)
+
+
+def runners_note(layout: ServedLayout) -> str:
+    """Return which of vLLM's two model runners serve a layout."""
+    if layout.vllm_runners == (V1,):
+        return (
+            f"{VLLM} serves it with its model runner V1 alone, and chooses that by itself; V2 is "
+            "its default on GPUs."
+        )
+    if layout.vllm_runners == (V2,):
+        return f"{VLLM} serves it with its model runner V2 alone, which needs a GPU (Triton)."
+    return (
+        f"{VLLM} serves it with both of its model runners: V2, the default where Triton works "
+        "(GPUs), and V1 (CPUs), with which drafttrain's own tests serve it."
+    )

@@ -124,6 +124,8 @@ class ServedLayout(Layout):
     """
 
     method: ClassVar[str]
+    vllm_runners: ClassVar[tuple[str, ...]] = ("V1", "V2")  # those of vLLM that serve it
+    samples_drafts: ClassVar[bool] = True  # vLLM can sample its drafts, as draft_sample_method asks
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent

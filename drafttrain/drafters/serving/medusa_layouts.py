@@ -38,6 +38,8 @@ class MedusaLayout(ServedLayout):
     kind = family = method = "medusa"
     title = "Medusa in vLLM's layout"
     architectures = ("MedusaModel",)
+    vllm_runners = ("V1",)
+    samples_drafts = False  # vLLM takes every head's most likely token
 
     def recognises(self, files: Files) -> Sign | None:
         because = _declared(files.config)

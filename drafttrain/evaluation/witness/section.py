@@ -16,6 +16,7 @@ from drafttrain.data.records import Message
 from drafttrain.data.template import Template
 from drafttrain.decode.loop import is_lossless, speculative_decode
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.serving.engines import told_by_path
 from drafttrain.drafters.serving.known import VLLM_METHODS, VLLM_PARALLEL
 from drafttrain.evaluation.certify import gap_of, last_logits
 from drafttrain.evaluation.config import EvalConfig
@@ -92,6 +93,13 @@ def check_witness(
             "eval.stop_strings must be empty with eval.engine=vllm, which decodes tokens, not "
             f"text; got {list(config.stop_strings)}"
         )
+    method = VLLM_METHODS[drafter_name]
+    part = None if drafter.lookup is not None else told_by_path(method, serving_dir or "")
+    if part is not None:
+        raise ValueError(
+            f"eval.engine=vllm cannot serve a {method} drafter from {serving_dir}: vLLM takes it "
+            f"for another kind, because its path contains {part!r}; rename the folder"
+        )
     greedy_drafts = draft_sampling.greedy or sampling.greedy or drafter.lookup is not None
     if not greedy_drafts and draft_sampling != sampling:
         raise ValueError(
@@ -101,7 +109,7 @@ def check_witness(
     return ServedDrafter(
         target_dir,
         None if drafter.lookup is not None else serving_dir,
-        VLLM_METHODS[drafter_name],
+        method,
         drafter.lookup,
         greedy_drafts,
         find_python(config.vllm_python),

@@ -5,9 +5,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,23 @@ from torch import Tensor
 
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.readout import Readout
+from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import TargetFeatures
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.serving.engines import cannot_serve, serve_commands
+from drafttrain.drafters.serving.engines import (
+    GREEDY,
+    PROBABILISTIC,
+    VLLM,
+    cannot_serve,
+    runners_note,
+    serve_commands,
+    told_by_path,
+)
+from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.report.card import DRAFTER, MADE_BY, TARGET, CardData, model_card
+from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import dtype_name
 
 FILES = ("config.json", "model.safetensors", "README.md")
@@ -122,9 +133,13 @@ def export_vllm(
     else:
         check(settings, tensors, spec, drafter.captures, layout)
         refused = cannot_serve(layout, settings, "embed_tokens.weight" in tensors, spec)
+        drawn = drafts_as_measured(card.reports) if layout.samples_drafts else GREEDY
+        if "vLLM" not in refused:
+            key = "export.dir" if config.push is None else "export.push"
+            _check_path(key, config.push or str(folder), layout)
 
         def told(target: str, model: str) -> dict[str, str]:
-            every = serve_commands(layout, target, model, depth)
+            every = serve_commands(layout, target, model, depth, drawn)
             return {engine: line for engine, line in every.items() if engine not in refused}
 
         commands = told(target, config.push or str(folder))
@@ -132,6 +147,8 @@ def export_vllm(
         published = told(card.base_model or TARGET, config.push or DRAFTER)
         reasons = (f"No {engine} command: {reason}." for engine, reason in refused.items())
         notes = (*layout.notes(settings, spec, bool(commands)), *reasons)
+        if "vLLM" in commands:
+            notes = (*notes, runners_note(layout), drafts_note(layout, card.reports))
     with _all_or_nothing(folder, config.overwrite) as draft:
         (draft / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
@@ -147,6 +164,54 @@ def export_vllm(
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     method = drafter.config.name if layout is None else layout.method
     return Exported(folder, method, dtype, count, sizes, rounding, commands, notes)
+
+
+def _check_path(key: str, path: str, layout: ServedLayout) -> None:
+    """Raise ValueError for a path by which vLLM would take the drafter for another kind."""
+    part = told_by_path(layout.method, path)
+    if part is not None:
+        raise ValueError(
+            f"{key} must not contain {part!r} for a {layout.method} drafter, got {path}: {VLLM} "
+            "would take it for another kind by that, whatever method it is given; choose another"
+        )
+
+
+def drafts_as_measured(reports: Mapping[str, Report]) -> str:
+    """Return vLLM's draft_sample_method that drafts as the reports' evaluations did.
+
+    Where none was at a temperature above 0, it is vLLM's own default.
+    """
+    return PROBABILISTIC if _with_drawn_drafts(reports) else GREEDY
+
+
+def _with_drawn_drafts(reports: Mapping[str, Report]) -> dict[str, Sampling]:
+    """Return how drafts were drawn, by evaluation, where they were not the most likely tokens."""
+    sampled = {name: one for name, one in reports.items() if not one.sampling.greedy}
+    drawn = {name: one.draft_sampling or one.sampling for name, one in sampled.items()}
+    return {name: sampling for name, sampling in drawn.items() if not sampling.greedy}
+
+
+def drafts_note(layout: ServedLayout, reports: Mapping[str, Report]) -> str:
+    """Return a note on how vLLM drafts at a temperature above 0, beside what was measured."""
+    drawn = _with_drawn_drafts(reports)
+    if not layout.samples_drafts:
+        also = f" unlike evaluation {next(iter(drawn))}, which drew drafts" if drawn else ""
+        return f"vLLM drafts its most likely tokens at every temperature{also}."
+    if not drawn:
+        return (
+            f"`draft_sample_method` {GREEDY}: vLLM drafts the most likely tokens. No evaluation "
+            "here drew drafts; for temperatures above 0, at which drafttrain draws drafts as the "
+            f"target draws tokens, that is {PROBABILISTIC}."
+        )
+    name, sampling = next(iter(drawn.items()))
+    keys = [field.name for field in fields(Sampling)]
+    own = [f"{key} {getattr(sampling, key)}" for key in keys]
+    differs = any(getattr(sampling, key) != getattr(reports[name].sampling, key) for key in keys)
+    other = f" (there with settings of its own, {', '.join(own)})" if differs else ""
+    return (
+        f"`draft_sample_method` {PROBABILISTIC}: vLLM draws drafts as it draws tokens, as "
+        f"evaluation {name} did{other}; its default is the most likely tokens."
+    )
 
 
 def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
