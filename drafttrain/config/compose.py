@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drafttrain.config.groups import (
+    BEFORE,
     choices,
     command_groups,
     complete,
@@ -116,7 +117,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
         resumed = run_to_resume(parsed, lambda texts: revealed(compose(command, texts).run.dir))
         start = start_of(parsed) if resumed is None else None
     if resumed is not None:
-        restored = [group for group in groups if group in resumed]
+        restored = [group for group in groups if group in resumed or group in BEFORE]
         offer_saved(resumed, restored, sections)
         parsed = with_saved(parsed, resumed, restored)
         groups |= {group: SAVED for group in restored}

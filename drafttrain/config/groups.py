@@ -16,6 +16,8 @@ from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
 GONE = {"eval": ("tuned",)}  # keys that older versions wrote
+# The choice of runs that are older than a section.
+BEFORE = {"optimizer": "adamw"}
 # Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
 
@@ -88,7 +90,7 @@ def offer_saved(saved: dict[str, dict[str, Any]], groups: list[str], sections: l
     """Let `saved` be a choice of these groups: what the config.yaml of a run holds."""
     for group in groups:
         # An evaluation without a run has no `trainer`, which no other command reads.
-        if group not in saved and group in sections:
+        if group not in {**saved, **BEFORE} and group in sections:
             raise UsageError(f"the config.yaml of run.dir has no section {group}")
         ConfigStore.instance().store(group=group, name=SAVED, node=hidden(complete(group, saved)))
 
@@ -114,7 +116,7 @@ def _counterpart(group: str, section: dict[str, Any]) -> str | None:
     names, default = choices(group), command_groups("train").get(group)
     own = str(section.get("name"))
     if own in names or not section:
-        return own if own in names else default
+        return own if own in names else BEFORE.get(group, default)
     # By its last part: a yaml may name a class where it is exported, a run where it is defined.
     kinds = {name: _last(content_of(group, name)) for name in names}
     alike = [name for name in names if kinds[name] == _last(section)]

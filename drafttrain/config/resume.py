@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from drafttrain.config.groups import WITHHELD, complete, own_groups
+from drafttrain.config.groups import BEFORE, WITHHELD, complete, own_groups
 from drafttrain.config.overrides import SAVED, parse, spelled
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
 from drafttrain.runtime.settings import AUTO
@@ -99,7 +99,7 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
     found: list[Difference] = []
     for field in fields(config):
         section = getattr(config, field.name)
-        if field.name not in saved:
+        if field.name not in {**saved, **BEFORE}:
             continue
         before = complete(field.name, saved)
         kind = str(before.get("_target_", "")).rpartition(".")[2]

@@ -150,6 +150,7 @@ class PlanConfig:
     data: "DataConfig"
     drafter: "DrafterConfig"
     trainer: "TrainerConfig"
+    optimizer: "OptimizerConfig"
     hardware: "HardwareConfig"
     deepspeed: "DeepSpeedConfig"
 

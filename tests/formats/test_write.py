@@ -311,7 +311,7 @@ def test_dspark_is_served_with_as_many_tokens_as_a_block_drafts(tmp_path: Path) 
     done = export(drafter_of("dspark"), tmp_path / "out", num_speculative_tokens=7)
     said = json.loads(shlex.split(done.commands["vLLM"])[-1])
     assert (said["method"], said["num_speculative_tokens"]) == ("dspark", 7)
-    assert any("on GPUs alone" in note for note in done.notes)
+    assert any("V2 alone" in note for note in done.notes)
     with pytest.raises(ValueError, match="num_speculative_tokens must be at most 7"):
         export(drafter_of("dspark"), tmp_path / "other", num_speculative_tokens=8)
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from paths import PYTHONPATH, ROOT
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drafttrain.config.groups import content_of
 from drafttrain.core.types import Losses, LossTerm, weighted_sum
 from drafttrain.runtime.deepspeed import import_deepspeed
 from drafttrain.runtime.ranks import Ranks
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def deepspeed_config(name: str) -> DeepSpeedConfig:
-    values = yaml.safe_load((ROOT / f"conf/deepspeed/{name}.yaml").read_text())
+    values = content_of("deepspeed", name)
     if name == "zero3_offload":  # the other keeps parameters as small as ours whole
         values["config"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return DeepSpeedConfig(**values)

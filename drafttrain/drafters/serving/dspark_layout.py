@@ -5,7 +5,7 @@ from typing import Any
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
-from drafttrain.drafters.serving.engines import VLLM
+from drafttrain.drafters.serving.engines import V2, VLLM
 from drafttrain.drafters.serving.layout import Config, Expected, Files, Reading, Tensors, Unfit
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import shown
@@ -23,6 +23,7 @@ class DSparkLayout(DFlashLayout):
     architectures = ("Qwen3DSparkModel",)
     place = None
     from_anchor = True
+    vllm_runners = (V2,)
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
         raw = Values(files.config)
@@ -85,5 +86,5 @@ class DSparkLayout(DFlashLayout):
         return (
             f"Trained on blocks of {size}: engines draft blocks of num_speculative_tokens, as "
             f"measured here only if that is {size}.",
-            f"{VLLM} serves DSpark on GPUs alone (its second model runner); it was not tried.",
+            f"{VLLM}'s DSpark was read, not tried: it needs a GPU.",
         )

@@ -5,6 +5,7 @@ from typing import Any
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, read_eagle3
 from drafttrain.drafters.serving.eagle_layout import layer_tensors
+from drafttrain.drafters.serving.engines import V1
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     Config,
@@ -28,6 +29,7 @@ class PEagleLayout(Eagle3Layout):
     parallel = True
     title = "P-EAGLE in the native layout"
     sglang = None
+    vllm_runners = (V1,)
 
     def recognises(self, files: Files) -> Sign | None:
         """Return the sign of it: EAGLE-3's files never hold a mask."""
@@ -63,8 +65,7 @@ class PEagleLayout(Eagle3Layout):
         deepest = config["n_predict"]
         return (
             *super().notes(config, spec, served),
-            f"Trained to draft {deepest} tokens in a pass. vLLM does so with its model runner V1, "
-            "which it takes by itself unless VLLM_USE_V2_MODEL_RUNNER=1 is set.",
+            f"Trained to draft {deepest} tokens in a pass.",
         )
 
 
