@@ -39,21 +39,16 @@ def model_config(folder: Path) -> ModelConfig:
     )
 
 
-DRAFTERS = ROOT / "conf" / "drafter"
-
-
-def drafter_values(file: Path) -> dict[str, Any]:
-    """The settings of a drafter's yaml, with those of the ones that it builds on."""
-    own = yaml.safe_load(file.read_text())
-    values: dict[str, Any] = {}
-    for base in own.pop("defaults", []):
-        values |= own if base == "_self_" else drafter_values(DRAFTERS / f"{base}.yaml")
-    return values | own
+def drafter_values(name: str) -> dict[str, Any]:
+    """What conf/drafter/<name>.yaml sets, with what it builds on."""
+    values = yaml.safe_load((ROOT / "conf" / "drafter" / f"{name}.yaml").read_text())
+    below = [drafter_values(base) for base in values.pop("defaults", [])]
+    return {key: value for base in below for key, value in base.items()} | values
 
 
 def drafter_config(name: str, **changes: Any) -> DrafterConfig:
     """A drafter as conf/drafter/<name>.yaml says, less what is changed."""
-    values = drafter_values(DRAFTERS / f"{name}.yaml")
+    values = drafter_values(name)
     module, _, kind = values.pop("_target_").rpartition(".")
     return getattr(importlib.import_module(module), kind)(**values | changes)
 

@@ -236,19 +236,6 @@ class Attention(nn.Module):
         batch, _, seq, _ = mixed.shape
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
-    def forward(
-        self,
-        values: Float[Tensor, "batch seq input"],
-        turn: Rotation,
-        mask: Bool[Tensor, "batch 1 seq seq"] | None,
-    ) -> Float[Tensor, "batch seq width"]:
-        """Return causal attention within the sequence, as in training."""
-        queries, keys, own = self.project(values, turn)
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return self.merge(mixed)
-
     def cached(
         self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
     ) -> Float[Tensor, "batch new width"]:
