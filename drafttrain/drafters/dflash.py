@@ -22,7 +22,7 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import MLP, ByHead, RMSNorm, Rotation
+from drafttrain.core.ops.layers import RMSNorm, Rotation
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
@@ -30,7 +30,13 @@ from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, last_of, quoted
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
-from drafttrain.drafters.shared.layer import CachedDrafter, LayerConfig, LayerShape, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerState
+from drafttrain.drafters.shared.parallel import (
+    BlockLayer,
+    ParallelDrafter,
+    ParallelState,
+    mask_token,
+)
 from drafttrain.runtime.settings import require
 
 
@@ -75,41 +81,14 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in usual if layer >= 0}))
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer whose queries are a block's, and whose keys are the context's as well."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = shape.attention(width)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(width, shape.intermediate_size)
-
-    def enter(self, hidden: Float[Tensor, "batch seq hidden"], turn: Rotation) -> ByHead:
-        """Return the block's rotated queries and keys, and its values."""
-        return self.self_attn.project(self.input_layernorm(hidden), turn)
-
-    def finish(
-        self,
-        hidden: Float[Tensor, "batch seq hidden"],
-        mixed: Float[Tensor, "batch head seq head_dim"],
-    ) -> Float[Tensor, "batch seq hidden"]:
-        """Return the residual stream with attention and feed-forward added."""
-        hidden = hidden + self.self_attn.merge(mixed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 @dataclass
-class DFlashState(LayerState):
+class DFlashState(ParallelState):
     """The features of committed tokens as keys and values, and the block, once it is drafted.
 
     hidden: the states at the places of the block that draft, by depth.
     """
 
     last: Int[Tensor, "batch 1"] | None = None  # the anchor of the next block
-    logits: Float[Tensor, "batch depth vocab"] | None = None
-    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +114,7 @@ _PAPER = partial(
 )
 
 
-class DFlash(CachedDrafter):
+class DFlash(ParallelDrafter):
     """Reads [last token, mask, mask, ...]; the k-th mask predicts the k-th token after the last.
 
     The tokens of a block see each other, and the features of all positions before the anchor. They
@@ -148,7 +127,6 @@ class DFlash(CachedDrafter):
         *_PAPER("mean of all tasks; greedy, batch 1", "H200", {"Qwen3 4B": (4.91, 6.54)}),
         *_PAPER("mean of all tasks; greedy, batch 1", "not stated", {"Qwen3 8B": (4.86, 6.49)}),
     )
-    branches = True
     first_place = 1  # of a block's that drafts: the anchor itself, at 0, does not
     config: DFlashConfig
     layers: Any  # of BlockLayer
@@ -159,11 +137,7 @@ class DFlash(CachedDrafter):
         self.captures = tuple(sorted(config.layers or spread_layers(last, config.num_captures)))
         inside = all(0 <= layer <= last for layer in self.captures)
         require(inside, "drafter.layers", f"lie in 0..{last} for {name}", list(self.captures))
-        mask = spec.pad_token_id if config.mask_token_id is None else config.mask_token_id
-        self.mask_token_id = spec.vocab_size - 1 if mask is None else mask
-        known = 0 <= self.mask_token_id < spec.vocab_size
-        need = f"be one of the {spec.vocab_size:,} ids of {name}"
-        require(known, "drafter.mask_token_id", need, self.mask_token_id)
+        self.mask_token_id = mask_token(config.mask_token_id, spec)
         self.max_depth: int = config.block_size - self.first_place
         self.unroll = self.max_depth
         self.depth_terms = tuple(f"depth_{k}" for k in range(1, self.max_depth + 1))
@@ -320,9 +294,7 @@ class DFlash(CachedDrafter):
         return self.hidden_norm(self.fc(torch.cat(captured, dim=-1)))
 
     def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> DFlashState:
-        """Return an empty state; a block may reach past the end of the text."""
-        state = super().begin(readout, first_tokens, capacity + self.config.block_size)
-        return DFlashState(**vars(state))
+        return DFlashState(**vars(super().begin(readout, first_tokens, capacity)))
 
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
@@ -340,20 +312,12 @@ class DFlash(CachedDrafter):
 
         state.cache.run(run, [context, turn.cos, turn.sin], list(counts))
         state.committed = list(state.cache.lengths)
-        state.last, state.logits, state.depth = last_of(tokens[..., None], counts)[..., 0], None, 0
+        state.last = last_of(tokens[..., None], counts)[..., 0]
+        self.restart(state)
 
-    def expand(
-        self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None
-    ) -> Tensor:
-        """Return the next token's logits; the block is computed once, whatever was drafted."""
+    def draft(self, state: ParallelState) -> Float[Tensor, "batch depth vocab"]:
+        """Return the block's logits, from its anchor and the features before it."""
         assert isinstance(state, DFlashState)
-        if state.logits is None:
-            state.logits = self._draft(state)
-        state.depth += 1
-        logits = state.logits[:, state.depth - 1, None]
-        return logits.expand(-1, 1 if newest is None else newest.shape[1], -1)
-
-    def _draft(self, state: DFlashState) -> Float[Tensor, "batch depth vocab"]:
         assert state.last is not None, "observe comes before expand"
         size, readout, cache = self.config.block_size, state.readout, state.cache
         tokens = functional.pad(state.last, (0, size - 1), value=self.mask_token_id)
@@ -381,7 +345,6 @@ class DFlash(CachedDrafter):
         assert isinstance(state, DFlashState)
         if state.last is not None:
             state.last = state.last[send_numbers(rows, state.last.device)]
-        state.logits = None
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return z-lab's layout, which counts a layer's output where we count the next's input."""

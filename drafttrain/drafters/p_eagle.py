@@ -18,11 +18,15 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance
-from drafttrain.drafters.dflash import BlockLayer
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 from drafttrain.drafters.shared.layer import LayerState
-from drafttrain.drafters.shared.parallel import ParallelDrafter, ParallelState, mask_token
+from drafttrain.drafters.shared.parallel import (
+    BlockLayer,
+    ParallelDrafter,
+    ParallelState,
+    mask_token,
+)
 
 Attend = Callable[[int, ByHead], Float[Tensor, "batch head seq head_dim"]]
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from drafttrain.core.ops.layers import MLP, ByHead, RMSNorm, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.shared.layer import CachedDrafter, LayerState
+from drafttrain.drafters.shared.layer import CachedDrafter, LayerShape, LayerState
 from drafttrain.runtime.settings import require
 
 
@@ -20,6 +21,31 @@ def mask_token(wanted: int | None, spec: TargetSpec) -> int:
     need = f"be one of the {spec.vocab_size:,} ids of {spec.name}"
     require(0 <= mask < spec.vocab_size, "drafter.mask_token_id", need, mask)
     return mask
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose attention its drafter computes: which keys each slot sees differs."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = shape.attention(width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, shape.intermediate_size)
+
+    def enter(self, hidden: Float[Tensor, "batch seq hidden"], turn: Rotation) -> ByHead:
+        """Return rotated queries and keys, and values."""
+        return self.self_attn.project(self.input_layernorm(hidden), turn)
+
+    def finish(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        mixed: Float[Tensor, "batch head seq head_dim"],
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return the residual stream with attention and feed-forward added."""
+        hidden = hidden + self.self_attn.merge(mixed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 @dataclass
