@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from drafttrain.core.ops.layer_calls import compiled, recomputed
+from drafttrain.core.ops.layer_calls import compiled, device_of, recomputed
 from drafttrain.core.ops.layers import ByHead, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
@@ -19,7 +19,7 @@ from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
-from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
+from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout, with_own_mask
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import (
     BlockLayer,
@@ -84,7 +84,8 @@ class PEagle(ParallelDrafter, Eagle3):
         # Named as in served files: `midlayer` is layer 0 there.
         numbers = range(1, config.num_layers)
         self.layers = nn.ModuleDict({str(number): BlockLayer(self.shape) for number in numbers})
-        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+        # A module, so that it is whole during its call where weights are sharded.
+        self.mask_hidden = nn.Embedding(1, self.fc.in_features)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses of every depth, weighted by decay**depth, from one pass.
@@ -183,7 +184,8 @@ class PEagle(ParallelDrafter, Eagle3):
 
     def masked(self) -> Float[Tensor, "1 1 hidden"]:
         """Return the fused state of a slot that holds a mask."""
-        return self.fuse(list(self.mask_hidden.chunk(len(self.captures), dim=-1)))
+        first = torch.zeros(1, 1, dtype=torch.long, device=device_of(self))
+        return self.fuse(list(self.mask_hidden(first).chunk(len(self.captures), dim=-1)))
 
     def advance(
         self, state: LayerState, tokens: Tensor, hidden: Tensor, counts: list[int] | None
@@ -230,4 +232,9 @@ class PEagle(ParallelDrafter, Eagle3):
         config["num_hidden_layers"] = self.config.num_layers
         config["ptd_token_id"] = self.mask_token_id
         config["n_predict"] = self.unroll
+        tensors["mask_hidden"] = tensors.pop("mask_hidden.weight")[None]
         return config, tensors
+
+    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load the native layout, as EAGLE-3 does."""
+        super().from_serving(config, with_own_mask(tensors))

@@ -50,7 +50,7 @@ def test_training_is_the_definition_for_every_position_and_depth(
     chance = StepChance(3, 0)
     drawn = chance.uniform_like(torch.empty(1, len(TEXT), 1), batch.document)[0, :, 0]
     expected, counts = torch.zeros(UNROLL).double(), [0] * UNROLL
-    tensors = dict(drafter.state_dict())
+    tensors = drafter.to_serving()[1]
     for position in range(len(TEXT) - 2):
         before = captured[:, : position + 1]
         logits = reference(tensors, before, before[0], readout.embedding, TEXT)

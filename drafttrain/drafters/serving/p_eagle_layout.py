@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, read_eagle3
 from drafttrain.drafters.serving.eagle_layout import layer_tensors
@@ -47,7 +49,10 @@ class PEagleLayout(Eagle3Layout):
         }
         if top.complaints:
             raise Unfit(top.complaints)
-        return read_eagle3(files, base, spec, layers, False, num_layers, more)
+        reading = read_eagle3(files, base, spec, layers, False, num_layers, more)
+        reading.tensors = with_own_mask(reading.tensors)
+        reading.spelled["mask_hidden.weight"] = "mask_hidden"
+        return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         table, hidden = super().expected_tensors(config), config["hidden_size"]
@@ -67,6 +72,13 @@ class PEagleLayout(Eagle3Layout):
             *super().notes(config, spec, served),
             f"Trained to draft {deepest} tokens in a pass.",
         )
+
+
+def with_own_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return served tensors with the mask as the drafter has it: a row of an embedding."""
+    kept = {name: tensor for name, tensor in tensors.items() if name != "mask_hidden"}
+    mask = tensors.get("mask_hidden")
+    return kept if mask is None else kept | {"mask_hidden.weight": mask.reshape(1, -1)}
 
 
 def mask_of(config: Config, spec: TargetSpec) -> int:
