@@ -53,7 +53,7 @@ QUESTIONS = (
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "eagle3": ("embedded", "eagle3", 25, {"draft_vocab_coverage": 0.95}),
     "eagle3_1": ("embedded", "eagle3_1", 25, {}),
-    "p_eagle": ("embedded", "p_eagle", 40, {"unroll": 4, "num_layers": 2, "cod_ratio": 1.0}),
+    "p_eagle": ("embedded", "p_eagle", 55, {"unroll": 4, "num_layers": 2, "cod_ratio": 1.0}),
     "eagle": ("embedded", "eagle", 25, {}),
     "medusa": ("embedded", "medusa", 8, {"num_heads": 4}),
     "shallow": ("shallow", "eagle3", 40, {}),
