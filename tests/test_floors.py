@@ -31,7 +31,7 @@ DOORS = {
     "tensorboard": {"runtime.tracker"},
     "wandb": {"runtime.tracker"},
     "datasets": {"data.files"},
-    "huggingface_hub": {"target.pretrained.hub", "formats.write.hub"},
+    "huggingface_hub": {"target.pretrained.hub", "formats.write.hub", "formats.write.directory"},
     "matplotlib": {"report.plots"},
     "peft": {"drafters.shared.lora"},
     "pydantic": {"runtime.untrusted_input"},

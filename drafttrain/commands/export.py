@@ -1,13 +1,22 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from drafttrain.commands.setup.evaluation import chosen_by_tune
-from drafttrain.commands.setup.target_and_drafter import load_drafter, recorded_spec
+from drafttrain.commands.setup.target_and_drafter import (
+    expected_spec,
+    load_drafter,
+    recorded_spec,
+)
+from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import ExportConfig
+from drafttrain.drafters.base import Drafter
+from drafttrain.formats.read.admit import AdmittedConfig, admit
+from drafttrain.formats.write.config import ExportSettings
+from drafttrain.formats.write.export import export_drafter
 from drafttrain.formats.write.hub import check_push, plan_push, push
-from drafttrain.formats.write.vllm import export_vllm
 from drafttrain.report.card import CardData, read_run, served_as
 from drafttrain.runtime.disk import require_writable, written
 from drafttrain.runtime.lock import beside, hold
@@ -16,38 +25,33 @@ from drafttrain.runtime.terminal import console, working
 from drafttrain.target.pretrained.models import load_tokenizer
 
 
+@dataclass(frozen=True)
+class _ToExport:
+    drafter: Drafter
+    place: Path
+    settings: ExportSettings  # with a depth
+    card: CardData
+
+
 def export(config: ExportConfig) -> None:
-    """Write a run's drafter as serving engines load it, check it, and push it if asked."""
-    run = Path(config.run.dir)
-    settings, wanted = config.export, f"export.num_speculative_tokens={AUTO}"
-    if settings.num_speculative_tokens == AUTO:
-        depth = chosen_by_tune(run, wanted).depth
-        settings = replace(settings, num_speculative_tokens=depth)
-    place = Path(settings.dir or run / "export")
-    require_writable(place.parent, "export.dir")
-    if settings.push is not None and not settings.dry_run:
-        check_push(settings.push, settings.private)
-    drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
-    if config.export.num_speculative_tokens == AUTO:  # for these very weights?
-        chosen_by_tune(run, wanted, weights=checkpoint.name if checkpoint else None)
-    record, reports = read_run(run)
+    """Write a run's drafter, or one by drafter.path, as engines load it; push it if asked."""
+    settings = config.export
+    if isinstance(config.drafter, AdmittedConfig):
+        wanted = _of_others(config, config.drafter)
+    else:
+        wanted = _of_run(config)
+    place = wanted.place
     name = served_as(config.model)
-    card = CardData(
-        title=f"{config.drafter.name} for {config.model.name}",
-        family=config.drafter.name,
-        about=drafter.about,
-        target=config.model.name,
-        base_model=None if config.model.path else config.model.repo,
-        license=settings.license,
-        training={"data": asdict(config.data), "drafter": asdict(config.drafter)},
-        provenance=record,
-        reports=reports,
-    )
     # The folder is replaced as a whole, and a lock inside it would be replaced too.
     with hold(place, "export.dir", "export", console.print, file=beside(place)):
         with written(place, "export.dir"), working("exporting"):
-            done = export_vllm(
-                drafter.eval(), name, place, settings, card, lambda: load_tokenizer(config.model)
+            done = export_drafter(
+                wanted.drafter.eval(),
+                name,
+                place,
+                wanted.settings,
+                wanted.card,
+                lambda: load_tokenizer(config.model),
             )
         for line in done.lines():
             console.print(line)
@@ -59,3 +63,73 @@ def export(config: ExportConfig) -> None:
                 console.print(line)
             return
         console.print(f"pushed to {push(place, files, settings.push, settings.private)}")
+
+
+def _of_run(config: ExportConfig) -> _ToExport:
+    """Return a run's drafter with the weights of its best checkpoint."""
+    run, settings = Path(config.run.dir), config.export
+    wanted = f"export.num_speculative_tokens={AUTO}"
+    if settings.num_speculative_tokens == AUTO:
+        settings = replace(settings, num_speculative_tokens=chosen_by_tune(run, wanted).depth)
+    place = Path(settings.dir or run / "export")
+    _check_places(config, place)
+    drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
+    if config.export.num_speculative_tokens == AUTO:  # for these very weights?
+        chosen_by_tune(run, wanted, weights=checkpoint.name if checkpoint else None)
+    record, reports = read_run(run)
+    card = replace(
+        _card(config, drafter),
+        training={"data": asdict(config.data), "drafter": asdict(config.drafter)},
+        provenance=record,
+        reports=reports,
+    )
+    return _ToExport(drafter, place, settings, card)
+
+
+def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
+    """Return the drafter of a directory, to be written in another layout of its family."""
+    settings = config.export
+    if settings.dir is None:
+        raise ValueError("export.dir must be given with drafter.path, which names no run; got null")
+    if settings.num_speculative_tokens == AUTO:
+        raise ValueError(
+            f"export.num_speculative_tokens must be a number with drafter.path, got {AUTO}, which "
+            "takes what `tune` chose for a run"
+        )
+    place = Path(settings.dir)
+    _check_places(config, place)
+    own = partial(load_choice, "drafter")
+    spec = expected_spec(config.model)
+    found = admit(source, spec, load_tokenizer(config.model), own)
+    if found.recognised.layout.whole_model:
+        raise ValueError(
+            f"drafter.path={source.path} is {found.recognised}: engines serve it as it is, and it "
+            "has no other layout"
+        )
+    for line in found.lines():
+        console.print(line)
+    # Rebuilt for this target: `admit` built it with values that the directory declares itself.
+    spec = replace(spec, fingerprint=found.target_fingerprint or "")
+    drafter = replace(found.drafter.config, name=found.family).build(spec)
+    drafter.load_weights(found.drafter.state_dict())
+    return _ToExport(drafter, place, settings, _card(config, drafter))
+
+
+def _check_places(config: ExportConfig, place: Path) -> None:
+    require_writable(place.parent, "export.dir")
+    if config.export.push is not None and not config.export.dry_run:
+        check_push(config.export.push, config.export.private)
+
+
+def _card(config: ExportConfig, drafter: Drafter) -> CardData:
+    return CardData(
+        title=f"{drafter.config.name} for {config.model.name}",
+        family=drafter.config.name,
+        about=drafter.about,
+        target=config.model.name,
+        base_model=None if config.model.path else config.model.repo,
+        license=config.export.license,
+        training={},
+        provenance={},
+        reports={},
+    )

@@ -101,7 +101,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
     sections = [field.name for field in fields(COMMANDS[command])]
     head = command
     if command in WITHOUT_RUN:
-        parsed = with_drafter(parsed)
+        parsed = with_drafter(command, parsed)
         given = {override.key_or_group: override.value() for override in parsed}
         run = given.get("run.dir")
         if "drafter" in given and (run is None or not os.path.isfile(Path(str(run)) / CONFIG)):

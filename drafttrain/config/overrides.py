@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from drafttrain.runtime.untrusted_input import shown
 
 # Commands that also take a drafter that no run has trained.
-WITHOUT_RUN = ("evaluate", "chat", "generate")
+WITHOUT_RUN = ("evaluate", "chat", "generate", "export")
 ADMITTED = "admitted"  # the drafter that drafter.path=DIR stands for
 SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 
@@ -76,7 +76,7 @@ def spelled(value: object) -> str:
     return quoted(hidden(str(value))) if isinstance(value, str | Path) else str(value)
 
 
-def with_drafter(parsed: list[Override]) -> list[Override]:
+def with_drafter(command: str, parsed: list[Override]) -> list[Override]:
     """Let drafter.path=DIR stand for drafter=admitted, named after DIR.
 
     An evaluation of a drafter that is not the run's own gets a name of its own.
@@ -88,7 +88,8 @@ def with_drafter(parsed: list[Override]) -> list[Override]:
         name = Path(str(given["drafter.path"].value())).expanduser().resolve().name
         if name and "drafter.name" not in given:
             added.append(f"drafter.name={spelled(name)}")
-    if (added or "drafter" in given) and "run.dir" in given and "eval.name" not in given:
+    other = (added or "drafter" in given) and "run.dir" in given and command != "export"
+    if other and "eval.name" not in given:
         added.append("eval.name=${drafter.name}")
     return [*parse("evaluate", added), *parsed]
 

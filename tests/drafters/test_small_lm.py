@@ -24,7 +24,7 @@ from drafttrain.drafters.shared.on_policy import answers_to_rewrite, in_own_word
 from drafttrain.drafters.small_lm import SmallLMConfig, narrow_image
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.vllm import Exported, export_vllm
+from drafttrain.formats.write.export import Exported, export_drafter
 from drafttrain.report.card import CardData
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.models import EMBEDDED, load_tokenizer
@@ -400,7 +400,7 @@ def exported(drafter: Any, target: Target, folder: Path, **changes: Any) -> Expo
     values = yaml.safe_load((ROOT / "conf/export/vllm.yaml").read_text())
     config = ExportSettings(**{**values, "dtype": "float32", **changes})
     card = CardData("a draft", "small_lm", None, "tiny", None, "other", {}, {}, {})
-    return export_vllm(drafter, "tiny", folder, config, card, lambda: target.tokenizer)
+    return export_drafter(drafter, "tiny", folder, config, card, lambda: target.tokenizer)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"layers": [0, 3]}])

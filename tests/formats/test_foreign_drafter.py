@@ -196,7 +196,7 @@ def test_what_is_only_told_may_be_anything(target: Target, tmp_path: Path) -> No
     published = edited(eagle3("speculators"), speculators_config={"verifier": ["x"]})
     assert (
         admitted(published.write(tmp_path / "drafter"), target).recognised.layout.kind
-        == "speculators"
+        == "speculators_eagle3"
     )
 
 

@@ -24,7 +24,8 @@ from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.vllm import Exported, export_vllm, read_back
+from drafttrain.formats.write.export import Exported, export_drafter
+from drafttrain.formats.write.rounding import read_back
 from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
 from drafttrain.report.config import VerdictSettings
@@ -99,7 +100,7 @@ def config_of(**changes: Any) -> ExportSettings:
 
 def export(drafter: Drafter, folder: Path, **changes: Any) -> Exported:
     card = dataclasses.replace(CARD, family=drafter.config.name, about=drafter.about)
-    return export_vllm(drafter, "/models/tiny", folder, config_of(**changes), card)
+    return export_drafter(drafter, "/models/tiny", folder, config_of(**changes), card)
 
 
 def serving(family: str, **options: Any) -> tuple[Drafter, dict[str, Any], dict[str, torch.Tensor]]:
@@ -187,11 +188,34 @@ def test_weights_that_are_not_the_drafters_are_noticed_when_read_back(tmp_path: 
     drafter = drafter_of("eagle")
     export(drafter, tmp_path / "out", dtype="float32")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    read_back(tmp_path / "out", drafter, torch.float32)
+    read_back(tmp_path / "out", drafter, torch.float32, layout_of(drafter))
     tensors["layers.0.mlp.up_proj.weight"][3, 4] += 1e-3
     save_file(tensors, tmp_path / "out" / "model.safetensors")
     with pytest.raises(ValueError, match="does not give back the drafter: its logits differ"):
-        read_back(tmp_path / "out", drafter, torch.float32)
+        read_back(tmp_path / "out", drafter, torch.float32, layout_of(drafter))
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "value"),
+    [
+        ("vllm", "rope_theta", 10000.0),
+        ("vllm", "rms_norm_eps", 1e-2),
+        ("vllm", "norm_before_residual", True),
+        ("speculators", "norm_output", True),
+    ],
+)
+def test_a_setting_that_is_not_the_drafters_is_noticed_when_read_back(
+    format: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    drafter = drafter_of("eagle3")
+    export(drafter, tmp_path, dtype="float32", format=format)
+    layout = layout_of(drafter)
+    written = layout.derived.get(format, layout)
+    read_back(tmp_path, drafter, torch.float32, written)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(ValueError, match="does not give back the drafter: its logits differ"):
+        read_back(tmp_path, drafter, torch.float32, written)
 
 
 # All or nothing
@@ -203,12 +227,12 @@ def test_a_failed_export_leaves_nothing_behind_and_an_earlier_one_untouched(tmp_
     broken = dataclasses.replace(evaluation(), verdicts={})
     card = dataclasses.replace(CARD, family="medusa", reports={"quick": broken})
     with pytest.raises(KeyError, match="all"):
-        export_vllm(drafter, "/models/tiny", folder, config_of(), card)
+        export_drafter(drafter, "/models/tiny", folder, config_of(), card)
     assert list(tmp_path.iterdir()) == []
     export(drafter, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(KeyError, match="all"):
-        export_vllm(drafter, "/models/tiny", folder, config_of(overwrite=True), card)
+        export_drafter(drafter, "/models/tiny", folder, config_of(overwrite=True), card)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -273,9 +297,6 @@ def test_all_faults_are_named_at_once_and_nothing_is_written(tmp_path: Path) -> 
         ("tie_word_embeddings", True),
         ("attention_bias", True),
         ("num_hidden_layers", 2),
-        ("rope_theta", 10000.0),
-        ("norm_before_residual", True),
-        ("norm_before_fc", True),
     ],
 )
 def test_a_configuration_that_engines_would_take_for_another_model_is_refused(
@@ -400,7 +421,7 @@ def test_layer_ids_that_an_engine_would_read_otherwise_are_refused() -> None:
 def test_a_drafter_without_weights_cannot_be_exported(tmp_path: Path) -> None:
     ngram = NgramConfig(name="ngram", max_ngram=3, min_ngram=1).build(spec())
     with pytest.raises(ValueError, match="drafter=ngram has no serving format: it has no weights"):
-        export_vllm(ngram, "/models/tiny", tmp_path / "out", config_of(), CARD)
+        export_drafter(ngram, "/models/tiny", tmp_path / "out", config_of(), CARD)
 
 
 # Serving and configuration
@@ -563,7 +584,7 @@ def test_vllm_is_told_to_draft_as_the_report_measured(
     family: str, reports: dict[str, Any], method: str, note: str, tmp_path: Path
 ) -> None:
     card = dataclasses.replace(CARD, reports={name: make() for name, make in reports.items()})
-    done = export_vllm(drafter_of(family), "/models/tiny", tmp_path / "out", config_of(), card)
+    done = export_drafter(drafter_of(family), "/models/tiny", tmp_path / "out", config_of(), card)
     told = json.loads(shlex.split(done.commands["vLLM"])[4])
     assert told["draft_sample_method"] == method
     card_text = (tmp_path / "out" / "README.md").read_text()
@@ -684,7 +705,7 @@ def test_a_card_names_nothing_of_the_machine_that_wrote_it(tmp_path: Path) -> No
         },
     )
     drafter = drafter_of("eagle3")
-    export_vllm(drafter, "/home/ada/secret", tmp_path / "out", config_of(), card)
+    export_drafter(drafter, "/home/ada/secret", tmp_path / "out", config_of(), card)
     text = (tmp_path / "out" / "README.md").read_text()
     for word in ("secret", "/home", "outputs", "hunter2", str(tmp_path), "python -m drafttrain"):
         assert word not in text, word

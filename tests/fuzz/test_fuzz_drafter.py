@@ -27,6 +27,7 @@ def layouts() -> list[Published]:
         dspark(),
         eagle3(),
         eagle3("speculators"),
+        dflash("speculators"),
         eagle(),
         medusa("bias"),
         p_eagle(),

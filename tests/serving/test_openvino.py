@@ -23,7 +23,7 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.policy import DynamicTree
 from drafttrain.drafters.base import Drafter
-from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.formats.write.export import export_drafter
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
 
@@ -90,7 +90,9 @@ def witnessed(tmp_path_factory: pytest.TempPathFactory) -> Witnessed:
         assert (drafter.vocab is None) == (case == "whole")
         out = folder / "exports" / case
         tokenizer = partial(getattr, target, "tokenizer")
-        export_vllm(drafter, str(folders[case]), out, export_config(), card_of("eagle3"), tokenizer)
+        export_drafter(
+            drafter, str(folders[case]), out, export_config(), card_of("eagle3"), tokenizer
+        )
         witnessed.texts[case], witnessed.targets[case] = texts, target
         witnessed.drafters[case] = drafter
         requests.append(

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from drafttrain.core.types import Counters
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.formats.write.config import ExportSettings
-from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -57,11 +57,28 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "eagle": ("embedded", "eagle", 25, {}),
     "medusa": ("embedded", "medusa", 8, {"num_heads": 4}),
     "shallow": ("shallow", "eagle3", 40, {}),
+    "norms": (
+        "embedded",
+        "eagle3",
+        25,
+        {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    ),
     "qwen3": ("qwen3", "eagle3", 50, {"draft_vocab_size": 128}),
     "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96}),
     "small_lm": ("embedded", "small_lm", 60, {}),
     "lora": ("qwen3", "small_lm", 40, {"layers": [0, 3, 6], "lora_rank": 4}),
     "qwen3_block": ("qwen3", "dflash", 25, {"block_size": DEPTH + 1, "num_layers": 3}),
+}
+# Cases that are exported in the speculators format too, and how an engine is given that directory:
+# alone, alone with a word on drafts, or beside the target, as the witness of a report gives it.
+BY_ITSELF: dict[str, tuple[str, str]] = {
+    "eagle3 by itself": ("eagle3", "alone"),
+    "eagle3 by itself, drawing drafts": ("eagle3", "drawing"),
+    "eagle3 beside its target": ("eagle3", "beside"),
+    "shallow by itself": ("shallow", "alone"),
+    "norms by itself": ("norms", "alone"),
+    "qwen3_block by itself": ("qwen3_block", "alone"),
+    "qwen3_block beside its target": ("qwen3_block", "beside"),
 }
 
 
@@ -101,7 +118,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         share_key_norms(drafter)
         out = folder / "exports" / name
         target = targets[where]
-        done = export_vllm(
+        done = export_drafter(
             drafter,
             str(folders[where]),
             out,
@@ -113,6 +130,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         speculative = json.loads(shlex.split(done.commands["vLLM"])[-1])  # as a user is told
         assert speculative["num_speculative_tokens"] == DEPTH
         requests.append(request(name, folders[where], texts, speculative))
+        for other, (case, how) in BY_ITSELF.items():
+            if case == name:
+                place = folder / "exports" / other.replace(" ", "-")
+                wanted = replace(export_config(), format="speculators")
+                export_drafter(drafter, str(folders[where]), place, wanted, card_of(family))
+                beside = speculative | {"model": str(place)}
+                drawing = {"draft_sample_method": "probabilistic"}
+                given = {"alone": None, "drawing": drawing, "beside": beside}[how]
+                model = folders[where] if how == "beside" else place
+                requests.append(request(name, model, texts, given) | {"name": other})
     served.theirs = ask_vllm(python, folder, requests)
     return served
 
@@ -275,6 +302,14 @@ def test_vllm_counts_the_same_drafts_and_acceptances_as_we_do(served: Served, ca
             "num_accepted_tokens": mine.num_accepted_tokens,
             "num_accepted_tokens_per_pos": mine.num_accepted_tokens_per_position,
         }
+
+
+@pytest.mark.parametrize("other", BY_ITSELF)
+def test_a_directory_that_names_its_target_is_served_alike(served: Served, other: str) -> None:
+    """`vllm serve DIR` is the whole command: method, depth and target are in config.json."""
+    native = BY_ITSELF[other][0]
+    assert said(served, other) == said(served, native)
+    assert served.theirs[other]["counters"] == served.theirs[native]["counters"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,7 +19,7 @@ from overfit import decisive_texts, overfit, target_at
 from test_vllm import DEPTH, ask_vllm, card_of, decode, export_config, request
 
 from drafttrain.core.types import Counters
-from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.formats.write.export import export_drafter
 
 pytestmark = pytest.mark.serving
 
@@ -111,7 +111,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Case], d
         for family in FAMILIES[name]:
             drafter = overfit(family, target, texts, STEPS)
             out = folder / f"{name}_{family}"
-            done = export_vllm(
+            done = export_drafter(
                 drafter,
                 str(place),
                 out,

@@ -26,7 +26,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram, NgramConfig, NgramState
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.section import WitnessPrompt, check_witness, witness_section
-from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.results import WitnessSection
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.models import EMBEDDED
@@ -71,7 +71,7 @@ def eagle3(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Dr
     texts = decisive_texts(target, prompts_of("embedded", target), 8, LIMIT)
     drafter = overfit("eagle3", target, texts, 25, draft_vocab_coverage=0.95)
     folder = tmp_path_factory.mktemp("eagle3") / "export"
-    export_vllm(drafter, str(EMBEDDED), folder, export_config(), card_of("eagle3"))
+    export_drafter(drafter, str(EMBEDDED), folder, export_config(), card_of("eagle3"))
     return drafter, folder
 
 

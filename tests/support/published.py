@@ -491,6 +491,22 @@ def dflash(*variant: str, num_layers: int = 2, **shape: Any) -> Published:
             "target_layer_ids": [layer - 1 for layer in LAYERS],
         },
     }
+    if "speculators" in flags:
+        layer = {key: config[key] for key in llama_config(sizes, flags)} | {"model_type": "qwen3"}
+        if sizes["scaling"] is None:
+            theta = layer.pop("rope_theta")
+            layer["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+        config = {
+            "architectures": ["DFlashDraftModel"],
+            "speculators_model_type": "dflash",
+            "aux_hidden_state_layer_ids": LAYERS,
+            "block_size": DEPTH + 1,
+            "draft_vocab_size": VOCAB,
+            "mask_token_id": 7,
+            "sample_from_anchor": False,
+            "transformer_layer_config": layer,
+            "speculators_config": {"verifier": {"name_or_path": "ada/tiny"}},
+        }
     return Published(config, tensors, dflash_reference(sizes, num_layers, DEPTH + 1, 7))
 
 
@@ -535,6 +551,11 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
     "P-EAGLE": ("p_eagle", p_eagle),
     "P-EAGLE, biases, own embedding": ("p_eagle", lambda: p_eagle("embedding", "qkv_bias")),
     "P-EAGLE, one layer, rope llama3": ("p_eagle", lambda: p_eagle(num_layers=1, scaling=LLAMA3)),
+    "DFlash of speculators": ("speculators_dflash", lambda: dflash("speculators")),
+    "DFlash of speculators, rope llama3": (
+        "speculators_dflash",
+        lambda: dflash("speculators", "embedding", num_layers=1, scaling=LLAMA3),
+    ),
     "native": ("eagle3", eagle3),
     "native layers.0": ("eagle3", lambda: eagle3(prefix="layers.0.")),
     "native, whole vocabulary": ("eagle3", lambda: eagle3("whole")),
@@ -557,17 +578,17 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
             *("rope_theta", "rms_norm_eps", "num_key_value_heads", "head_dim", "num_hidden_layers"),
         ),
     ),
-    "speculators": ("speculators", lambda: eagle3("speculators", prefix="layers.0.")),
+    "speculators": ("speculators_eagle3", lambda: eagle3("speculators", prefix="layers.0.")),
     "speculators by default": (
-        "speculators",
+        "speculators_eagle3",
         lambda: eagle3("speculators", "norm_before_residual", "embedding", prefix="layers.0."),
     ),
     "speculators 3.1 of Qwen3": (
-        "speculators",
+        "speculators_eagle3",
         lambda: eagle3("speculators", "qk_norm", "fc_norm", "norm_output", prefix="layers.0."),
     ),
     "speculators, rope llama3": (
-        "speculators",
+        "speculators_eagle3",
         lambda: eagle3("speculators", "norm_before_fc", prefix="layers.0.", scaling=LLAMA3),
     ),
     "EAGLE-1": ("eagle", eagle),

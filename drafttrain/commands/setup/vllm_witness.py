@@ -13,7 +13,7 @@ from drafttrain.evaluation.witness.section import asked_of, check_witness, witne
 from drafttrain.formats.read.admit import AdmittedConfig
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import recognise
-from drafttrain.formats.write.vllm import export_vllm
+from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData, served_as
 from drafttrain.report.results import Report
 from drafttrain.report.witness import with_witness
@@ -62,7 +62,9 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
         )
         place.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = parts.target.tokenizer
-        export_vllm(parts.drafter, served_as(config.model), place, wanted, card, lambda: tokenizer)
+        export_drafter(
+            parts.drafter, served_as(config.model), place, wanted, card, lambda: tokenizer
+        )
     return served
 
 

@@ -1,4 +1,4 @@
-"""DFlash's files: z-lab's layout, which engines load."""
+"""DFlash's files: z-lab's layout, which engines load, and the speculators format."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,8 +19,57 @@ from drafttrain.drafters.serving.layout import (
     architectures_of,
     misfits,
 )
+from drafttrain.drafters.serving.speculators_layout import NativeView, SpeculatorsLayout
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
+
+
+class DFlashSpeculators(SpeculatorsLayout):
+    """DFlash in the speculators format; a layer is named by its input."""
+
+    kind = "speculators_dflash"
+    family = method = speculators_type = "dflash"
+    title = "DFlash in the speculators format"
+    loaded_by = "DFlashDraftModel"
+    names_layers = True
+
+    def read_native(
+        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
+    ) -> Reading:
+        reading = DFlashLayout().read(view, base, spec, layers)
+        if view.config["sliding_window_non_causal"] is False:
+            reading.notes.append(
+                f"{VLLM} would draft causally, by sliding_window_non_causal=false, which it "
+                "applies to full attention too: write true there, or export it again"
+            )
+        return reading
+
+    def native_keys(self, config: Config) -> Config:
+        ids = config.get("aux_hidden_state_layer_ids")
+        if isinstance(ids, list) and all(type(layer) is int for layer in ids):
+            ids = [layer - 1 for layer in ids]
+        return {
+            "block_size": config.get("block_size"),
+            "draft_vocab_size": config.get("draft_vocab_size"),
+            "dflash_config": {
+                "mask_token_id": config.get("mask_token_id"),
+                "target_layer_ids": ids,
+                "sample_from_anchor": config.get("sample_from_anchor"),
+            },
+            "sliding_window_non_causal": config.get("sliding_window_non_causal"),
+        }
+
+    def own_keys(self, native: Config) -> Config:
+        own = native["dflash_config"]
+        return {
+            "aux_hidden_state_layer_ids": [layer + 1 for layer in own["target_layer_ids"]],
+            "block_size": native["block_size"],
+            "draft_vocab_size": native["vocab_size"],
+            "mask_token_id": own["mask_token_id"],
+            "sample_from_anchor": False,
+            # False, the package's default, makes all of vLLM's layers causal.
+            "sliding_window_non_causal": True,
+        }
 
 
 class DFlashLayout(OneLayer):
@@ -31,6 +80,7 @@ class DFlashLayout(OneLayer):
     title = "DFlash in z-lab's layout"
     sglang = "DFLASH"
     architectures = ("DFlashDraftModel",)
+    derived: ClassVar = {"speculators": DFlashSpeculators()}
     names_layers = True
     place: ClassVar[str | None] = "dflash_config"  # of its own keys; None: among the others
     from_anchor: ClassVar[bool] = False  # whether the anchor's own place drafts
@@ -47,9 +97,9 @@ class DFlashLayout(OneLayer):
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
         top = Values(files.config)
-        own, place = top, ""
+        own = top
         if self.place is not None:
-            own, place = Values(top.mapping(self.place), top.complaints), f"{self.place}."
+            own = Values(top.mapping(self.place), top.complaints)
         num_layers = top.integer("num_hidden_layers", MAX_LAYERS)
         settings = decoder_layer(top, files.names, "layers.0.", True, num_layers)
         vocab = top.integer("vocab_size", MAX_VOCABULARY)
@@ -57,16 +107,16 @@ class DFlashLayout(OneLayer):
         mask = own.raw.get("mask_token_id")
         if type(mask) is not int or not 0 <= mask < vocab:
             own.complaints.append(
-                f"config.json's {place}mask_token_id must be one of {vocab:,} ids, "
-                f"got {shown(repr(mask))}"
+                f"config.json's mask_token_id must be one of {vocab:,} ids, got {shown(repr(mask))}"
             )
         ids = read_by_v2(files.config)
         if layers is None and isinstance(ids, list) and all(type(layer) is int for layer in ids):
             layers = sorted(ids)
         if not layers or len({*layers}) < len(layers) or len(layers) > spec.num_layers + 1:
             own.complaints.append(
-                f"config.json's {place}target_layer_ids must be distinct layers of the target, "
-                f"got {shown(repr(own.raw.get('target_layer_ids')))}"
+                "config.json must name distinct layers of the target (target_layer_ids of "
+                "dflash_config, or aux_hidden_state_layer_ids, which are one more), got "
+                f"{shown(repr(ids))}"
             )
         for key in ("causal", "use_swa", "attention_sink_bias"):
             own.exactly(key, False)
@@ -74,6 +124,11 @@ class DFlashLayout(OneLayer):
         for key in ("use_sliding_window", "is_causal"):
             top.exactly(key, False)
         top.exactly("draft_vocab_size", vocab)
+        kinds = top.raw.get("layer_types")
+        if kinds is not None and kinds != ["full_attention"] * num_layers:
+            top.complaints.append(
+                f"config.json's layer_types must all be full_attention, got {shown(kinds)}"
+            )
         size = top.integer("block_size", MAX_LAYERS)
         if size == 1 and not top.complaints:
             top.complaints.append("config.json's block_size must be at least 2, got 1")

@@ -1,7 +1,7 @@
 """DSpark's files: DeepSpec's layout, which engines load."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
@@ -21,6 +21,7 @@ class DSparkLayout(DFlashLayout):
     title = "DSpark in DeepSpec's layout"
     sglang = "DSPARK"
     architectures = ("Qwen3DSparkModel",)
+    derived: ClassVar = {}
     place = None
     from_anchor = True
     vllm_runners = (V2,)

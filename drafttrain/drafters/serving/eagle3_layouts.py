@@ -31,40 +31,65 @@ from drafttrain.drafters.serving.layout import (
     Config,
     Expected,
     Files,
-    Layout,
     Reading,
     Sign,
     Tensors,
     Unfit,
-    UnknownKind,
     architectures_of,
     misfits,
     tensor_sign,
 )
+from drafttrain.drafters.serving.speculators_layout import NativeView, SpeculatorsLayout
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
-# Settings of the drafter that the native layout can hold, but engines handle differently.
-VARIANTS = ("norm_before_residual", "norm_before_fc")
-NORMS = ("fc_norm", "norm_output")  # EAGLE-3.1's, which both engines read
+# Settings that vLLM reads; SGLang does not read the first.
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-class SpeculatorsLayout(Layout):
-    """The format of vLLM's speculators; vLLM takes the method from the files."""
+class Eagle3Speculators(SpeculatorsLayout):
+    """EAGLE-3 in the speculators format."""
 
-    kind = "speculators"
-    family = "eagle3"
+    kind = "speculators_eagle3"
+    family = method = speculators_type = "eagle3"
     title = "EAGLE-3 in the speculators format"
+    loaded_by = "Eagle3DraftModel"
     names_layers = True
 
-    def recognises(self, files: Files) -> Sign | None:
-        kind = files.config.get("speculators_model_type")
-        if kind not in (None, "eagle3"):
-            raise UnknownKind(f"speculators_model_type={shown(kind)}")
-        return None if kind is None else Sign(DECLARED, "speculators_model_type=eagle3")
+    def read_native(
+        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
+    ) -> Reading:
+        reading = read_eagle3(view, base, spec, layers, speculators=True)
+        if "norm_before_residual" not in view.config:
+            reading.notes.append(
+                "norm_before_residual is absent and taken as true, as vLLM does; speculators "
+                "itself takes false: write into config.json what it was trained with"
+            )
+        return reading
 
-    def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        return read_eagle3(files, base, spec, layers, speculators=True)
+    def native_keys(self, config: Config) -> Config:
+        keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *VARIANTS)
+        return {key: config[key] for key in keys if key in config}
+
+    def own_keys(self, native: Config) -> Config:
+        return {
+            "draft_vocab_size": native["draft_vocab_size"],
+            LAYER_IDS: native[LAYER_IDS],
+            "target_hidden_size": None,
+            # All of them: vLLM and the package take others where they are absent.
+            **{key: native.get(key, False) for key in VARIANTS},
+            "embed_requires_grad": False,
+        }
+
+    def renamed(self, tensors: Tensors) -> dict[str, Tensor]:
+        return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+    def refuses(self, native: Config, spec: TargetSpec) -> str:
+        if len(native[LAYER_IDS]) != 3:
+            return f"{VLLM} reads three layers from it, and this drafter reads {native[LAYER_IDS]}"
+        if native["hidden_size"] != spec.hidden_size:
+            return "it holds no drafter of another width than its target's"
+        return ""
 
 
 class Eagle3Layout(OneLayer):
@@ -74,7 +99,8 @@ class Eagle3Layout(OneLayer):
     title = "EAGLE-3 in the native layout"
     sglang: ClassVar[str | None] = "EAGLE3"
     architectures = ("LlamaForCausalLMEagle3",)
-    false_by_default = ("bias", *VARIANTS, *NORMS)
+    derived: ClassVar = {"speculators": Eagle3Speculators()}
+    false_by_default = ("bias", *VARIANTS)
     names_layers = True
 
     def recognises(self, files: Files) -> Sign | None:
@@ -91,8 +117,9 @@ class Eagle3Layout(OneLayer):
         hidden, vocab = config["hidden_size"], config["vocab_size"]
         drafted = config["draft_vocab_size"]
         target_hidden = config.get("target_hidden_size") or hidden
+        fused = config["num_aux_hidden_states"]
         table = {
-            "fc.weight": Expected((hidden, config["num_aux_hidden_states"] * target_hidden)),
+            "fc.weight": Expected((hidden, fused * target_hidden)),
             "midlayer.input_layernorm.weight": Expected((hidden,)),
             "midlayer.hidden_norm.weight": Expected((hidden,)),
             **layer_tensors(config, "midlayer", 2 * hidden),
@@ -101,15 +128,14 @@ class Eagle3Layout(OneLayer):
             # Without it engines use the target's, which fits if the widths are equal.
             "embed_tokens.weight": Expected((vocab, hidden), required=target_hidden != hidden),
         }
-        for place in range(config["num_aux_hidden_states"] if config.get("fc_norm") else 0):
-            table[f"fc_norm.{place}.weight"] = Expected((target_hidden,))
+        if config.get("norm_before_fc"):
+            table["input_norm.weight"] = Expected((fused * target_hidden,))
+        if config.get("fc_norm"):
+            table |= {f"fc_norm.{i}.weight": Expected((target_hidden,)) for i in range(fused)}
         if drafted != vocab:
             table["d2t"] = Expected((drafted,), (torch.int64,))
             table["t2d"] = Expected((vocab,), (torch.bool,))
         return table
-
-    def required_keys(self, config: Config, spec: TargetSpec) -> Config:
-        return super().required_keys(config, spec) | dict.fromkeys(VARIANTS, False)
 
     def misread(
         self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
@@ -129,6 +155,8 @@ class Eagle3Layout(OneLayer):
         kind, known = spec.architecture, SGLANG_EAGLE3
         if reason := super().sglang_refuses(config, own_embedding, spec):
             return reason
+        if config.get(VARIANTS[0]):
+            return f"{SGLANG} computes a drafter with {VARIANTS[0]} as one without"
         if read_by_sglang(config) is None:
             known |= SGLANG_EAGLE3_DEFAULT_LAYERS
         if kind not in known:
@@ -154,50 +182,41 @@ def read_eagle3(
     num_layers: int = 1,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Reading:
-    """Return the reading of the native layout or speculators' format; `layers` overrides theirs.
+    """Return the reading of the native layout; `layers` overrides theirs.
 
+    speculators: whether the files are a view of that format, which has defaults of its own.
     more: settings of a family that builds on EAGLE-3.
     """
     top = Values(files.config)
-    raw = top.raw.get("transformer_layer_config") if speculators else top.raw
     nested = Values(top.mapping("eagle_config"), top.complaints)
-    if not isinstance(raw, dict) or top.complaints:
-        raise Unfit(["config.json's transformer_layer_config and eagle_config must be objects"])
+    if top.complaints:
+        raise Unfit(top.complaints)
     prefix = "layers.0." if any(n.startswith("layers.0.") for n in files.names) else "midlayer."
-    layer = Values(raw, top.complaints)
-    settings = decoder_layer(layer, files.names, prefix, speculators, num_layers)
+    settings = decoder_layer(top, files.names, prefix, speculators, num_layers)
     if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
     vocab, hidden = (
-        layer.integer("vocab_size", MAX_VOCABULARY),
-        layer.integer("hidden_size", MAX_WIDTH),
+        top.integer("vocab_size", MAX_VOCABULARY),
+        top.integer("hidden_size", MAX_WIDTH),
     )
     read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
     draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
-    # vLLM's bridge from speculators' format takes the ids of the top level only.
-    named = {LAYER_IDS: top.raw.get(LAYER_IDS)} if speculators else top.raw
-    ids, notes = _layer_ids(named, spec, layers)
+    ids, notes = _layer_ids(top.raw, spec, layers)
     before_fc = nested if "norm_before_fc" in nested.raw else top
     settings |= {"layers": ids, "hidden_size": hidden}
     settings |= {
         # If it is absent, vLLM assumes true in speculators' format and false in the native one.
         "norm_before_residual": top.flag("norm_before_residual", speculators),
         "norm_before_fc": before_fc.flag("norm_before_fc", False),
-        **{key: top.flag(key, False) for key in NORMS if hasattr(base, key)},
+        **{key: top.flag(key, False) for key in VARIANTS[2:] if hasattr(base, key)},
         "own_embedding": "embed_tokens.weight" in files.names or read_width != hidden,
     }
     settings |= more
     if top.complaints:
         raise Unfit(top.complaints)
-    if speculators and "norm_before_residual" not in top.raw:
-        notes.append(
-            "norm_before_residual is absent and taken as true, as vLLM does; speculators itself "
-            "takes false: write into config.json what it was trained with"
-        )
     tensors = {
         "midlayer." + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
         for name, tensor in files.tensors().items()
-        if not name.startswith("verifier_")  # copies of the target's
     }
     deepest = max(spec.num_layers, *ids)
     declared = replace(spec, vocab_size=vocab, hidden_size=read_width, num_layers=deepest)

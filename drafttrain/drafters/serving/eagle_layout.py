@@ -63,8 +63,6 @@ class OneLayer(ServedLayout):
             "architectures": list(self.architectures),
             "vocab_size": spec.vocab_size,
             width: spec.hidden_size,
-            "rope_theta": spec.rope_theta,
-            "rms_norm_eps": spec.rms_norm_eps,
         }
 
     def vllm_refuses(self, spec: TargetSpec) -> str:

@@ -1,19 +1,20 @@
 """The layouts that this package knows; of equally strong signs, the first layout's decides."""
 
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
-from drafttrain.drafters.serving.dflash_layout import DFlashLayout
+from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
 from drafttrain.drafters.serving.dspark_layout import DSparkLayout
-from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, SpeculatorsLayout
+from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Eagle3Speculators
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
 from drafttrain.drafters.serving.layout import Layout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 
 LAYOUTS: tuple[Layout, ...] = (
+    DFlashSpeculators(),  # first: it names the architecture of the native layout too
+    Eagle3Speculators(),
     DFlashLayout(),
     DSparkLayout(),
     PEagleLayout(),
-    SpeculatorsLayout(),
     Eagle3Layout(),
     EagleLayout(),
     MedusaLayout(),

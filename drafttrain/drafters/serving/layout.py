@@ -116,6 +116,36 @@ class Layout(ABC):
         """
 
 
+class DerivedLayout(Layout):
+    """Another layout of a family, which exports write from the native one."""
+
+    def refuses(self, native: Config, spec: TargetSpec) -> str:
+        """Return why it cannot hold a drafter of this native config.json; "" if it can."""
+        return ""
+
+    @abstractmethod
+    def write(
+        self, native: Config, tensors: Tensors, spec: TargetSpec, target: str, depth: int
+    ) -> tuple[Config, dict[str, Tensor]]:
+        """Return config.json and tensors, from the native ones.
+
+        target: its name in commands, a directory or a repository. depth: drafted tokens per step.
+        """
+
+    @abstractmethod
+    def commands(
+        self, target: str, model: str, depth: int, draft_sample_method: str | None
+    ) -> dict[str, str]:
+        """Return the command lines that serve it, by engine, as `engines.serve_commands` does.
+
+        draft_sample_method: None where it is vLLM's own default.
+        """
+
+    def notes(self, target: str, refused: Mapping[str, str]) -> list[str]:
+        """Return the notes of a card on these files; refused: why engines cannot serve any."""
+        return []
+
+
 class ServedLayout(Layout):
     """A layout that exports write, with its own table of what engines assume.
 
@@ -128,6 +158,7 @@ class ServedLayout(Layout):
     samples_drafts: ClassVar[bool] = True  # vLLM can sample its drafts, as draft_sample_method asks
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
+    derived: ClassVar[Mapping[str, DerivedLayout]] = {}  # its other layouts, by export.format
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """P-EAGLE's files: EAGLE-3's native layout with further layers and a mask."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class PEagleLayout(Eagle3Layout):
     parallel = True
     title = "P-EAGLE in the native layout"
     sglang = None
+    derived: ClassVar = {}
     vllm_runners = (V1,)
 
     def recognises(self, files: Files) -> Sign | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import Layout, UnknownKind, architectures_of
+from drafttrain.drafters.serving.speculators_layout import refuse_other_types
 from drafttrain.formats.read.folder import Folder
 from drafttrain.runtime.untrusted_input import shown
 
@@ -25,6 +26,7 @@ def recognise(folder: Folder) -> Recognised:
     Raises ValueError, naming its content, if this package cannot draft with it.
     """
     try:
+        refuse_other_types(folder, LAYOUTS)
         signs = [(layout.recognises(folder), layout) for layout in LAYOUTS]
     except UnknownKind as error:
         raise _unknown(folder, str(error)) from None

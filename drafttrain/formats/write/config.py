@@ -6,7 +6,13 @@ from typing import Any
 
 from drafttrain.runtime.settings import require
 
+QUANTISED = (
+    "; fewer bits are chosen when serving: vLLM quantises a bfloat16 drafter as it loads it, "
+    '"quantization": "fp8" in --speculative-config'
+)
 DTYPES = ("auto", "float32", "bfloat16")
+NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT = FORMATS = ("vllm", "speculators", "sglang")
+SIZE = re.compile(r"[1-9]\d*(?:\.\d+)?[KMGT]B", re.ASCII)  # as huggingface_hub reads it
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points
 
 
@@ -15,8 +21,10 @@ class ExportSettings:
     """Where and how an export is written, and whether it is pushed."""
 
     name: str
+    format: str
     dir: str | None
     dtype: str
+    max_shard_size: str
     num_speculative_tokens: Any  # a number, or "auto" until it is chosen
     license: str
     overwrite: bool
@@ -25,8 +33,13 @@ class ExportSettings:
     dry_run: bool
 
     def __post_init__(self) -> None:
-        dtypes, depth = f"be one of {', '.join(DTYPES)}", self.num_speculative_tokens
-        require(self.dtype in DTYPES, "export.dtype", dtypes, repr(self.dtype))
+        depth, formats = self.num_speculative_tokens, f"be one of {', '.join(FORMATS)}"
+        require(self.format in FORMATS, "export.format", formats, repr(self.format))
+        dtypes, known = f"be one of {', '.join(DTYPES)}", self.dtype in DTYPES
+        require(known, "export.dtype", dtypes, repr(self.dtype), QUANTISED)
+        size = "be a number with KB, MB, GB or TB, such as 5GB"
+        known = SIZE.fullmatch(self.max_shard_size) is not None
+        require(known, "export.max_shard_size", size, repr(self.max_shard_size))
         known = depth == "auto" or (type(depth) is int and depth >= 1)
         require(known, "export.num_speculative_tokens", "be at least 1, or auto", depth)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"

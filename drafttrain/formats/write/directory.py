@@ -1,0 +1,93 @@
+"""The directory of an export: written whole or not at all, weights in one file or in shards."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafttrain.report.card import MADE_BY
+
+CONFIG, WEIGHTS, CARD = FILES = ("config.json", "model.safetensors", "README.md")
+INDEX = f"{WEIGHTS}.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+# The other files of a draft model: a tokenizer, as Transformers writes it.
+MODEL_FILES = frozenset(
+    {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
+    | {"special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
+    | {"vocab.json", "vocab.txt"}
+)
+
+
+def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard_size: str) -> None:
+    """Write model.safetensors, or shards of at most that size and an index, as Transformers does.
+
+    A tensor that is larger than a shard has one of its own.
+    """
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file: configuration, weights, card, and the rest by name."""
+
+    def place(file: Path) -> tuple[int, str]:
+        if file.name == INDEX or SHARD.fullmatch(file.name):
+            return 1, file.name
+        return (FILES.index(file.name) if file.name in FILES else len(FILES)), file.name
+
+    return {file.name: file.stat().st_size for file in sorted(folder.iterdir(), key=place)}
+
+
+@contextmanager
+def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` if the block succeeds.
+
+    ValueError if `folder` holds anything but an earlier export, or that and not `overwrite`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"export.dir must be a folder, got the file {folder}")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    card = folder / CARD
+    # A model in this folder may be replaced if it is an export; other models never are.
+    export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+    ours = {*FILES, *({*MODEL_FILES, INDEX, *filter(SHARD.fullmatch, found)} if export else ())}
+    foreign = [name for name in found if name not in ours]
+    if foreign:
+        raise ValueError(
+            f"export.dir must be empty or hold only an earlier export, but {folder} holds "
+            f"{', '.join(foreign[:5])}; choose another folder"
+        )
+    if found and not overwrite:
+        raise ValueError(
+            f"export.dir must be empty, but {folder} holds {', '.join(found)}; "
+            "set export.overwrite=true to replace that export, or choose another folder"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        # mkdtemp's 0700 and safetensors' 0600 would lock out a server run by another user.
+        draft.chmod(0o755)
+        for file in draft.iterdir():
+            file.chmod(0o644)
+        if folder.exists():
+            old = draft.with_name(f"{draft.name}.old")
+            os.replace(folder, old)
+            os.replace(draft, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,132 @@
+"""Export drafters: files that engines load, and the command that serves them with each engine."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.core.ops.layer_calls import dtype_of
+from drafttrain.drafters.base import Drafter
+from drafttrain.formats.write.config import NATIVE, ExportSettings
+from drafttrain.formats.write.directory import (
+    CARD,
+    CONFIG,
+    all_or_nothing,
+    sizes_of,
+    write_weights,
+)
+from drafttrain.formats.write.layout import check, not_finite
+from drafttrain.formats.write.rounding import Rounding, read_back
+from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
+from drafttrain.report.card import CardData, model_card
+from drafttrain.runtime.hardware import dtype_name
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files that an export wrote, and how to serve them."""
+
+    folder: Path
+    method: str
+    format: str
+    dtype: torch.dtype
+    num_parameters: int
+    sizes: dict[str, int]  # bytes by file
+    rounding: Rounding
+    commands: dict[str, str]  # by engine
+    notes: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the summary that the command prints."""
+        name = dtype_name(self.dtype)
+        layout = "" if self.format == NATIVE else f" in the {self.format} format"
+        lines = [f"exported {self.method}{layout} to {self.folder}"]
+        lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
+        lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
+        rounded = " up to rounding (fc.weight is rescaled)"
+        equal = ", bit for bit" if self.rounding.exact else rounded
+        lines.append(f"  loaded back: logits equal to those of the same weights{equal}")
+        if self.rounding.largest_difference:
+            lines.append(
+                f"  rounding to {name} moved logits by at most "
+                f"{self.rounding.largest_difference:.3g} and kept "
+                f"{self.rounding.same_choice:.1%} of first choices (random input)"
+            )
+        lines += [f"  {note}" for note in self.notes]
+        for engine, command in self.commands.items():
+            lines += [f"serve with {engine}:", f"  {command}"]
+        return lines
+
+
+def export_drafter(
+    drafter: Drafter,
+    target: str,
+    folder: Path,
+    config: ExportSettings,
+    card: CardData,
+    load_tokenizer: Callable[[], Any] | None = None,
+) -> Exported:
+    """Write config.json, weights and README.md into `folder`, all or nothing.
+
+    `target` is the target's name in serve commands: a directory or a Hub repository. A drafter that
+    is a language model gets the target's tokenizer too, so that Transformers can load the folder.
+    Raises ValueError, with nothing written, if the folder is in use, if the format cannot hold the
+    drafter, if an engine would misread the weights, or if the written files do not give it back.
+    """
+    native, trained = drafter.to_serving()
+    layout, spec, name = drafter.config.layout, drafter.spec, drafter.config.name
+    deepest, depth = drafter.max_depth, config.num_speculative_tokens
+    if deepest is not None and depth > deepest:
+        raise ValueError(
+            f"export.num_speculative_tokens must be at most {deepest} for this {name} drafter, got "
+            f"{depth}: it was made for no more, and engines refuse more"
+        )
+    derived = layout_to_write(name, layout, native, spec, config.format)
+    dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
+    tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
+    if layout is None:
+        if complaints := not_finite(tensors):
+            raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
+        served = (
+            f"No engine serves drafter={name}: drafttrain decodes with it, from its run folder."
+        )
+        told = EngineCommands({}, {}, (served,))
+    else:
+        check(native, tensors, spec, drafter.captures, layout)
+        own = "embed_tokens.weight" in tensors
+        told = serving(layout, derived, native, own, spec, target, str(folder), config, card)
+    settings = native
+    if derived is not None:
+        settings, tensors = derived.write(native, tensors, spec, target, depth)
+    settings = {**settings, "torch_dtype": dtype_name(dtype)}
+    if spec.fingerprint:
+        # Engines ignore it; when the export is loaded here again, it reveals a changed target.
+        settings["target_fingerprint"] = spec.fingerprint
+    with all_or_nothing(folder, config.overwrite) as draft:
+        (draft / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+        write_weights(draft, tensors, config.max_shard_size)
+        rounding = read_back(draft, drafter, dtype, derived or layout)
+        (draft / CARD).write_text(model_card(card, settings, told.published, told.notes))
+        if layout is not None and layout.whole_model:
+            assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
+            load_tokenizer().save_pretrained(draft)
+            ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
+            (draft / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        sizes = sizes_of(draft)
+    count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    method = name if layout is None else layout.method
+    return Exported(
+        folder, method, config.format, dtype, count, sizes, rounding, told.commands, told.notes
+    )
+
+
+def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().cpu()
+    # A clone: safetensors refuses tensors that share storage, such as views.
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()

@@ -1,0 +1,140 @@
+"""What engines are told of an export: the command that serves it with each, and notes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.engines import (
+    GREEDY,
+    PROBABILISTIC,
+    SGLANG,
+    VLLM,
+    cannot_serve,
+    runners_note,
+    serve_commands,
+    told_by_path,
+)
+from drafttrain.drafters.serving.known import LAYOUTS
+from drafttrain.drafters.serving.layout import Config, DerivedLayout, ServedLayout
+from drafttrain.formats.write.config import NATIVE, SGLANG_FORMAT, ExportSettings
+from drafttrain.report.card import DRAFTER, TARGET, CardData
+from drafttrain.report.results import Report
+
+
+@dataclass(frozen=True)
+class EngineCommands:
+    """Commands by engine, as they are printed and as a card has them, and notes."""
+
+    commands: dict[str, str]
+    published: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def layout_to_write(
+    name: str, layout: ServedLayout | None, config: Config, spec: TargetSpec, wanted: str
+) -> DerivedLayout | None:
+    """Return the layout of export.format, None for the native one.
+
+    name: of the drafter's family. config: its native config.json. ValueError where the family has
+    no such layout, or the layout cannot hold this drafter.
+    """
+    if wanted == NATIVE:
+        return None
+    found = None if layout is None else layout.derived.get(wanted)
+    asked = f"export.format={wanted}"
+    if found is None and wanted == SGLANG_FORMAT:
+        if layout is None or layout.sglang is None:
+            raise ValueError(f"{asked} must be of a drafter that {SGLANG} serves, got {name}")
+        raise ValueError(
+            f"{asked} is the same directory as export=vllm for {name}: give that, which prints "
+            "SGLang's command too, or says why there is none"
+        )
+    if found is None:
+        has = sorted({one.family for one in LAYOUTS if isinstance(one, DerivedLayout)})
+        raise ValueError(f"{asked} must be of {' or '.join(has)}, got {name}; give export=vllm")
+    if reason := found.refuses(config, spec):
+        raise ValueError(f"{asked} cannot hold this {name} drafter: {reason}; give export=vllm")
+    return found
+
+
+def serving(
+    layout: ServedLayout,
+    derived: DerivedLayout | None,
+    native: Config,
+    own_embedding: bool,
+    spec: TargetSpec,
+    target: str,
+    place: str,
+    config: ExportSettings,
+    card: CardData,
+) -> EngineCommands:
+    """Return what engines are told of an export to `place`.
+
+    native: its native config.json. target: the target's name in commands. ValueError for a place
+    by whose name vLLM would take it for another kind.
+    """
+    refused = cannot_serve(layout, native, own_embedding, spec)
+    model, depth = config.push or place, config.num_speculative_tokens
+    drawn = _with_drawn_drafts(card.reports) if layout.samples_drafts else {}
+    if "vLLM" not in refused:
+        _check_path("export.dir" if config.push is None else "export.push", model, layout)
+
+    def told(target: str, model: str) -> dict[str, str]:
+        if derived is None:
+            how = PROBABILISTIC if drawn else GREEDY
+            every = serve_commands(layout, target, model, depth, how)
+        else:
+            every = derived.commands(target, model, depth, PROBABILISTIC if drawn else None)
+        return {engine: line for engine, line in every.items() if engine not in refused}
+
+    commands = told(target, model)
+    notes = [*layout.notes(native, spec, bool(commands))]
+    notes += [f"No {engine} command: {reason}." for engine, reason in refused.items()]
+    if derived is not None:
+        notes += derived.notes(target, refused)
+    if "vLLM" in commands:
+        notes += [runners_note(layout), _drafts_note(layout, card.reports)]
+    # A card is read on other machines: it names no folder of this one.
+    published = told(card.base_model or TARGET, config.push or DRAFTER)
+    return EngineCommands(commands, published, tuple(notes))
+
+
+def _check_path(key: str, path: str, layout: ServedLayout) -> None:
+    """Raise ValueError for a path by which vLLM would take the drafter for another kind."""
+    part = told_by_path(layout.method, path)
+    if part is not None:
+        raise ValueError(
+            f"{key} must not contain {part!r} for a {layout.method} drafter, got {path}: {VLLM} "
+            "would take it for another kind by that, whatever method it is given; choose another"
+        )
+
+
+def _with_drawn_drafts(reports: Mapping[str, Report]) -> dict[str, Sampling]:
+    """Return how drafts were drawn, by evaluation, where they were not the most likely tokens."""
+    sampled = {name: one for name, one in reports.items() if not one.sampling.greedy}
+    drawn = {name: one.draft_sampling or one.sampling for name, one in sampled.items()}
+    return {name: sampling for name, sampling in drawn.items() if not sampling.greedy}
+
+
+def _drafts_note(layout: ServedLayout, reports: Mapping[str, Report]) -> str:
+    """Return a note on how vLLM drafts at a temperature above 0, beside what was measured."""
+    drawn = _with_drawn_drafts(reports)
+    if not layout.samples_drafts:
+        also = f" unlike evaluation {next(iter(drawn))}, which drew drafts" if drawn else ""
+        return f"vLLM drafts its most likely tokens at every temperature{also}."
+    if not drawn:
+        return (
+            f"`draft_sample_method` {GREEDY}: vLLM drafts the most likely tokens. No evaluation "
+            "here drew drafts; for temperatures above 0, at which drafttrain draws drafts as the "
+            f"target draws tokens, that is {PROBABILISTIC}."
+        )
+    name, sampling = next(iter(drawn.items()))
+    keys = [field.name for field in fields(Sampling)]
+    own = [f"{key} {getattr(sampling, key)}" for key in keys]
+    differs = any(getattr(sampling, key) != getattr(reports[name].sampling, key) for key in keys)
+    other = f" (there with settings of its own, {', '.join(own)})" if differs else ""
+    return (
+        f"`draft_sample_method` {PROBABILISTIC}: vLLM draws drafts as it draws tokens, as "
+        f"evaluation {name} did{other}; its default is the most likely tokens."
+    )
