@@ -19,8 +19,7 @@ if TYPE_CHECKING:  # slow to import: a mistyped key is reported before that
     from drafttrain.target.store.config import FeaturesConfig, StoreConfig
     from drafttrain.target.vllm.config import VllmConfig
     from drafttrain.training.config import TrainerConfig
-    from drafttrain.training.engine.config import DeepSpeedConfig
-    from drafttrain.training.engine.optimizer import OptimizerConfig
+    from drafttrain.training.engine.config import DeepSpeedConfig, OptimizerConfig
 
 # The class of each section. A yaml may name a subclass of it with `_target_`, and nothing else.
 SECTIONS = {
@@ -31,7 +30,7 @@ SECTIONS = {
     "store": "drafttrain.target.store.config.StoreConfig",
     "drafter": "drafttrain.drafters.base.DrafterConfig",
     "trainer": "drafttrain.training.config.TrainerConfig",
-    "optimizer": "drafttrain.training.engine.optimizer.OptimizerConfig",
+    "optimizer": "drafttrain.training.engine.config.OptimizerConfig",
     "hardware": "drafttrain.runtime.config.HardwareConfig",
     "deepspeed": "drafttrain.training.engine.config.DeepSpeedConfig",
     "tracker": "drafttrain.runtime.tracker.TrackerConfig",

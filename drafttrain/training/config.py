@@ -49,17 +49,16 @@ class TrainerConfig(Settings):
             *("max_steps", "tokens_per_step", "log_every", "validate_every", "save_every"),
             *("validation_prompts", "validation_tokens", "keep_checkpoints"),
         )
-        chosen = {key for key in SIZES if getattr(self, key) != AUTO}
-        for key in SIZES:
-            number = isinstance(getattr(self, key), int | float)
-            self.require(key, number or key not in chosen, f"be a number or {AUTO}")
+        unsized = [key for key in SIZES if getattr(self, key) == AUTO]
+        for key in set(SIZES) - set(unsized):
+            kind, name = (float | int, "number") if key == "lr" else (int, "whole number")
+            self.require(key, isinstance(getattr(self, key), kind), f"be a {name} or {AUTO}")
         for key in at_least_1:
-            if key not in SIZES or key in chosen:
-                self.require(key, getattr(self, key) >= 1, "be at least 1")
-        for key in {"lr", "max_grad_norm", "epochs"} - (set(SIZES) - chosen):
-            self.require(key, getattr(self, key) > 0, "be above 0")
-        for key in {"warmup_steps", "weight_decay"} - (set(SIZES) - chosen):
-            self.require(key, getattr(self, key) >= 0, "be at least 0")
+            self.require(key, key in unsized or getattr(self, key) >= 1, "be at least 1")
+        for key in ("lr", "max_grad_norm", "epochs"):
+            self.require(key, key in unsized or getattr(self, key) > 0, "be above 0")
+        for key in ("warmup_steps", "weight_decay"):
+            self.require(key, key in unsized or getattr(self, key) >= 0, "be at least 0")
         for key in ("beta1", "beta2", "ema_decay"):
             self.require(key, 0 <= getattr(self, key) < 1, "be in [0, 1)")
         self.require("final_lr_ratio", 0 <= self.final_lr_ratio <= 1, "be in [0, 1]")

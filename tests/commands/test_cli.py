@@ -102,7 +102,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("train drafter.unroll=1.5", "drafter.unroll must be an integer, got 1.5"),
         ("train drafter.unroll=null", "drafter.unroll must be an integer, got null"),
         ("train drafter=medusa drafter.num_heads=0", "drafter.num_heads must be at least 1, got 0"),
-        ("train trainer.lr=fast", "trainer.lr must be a number, got fast"),
+        ("train trainer.lr=fast", "trainer.lr must be a number or auto, got fast"),
         ("train run.resume=maybe", "run.resume must be true or false, got maybe"),
         ("train drafter.layers=[a]", "drafter.layers must be a list of integers such as [1,2] or"),
         ("train drafter.layers=[1,2", "drafter.layers must be a list of integers such as [1,2] or"),
@@ -169,7 +169,7 @@ def test_help_of_a_command_shows_choices_and_keys_with_their_comments(
     assert "  drafter=eagle3 * " in text
     assert "  model=tiny * " in text
     assert "  trainer.max_steps=" in text
-    assert "Optimizer steps." in text
+    assert "Optimizer steps; auto:" in text
     assert max(len(line) for line in text.splitlines()) <= 100
     assert cli.main(["evaluate", "--help"]) == 0
     assert "  drafter=saved * " in capsys.readouterr().out

@@ -19,7 +19,7 @@ from drafttrain.config.groups import choices
         ("drafttrain tr", ["train"]),
         ("python -m drafttrain ex", ["export"]),
         ("drafttrain train dr", ["drafter=", "drafter."]),
-        ("drafttrain train drafter=eag", ["drafter=eagle", "drafter=eagle3"]),
+        ("drafttrain train drafter=eag", ["drafter=eagle", "drafter=eagle3", "drafter=eagle3_1"]),
         ("drafttrain train -m drafter=eagle3,med", ["drafter=eagle3,medusa"]),
         ("drafttrain train trainer.max_s", ["trainer.max_steps="]),
         ("drafttrain train drafter=medusa drafter.num_h", ["drafter.num_heads="]),

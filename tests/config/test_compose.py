@@ -288,7 +288,7 @@ def test_each_command_asks_for_sections_it_knows() -> None:
         sections, groups = {field.name for field in fields(schema)}, set(command_groups(command))
         assert sections - groups <= {own}
         # Which entries of conf/model or conf/experiment may choose for every command.
-        assert groups - sections <= {"trainer", "features", "deepspeed"}
+        assert groups - sections <= {"trainer", "optimizer", "features", "deepspeed"}
         composed = yaml.safe_load((conf_dir() / f"{command}.yaml").read_text())
         assert set(composed) == {"defaults", own}
     told = documented(conf_dir() / "train.yaml")

@@ -33,7 +33,11 @@ def test_the_same_command_line_finds_its_folder_and_another_does_not() -> None:
 
 
 def test_hydras_ways_to_give_several_values_are_understood() -> None:
-    for text in ("drafter=choice(eagle,eagle3)", "drafter=glob(eagle*)", "drafter=eagle,eagle3"):
+    for text in (
+        "drafter=choice(eagle,eagle3)",
+        "drafter=glob(eagle*,exclude=eagle3_1)",
+        "drafter=eagle,eagle3",
+    ):
         assert [job.name for job in sweep_of("train", [text]).jobs] == ["eagle", "eagle3"]
     lists = sweep_of("train", ["drafter.layers=[1,2],[0]", "drafter.losses={forward_kl:1}"])
     layers = [compose("train", job.overrides).drafter.layers for job in lists.jobs]

@@ -164,7 +164,8 @@ def test_a_second_weight_adds_to_what_the_first_one_gives_scaled_and_capped() ->
     (head,), (state,) = given["heads"], given["states"]
     added, more = torch.randn(2, 9, 3, dtype=torch.float64).unbind()
     added = added[:7]
-    readout = replace(given["target_probs"].readout, head=torch.randn(7, 5, dtype=torch.float64))
+    table = torch.randn(7, 5, dtype=torch.float64)
+    readout = replace(given["target_probs"].readout, embedding=table, head=table)
     given["target_probs"] = replace(given["target_probs"], readout=readout, vocab=None)
     told = config(losses=MIXED)
 
@@ -187,7 +188,8 @@ def test_a_second_weight_adds_to_what_the_first_one_gives_scaled_and_capped() ->
 def test_the_overlap_of_each_position_is_what_total_variation_leaves(asked: bool) -> None:
     given = case()
     (head,) = given["heads"]
-    readout = replace(given["target_probs"].readout, head=torch.randn(7, 5, dtype=torch.float64))
+    table = torch.randn(7, 5, dtype=torch.float64)
+    readout = replace(given["target_probs"].readout, embedding=table, head=table)
     given["target_probs"] = replace(given["target_probs"], readout=readout, vocab=None)
     told = config(losses={"hard_cross_entropy": 1.0})  # which asks for no distribution itself
     with torch.set_grad_enabled(asked):

@@ -130,8 +130,8 @@ def test_the_cache_holds_features_of_committed_tokens_alone(target: Target) -> N
 @torch.no_grad()
 def test_a_proposal_takes_one_pass(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, passes = dflash(target), []
-    draft = drafter._draft
-    monkeypatch.setattr(drafter, "_draft", lambda state: passes.append(1) or draft(state))
+    draft = drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda state: passes.append(1) or draft(state))
     batch = as_batch(TEXT)
     features = target.features(batch, drafter.captures)
     state = drafter.begin(target.readout, batch.tokens[:, 0], 20)

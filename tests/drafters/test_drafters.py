@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import draft_model_dir, drafter_config
-from omegaconf import OmegaConf
+from builders import draft_model_dir, drafter_config, drafter_values
 from paths import ROOT
 
 from drafttrain.core import losses
@@ -45,16 +44,9 @@ PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5
 POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree(3, 3, 8)]
 
 
-def values_of(name: str) -> dict[str, Any]:
-    """What a yaml sets, with what it builds on."""
-    values: Any = OmegaConf.to_container(OmegaConf.load(YAML[name]))
-    below = [values_of(base) for base in values.pop("defaults", [])]
-    return {key: value for base in below for key, value in base.items()} | values
-
-
 def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     """Build a drafter as its yaml says, less what TINY and overrides change."""
-    values = values_of(name)
+    values = drafter_values(YAML[name])
     module, cls = values.pop("_target_").rsplit(".", 1)
     if name == "two_model":
         values["path"] = draft_model_dir(spec.vocab_size)

@@ -39,16 +39,17 @@ def model_config(folder: Path) -> ModelConfig:
     )
 
 
-def drafter_values(name: str) -> dict[str, Any]:
-    """What conf/drafter/<name>.yaml sets, with what it builds on."""
-    values = yaml.safe_load((ROOT / "conf" / "drafter" / f"{name}.yaml").read_text())
-    below = [drafter_values(base) for base in values.pop("defaults", [])]
-    return {key: value for base in below for key, value in base.items()} | values
+def drafter_values(file: Path) -> dict[str, Any]:
+    """The settings of a drafter's yaml, with those of the ones that it builds on."""
+    own = yaml.safe_load(file.read_text())
+    below = [base for base in own.pop("defaults", []) if base != "_self_"]
+    values = [drafter_values(ROOT / f"conf/drafter/{base}.yaml") for base in below]
+    return {key: value for each in values for key, value in each.items()} | own
 
 
 def drafter_config(name: str, **changes: Any) -> DrafterConfig:
     """A drafter as conf/drafter/<name>.yaml says, less what is changed."""
-    values = drafter_values(name)
+    values = drafter_values(ROOT / f"conf/drafter/{name}.yaml")
     module, _, kind = values.pop("_target_").rpartition(".")
     return getattr(importlib.import_module(module), kind)(**values | changes)
 

@@ -21,9 +21,8 @@ from drafttrain.core.types import Losses, LossTerm, weighted_sum
 from drafttrain.runtime.deepspeed import import_deepspeed
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.training.engine.build import build_engine
-from drafttrain.training.engine.config import DeepSpeedConfig
+from drafttrain.training.engine.config import ADAMW, DeepSpeedConfig, OptimizerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
-from drafttrain.training.engine.optimizer import ADAMW, OptimizerConfig
 
 ENGINES = ["none", "zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
 AVERAGED = [f"{name}+average" for name in ENGINES]

@@ -8,10 +8,10 @@ from torch import nn
 from drafttrain.core.ops.layer_calls import AS_WRITTEN, LayerCalls
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.ranks import join_ranks
-from drafttrain.training.engine.config import DeepSpeedConfig
+from drafttrain.training.engine.config import ADAMW, DeepSpeedConfig, OptimizerConfig
 from drafttrain.training.engine.deepspeed import DeepSpeedEngine, Zero3Engine, ZeroEngine
 from drafttrain.training.engine.engine import Engine, Forward
-from drafttrain.training.engine.optimizer import ADAMW, OptimizerConfig, build_optimizer
+from drafttrain.training.engine.optimizer import build_optimizer
 from drafttrain.training.engine.plain import PlainEngine
 
 

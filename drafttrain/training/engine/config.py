@@ -1,7 +1,9 @@
-"""The section `deepspeed`: whether DeepSpeed runs the optimizer, and DeepSpeed's own keys."""
+"""The sections `deepspeed` (whether it runs the optimizer, and its own keys) and `optimizer`."""
 
 from dataclasses import dataclass
 from typing import Any
+
+from drafttrain.runtime.settings import Settings
 
 DTYPE = "hardware.train_dtype"
 SUMMED = "nothing: gradients are summed, never averaged"
@@ -112,3 +114,28 @@ class DeepSpeedConfig:
                 f"hardware.compile must be false with deepspeed={self.name}, got true: ZeRO 3 "
                 "gathers weights between the parts of a layer; use deepspeed=zero2"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Settings):
+    """Which optimizer updates the weights; its learning rate and decay are the trainer's."""
+
+    section = "optimizer"
+
+    name: str
+    muon: bool
+    momentum: float
+
+    def __post_init__(self) -> None:
+        self.require("momentum", 0 <= self.momentum < 1, "be in [0, 1)")
+
+    def check(self, deepspeed: DeepSpeedConfig) -> None:
+        """Raise ValueError if the engine cannot run this optimizer."""
+        if self.muon and deepspeed.enabled:
+            raise ValueError(
+                f"optimizer must be adamw with deepspeed={deepspeed.name}, got {self.name}: Muon "
+                "needs whole matrices, which DeepSpeed cuts; use deepspeed=none or optimizer=adamw"
+            )
+
+
+ADAMW = OptimizerConfig(name="adamw", muon=False, momentum=0.0)

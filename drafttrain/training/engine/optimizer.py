@@ -1,39 +1,12 @@
 """The optimizers: AdamW, or Muon for the matrices within layers and AdamW for the rest."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from drafttrain.runtime.settings import Settings
-from drafttrain.training.engine.config import DeepSpeedConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Settings):
-    """Which optimizer updates the weights; its learning rate and decay are the trainer's."""
-
-    section = "optimizer"
-
-    name: str
-    muon: bool
-    momentum: float
-
-    def __post_init__(self) -> None:
-        self.require("momentum", 0 <= self.momentum < 1, "be in [0, 1)")
-
-    def check(self, deepspeed: DeepSpeedConfig) -> None:
-        """Raise ValueError if the engine cannot run this optimizer."""
-        if self.muon and deepspeed.enabled:
-            raise ValueError(
-                f"optimizer must be adamw with deepspeed={deepspeed.name}, got {self.name}: Muon "
-                "needs whole matrices, which DeepSpeed cuts; use deepspeed=none or optimizer=adamw"
-            )
-
-
-ADAMW = OptimizerConfig(name="adamw", muon=False, momentum=0.0)
+from drafttrain.training.engine.config import OptimizerConfig
 
 
 class MuonAndAdamW:
