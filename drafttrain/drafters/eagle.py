@@ -103,8 +103,8 @@ class Eagle(LayerDrafter):
         *quoted(
             "arXiv:2408.15766",
             "EAGLE-2's tree",
-            "ShareGPT",
-            "mean of three tasks, greedy",
+            "not stated",
+            "greedy, prompts not stated",
             "H800",
             {
                 "Llama 2 7B (HASS)": (3.24, 5.15),

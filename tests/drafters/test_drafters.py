@@ -374,7 +374,11 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
     trained = {}
     for name in TRAINABLE:
         torch.manual_seed(0)
-        whole = {"draft_vocab_coverage": 1.0} if "draft_vocab_coverage" in values_of(name) else {}
+        whole = (
+            {"draft_vocab_coverage": 1.0}
+            if "draft_vocab_coverage" in drafter_values(YAML[name])
+            else {}
+        )
         drafter = build(name, target.spec, **whole)
         drafter.prepare(counts, target.readout)
         features = target.features(batch, drafter.captures)

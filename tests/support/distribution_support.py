@@ -130,6 +130,9 @@ FAMILIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "adm
 DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("/")[0] in FAMILIES]
 
 
+SEED_OF = {"eagle3_1": 4, "p_eagle": 4}
+
+
 def drafter_for(name: str, small: Small) -> Drafter:
     """Build conf/drafter/<name>.yaml with random weights in float64."""
     if name == "ensemble":
@@ -143,7 +146,7 @@ def drafter_for(name: str, small: Small) -> Drafter:
     config = getattr(importlib.import_module(module), kind)(**values)
     with torch.random.fork_rng(devices=[]):
         # With weights for which all that is looked for happens.
-        torch.manual_seed(4 if name == "eagle3_1" else 3)
+        torch.manual_seed(SEED_OF.get(name, 3))
         drafter: Drafter = config.build(small.target.spec)
         if hasattr(drafter, "attach"):
             drafter.attach(small.target.tokenizer)
