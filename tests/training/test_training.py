@@ -304,6 +304,7 @@ def test_two_ranks_and_deepspeed_record_the_losses_of_one_plain_rank(
         command += ["hardware=cpu", "hardware.threads=1", "hardware.micro_batch=2"]
         command += ["trainer.max_steps=4", "trainer.tokens_per_step=512", "trainer.log_every=1"]
         command += ["trainer.validation_prompts=1", "trainer.validation_tokens=4"]
+        command += ["optimizer=adamw"]  # which DeepSpeed runs
         environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         done = subprocess.run(
             [*command, f"run.dir={folder}", *drafter, *more],
