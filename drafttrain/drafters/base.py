@@ -296,7 +296,10 @@ class Drafter(nn.Module, ABC, Generic[State]):
         return settings, dict(self.state_dict())
 
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors."""
+        """Load what `to_serving` gives; ValueError names missing, unknown or misshapen tensors.
+
+        Files in a layout that engines serve are read by the layout, whoever wrote them.
+        """
         self.load_weights(tensors)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
-    FirstMiss,
     OutputHead,
     Sums,
     TargetProbs,
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation

@@ -15,12 +15,12 @@ from torch.nn import functional
 from drafttrain.core import losses
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
-    FirstMiss,
     OutputHead,
     TargetProbs,
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
@@ -31,7 +31,6 @@ from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, Targe
 from drafttrain.drafters.base import (
     About,
     TrainingChance,
-    load_exactly,
     quoted,
     rows_at,
     spec_bench,
@@ -248,18 +247,3 @@ class Eagle(LayerDrafter):
             tensors = rescaled(tensors, self.spec.embedding_scale)
         tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=dtype_of(self)))
         return config, tensors
-
-    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the SafeAILab layout; without drafter.fc_bias, fc.bias must be zero or absent.
-
-        Its embedding is the target's, and ignored, unless drafter.own_embedding is set.
-        """
-        bias = tensors.get("fc.bias")
-        if not self.config.fc_bias and bias is not None and bool(bias.any()):
-            raise ValueError("fc.bias must be zero: vLLM drops it, so the drafter would differ")
-        own = self.state_dict()
-        shared = [n for n in ("fc.bias", "embed_tokens.weight") if n not in own]
-        held = {name: t for name, t in tensors.items() if name not in shared}
-        if self.embed_tokens is None:
-            held = rescaled(held, 1 / self.spec.embedding_scale)
-        load_exactly(self, held)

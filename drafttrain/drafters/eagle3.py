@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
-    FirstMiss,
     OutputHead,
     Sums,
     TargetProbs,
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import RaggedCache
@@ -317,23 +317,3 @@ class Eagle3(LayerDrafter):
         if self.vocab is not None:
             tensors["d2t"], tensors["t2d"] = self.vocab.d2t, self.vocab.t2d
         return config, tensors
-
-    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the native layout, with `layers.0.` as `midlayer.`; t2d is ignored.
-
-        Its embedding is the target's, and ignored, unless drafter.own_embedding is set.
-        """
-        ignored = ["t2d"] if self.config.own_embedding else ["t2d", "embed_tokens.weight"]
-        tensors = {
-            name.replace("layers.0.", "midlayer.", 1): tensor
-            for name, tensor in tensors.items()
-            if name not in ignored
-        }
-        d2t = tensors.pop("d2t", None)
-        if d2t is not None:
-            tensors["target_ids"] = d2t + torch.arange(len(d2t), device=d2t.device)
-        elif config.get("draft_vocab_size", self.spec.vocab_size) != self.spec.vocab_size:
-            raise ValueError(
-                "d2t is missing: with a reduced vocabulary engines would draft id 0..n"
-            )
-        self.load_weights(tensors)

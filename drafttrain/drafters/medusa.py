@@ -11,13 +11,13 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import (
-    FirstMiss,
     OutputHead,
     Sums,
     TargetProbs,
     chunked_losses,
     loss_terms,
 )
+from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import LentLinear, within_calls
 from drafttrain.core.placed_batch import positions_to_predict
@@ -237,8 +237,3 @@ class Medusa(Drafter[MedusaState]):
         if self.vocab is not None:
             tensors["token_map"] = tensors.pop("target_ids")
         return config, tensors
-
-    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load vLLM's layout; a token_map must ascend."""
-        own = {"target_ids" if n == "token_map" else n: t for n, t in tensors.items()}
-        self.load_weights(own)

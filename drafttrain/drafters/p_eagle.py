@@ -19,7 +19,7 @@ from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
-from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout, with_own_mask
+from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import (
     BlockLayer,
@@ -234,7 +234,3 @@ class PEagle(ParallelDrafter, Eagle3):
         config["n_predict"] = self.unroll
         tensors["mask_hidden"] = tensors.pop("mask_hidden.weight")[None]
         return config, tensors
-
-    def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Load the native layout, as EAGLE-3 does."""
-        super().from_serving(config, with_own_mask(tensors))

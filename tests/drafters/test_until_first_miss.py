@@ -15,7 +15,8 @@ from test_golden_losses import spec_of
 
 from drafttrain.core.losses import REJECTION, DepthLossConfig
 from drafttrain.core.ops import chunked_losses as chunked
-from drafttrain.core.ops.chunked_losses import FirstMiss, OutputHead, TargetProbs
+from drafttrain.core.ops.chunked_losses import OutputHead, TargetProbs
+from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, weighted_sum
 from drafttrain.core.vocab import DraftVocab

@@ -292,6 +292,8 @@ def test_the_state_of_another_drafter_is_refused_by_name(tmp_path: Path) -> None
 def test_the_result_is_an_average_of_the_weights_after_each_step(name: str) -> None:
     engine, plain = make_engine(name), make_engine("none")
     averages: dict[str, Tensor] = {}
+    for key, value in plain.weights().items():  # before the first step, the weights themselves
+        assert torch.equal(engine.weights()[key], value)
     for step in range(12):
         train(engine, 8, steps=1, first=step)
         train(plain, 8, steps=1, first=step)

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
-from drafttrain.drafters.serving.engines import V2, VLLM
-from drafttrain.drafters.serving.layout import Config, Expected, Files, Reading, Tensors, Unfit
+from drafttrain.drafters.serving.engines import VLLM
+from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Reading, Tensors, Unfit
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import shown
 

@@ -9,11 +9,10 @@ import shlex
 from pathlib import Path
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.layout import Config, ServedLayout
+from drafttrain.drafters.serving.layout import V1, V2, Config, ServedLayout
 
 VLLM = "vLLM 0.32.0"
 SGLANG = "SGLang 0.5.23"
-V1, V2 = "V1", "V2"  # vLLM's model runners: V2 wherever Triton works and it knows the method
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"  # vLLM's draft_sample_method
 # Parts of a drafter's path by which vLLM chooses the method itself, whatever it was given, unless
 # that is one of TOLD (SpeculativeConfig.__post_init__ in config/speculative.py).

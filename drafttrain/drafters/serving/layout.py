@@ -13,6 +13,7 @@ from drafttrain.runtime.untrusted_input import shown
 
 Config = dict[str, Any]  # the content of a config.json
 Tensors = Mapping[str, Tensor]
+V1, V2 = "V1", "V2"  # vLLM's model runners: V2 wherever Triton works and it knows the method
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -154,7 +155,7 @@ class ServedLayout(Layout):
     """
 
     method: ClassVar[str]
-    vllm_runners: ClassVar[tuple[str, ...]] = ("V1", "V2")  # those of vLLM that serve it
+    vllm_runners: ClassVar[tuple[str, ...]] = (V1, V2)  # those of vLLM that serve it
     samples_drafts: ClassVar[bool] = True  # vLLM can sample its drafts, as draft_sample_method asks
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own

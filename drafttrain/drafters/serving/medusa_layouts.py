@@ -11,6 +11,7 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     SPECIFIC,
+    V1,
     Config,
     Expected,
     Files,
@@ -38,7 +39,7 @@ class MedusaLayout(ServedLayout):
     kind = family = method = "medusa"
     title = "Medusa in vLLM's layout"
     architectures = ("MedusaModel",)
-    vllm_runners = ("V1",)
+    vllm_runners = (V1,)
     samples_drafts = False  # vLLM takes every head's most likely token
 
     def recognises(self, files: Files) -> Sign | None:

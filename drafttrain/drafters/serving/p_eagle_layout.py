@@ -7,9 +7,9 @@ from torch import Tensor
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, read_eagle3
 from drafttrain.drafters.serving.eagle_layout import layer_tensors
-from drafttrain.drafters.serving.engines import V1
 from drafttrain.drafters.serving.layout import (
     DECLARED,
+    V1,
     Config,
     Expected,
     Files,

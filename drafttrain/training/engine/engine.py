@@ -208,6 +208,8 @@ class Engine(ABC):
         for tensor in self._updated():
             zeros = {moment: torch.zeros_like(tensor) for moment in kept(tensor)}
             self._optimizer.state[tensor] = {"step": torch.tensor(0.0), **zeros}
+            if self._ema_decay:
+                zeros[AVERAGE].copy_(tensor.detach())
 
     def _names_kept(self) -> Callable[[Tensor], tuple[str, ...]]:
         """Return a function that names what is kept for each of the tensors to update."""
