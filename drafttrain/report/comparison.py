@@ -1,5 +1,6 @@
 """Build one comparison from the reports of several runs: rows, differences, and conditions."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,12 @@ from drafttrain.report.metrics import Resampling
 from drafttrain.report.pairs import (
     ACCEPTANCE_LENGTH,
     SPEEDUP,
-    Columns,
     Spread,
+    at_pass_time,
     by_scope,
     mean_ratio,
 )
-from drafttrain.report.results import ByTask, Change, Flag, Speeds, TimingInfo
+from drafttrain.report.results import ByTask, Change, Flag, Rates, Speeds, TimingInfo
 from drafttrain.report.runs import (
     Method,
     RunReport,
@@ -30,6 +31,7 @@ from drafttrain.report.wording import bounds, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
+SLOWER = (1, 3, 10)  # times the plain pass that was measured: targets of other sizes
 
 Scopes = Mapping[str, list[Key]]  # the prompts of each task; those of all tasks under "all"
 
@@ -42,8 +44,17 @@ class Numbers:
     acceptance_length: Spread
     speedup: Spread
     acceptance_rate: float | None
+    acceptance_per_position: Rates
     tokens_per_second: Speeds
     draft_ms: float | None
+
+
+@dataclass(frozen=True)
+class AtPassTime:
+    """A method's speedup beside a target whose passes take this long; None: drafting is free."""
+
+    pass_ms: float | None
+    speedup: Spread
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,17 @@ class ComparedMethod(ByTask[Numbers]):
     method: str
     reference: bool
     drafter: str
-    depth: int
+    depths: list[int]  # by run: those of a sweep choose their own
     runs: list[str]
     seeds: list[int | None]
     training: str
     drafter_parameters: int | None
     training_tokens: float | None
+    training_seconds: float | None
     lossless: RuleCheck
     summary: Numbers
     tasks: dict[str, Numbers]
+    slower_targets: list[AtPassTime]  # on all prompts
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,8 @@ def build_comparison(
     methods = methods_of(runs)
     base = find_method(methods, baseline)
     scopes = by_scope(keys)
+    plain_ms = mean_ratio(base.columns(keys), "plain_seconds", "plain_passes", scale=1000.0)
+    passes = [times * plain_ms for times in SLOWER] if plain_ms else []
     resampling = Resampling(resamples, seed)
     pairs = [(method, base) for method in methods if method is not base]
     if all_pairs:
@@ -182,7 +197,7 @@ def build_comparison(
             {run.name: len(run.plain) for run in runs},
             _shared_statement(runs, keys),
         ),
-        rows=[_row(method, scopes, resampling) for method in methods],
+        rows=[_row(method, scopes, passes, resampling) for method in methods],
         differences=[_difference(one, two, scopes, resampling) for one, two in pairs],
         runs=[
             ComparedRun(
@@ -215,33 +230,57 @@ def _shared_statement(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
     return f"{used}; {', '.join(left)}, left out here" if left else used
 
 
-def _row(method: Method, scopes: Scopes, resampling: Resampling) -> ComparedMethod:
-    numbers = {name: _numbers(method.columns(keys), resampling) for name, keys in scopes.items()}
+def _row(
+    method: Method, scopes: Scopes, passes: Sequence[float], resampling: Resampling
+) -> ComparedMethod:
+    numbers = {name: _numbers(method, name, keys, resampling) for name, keys in scopes.items()}
     own = [] if method.reference else method.runs
     tokens = [run.training_tokens for run in own if run.training_tokens is not None]
+    curves = [run.report.training for run in own]
+    seconds = [curve.seconds for curve in curves if curve is not None and curve.seconds is not None]
+    columns = method.columns(scopes["all"])
     sizes = {run.parameters for run in own}
     return ComparedMethod(
         method=method.label,
         reference=method.reference,
         drafter=method.drafter,
-        depth=method.runs[0].report.depth,
+        depths=[run.report.depth for run in method.runs],
         runs=[run.folder for run in method.runs],
         seeds=[run.seed for run in own],
         training=training_statement(method),
         drafter_parameters=sizes.pop() if len(sizes) == 1 else None,
         training_tokens=sum(tokens) / len(tokens) if tokens else None,
+        training_seconds=sum(seconds) / len(seconds) if seconds else None,
         lossless=_lossless(method),
         summary=numbers.pop("all"),
         tasks=numbers,
+        slower_targets=[
+            AtPassTime(ms, at_pass_time(ms / 1000 if ms else math.inf).mean(columns, resampling))
+            for ms in (*passes, None)
+        ],
     )
 
 
-def _numbers(columns: Sequence[Columns], resampling: Resampling) -> Numbers:
+def _per_position(method: Method, scope: str, keys: Sequence[Key]) -> Rates:
+    """Return the mean over runs, [] if one drafted other depths or more prompts than these."""
+    rows = [run.report.drafting[method.drafter].by_name.get(scope) for run in method.runs]
+    told = [row.acceptance_per_position for row in rows if row and row.num_prompts == len(keys)]
+    if len(told) < len(rows) or len({len(rates) for rates in told}) > 1:
+        return []
+    return [
+        sum(known) / len(known) if (known := [r for r in rates if r is not None]) else None
+        for rates in zip(*told, strict=True)
+    ]
+
+
+def _numbers(method: Method, scope: str, keys: Sequence[Key], resampling: Resampling) -> Numbers:
+    columns = method.columns(keys)
     return Numbers(
         num_prompts=len(columns[0]["tokens"]),
         acceptance_length=ACCEPTANCE_LENGTH.mean(columns, resampling),
         speedup=SPEEDUP.mean(columns, resampling),
         acceptance_rate=mean_ratio(columns, "accepted", "drafted"),
+        acceptance_per_position=_per_position(method, scope, keys),
         tokens_per_second=Speeds(
             mean_ratio(columns, "plain_tokens", "plain_seconds"),
             mean_ratio(columns, "tokens", "seconds"),

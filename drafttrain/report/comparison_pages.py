@@ -45,6 +45,8 @@ def comparison_document(comparison: Comparison) -> Document:
             *flagged(comparison.flags),
             _numbers_table(comparison),
             table("Methods, on all prompts", "", "method", METHODS, methods),
+            *_slower_targets_table(comparison),
+            *_positions_table(comparison),
         ],
         rest=[
             notes("Other differences", others),
@@ -148,12 +150,42 @@ def _numbers_table(comparison: Comparison) -> Table:
     return Table("Methods, task by task", caption, columns, rows, [])
 
 
+def _slower_targets_table(comparison: Comparison) -> list[Table]:
+    """Return the speedups beside slower targets; nothing if no pass was timed."""
+    times = [at.pass_ms for at in comparison.rows[0].slower_targets]
+    if len(times) == 1:
+        return []
+    columns = ["method", *("free drafting" if ms is None else f"{ms:.3g} ms" for ms in times)]
+    rows: list[list[Cell]] = [
+        [row.method, *(at.speedup.estimate for at in row.slower_targets)] for row in comparison.rows
+    ]
+    caption = (
+        "Speedup if a pass of the target took this long, by the passes counted and the drafter's "
+        "time measured here; the first is the pass of this target. A pass that checks a draft is "
+        "taken to last as long as a plain one."
+    )
+    return [Table("At the cost of slower targets", caption, columns, rows, [])]
+
+
+def _positions_table(comparison: Comparison) -> list[Table]:
+    """Return the acceptance by position of every method and task; nothing if none is known."""
+    rows: list[list[Cell]] = [
+        [task, row.method, rates]
+        for task in ("all", *comparison.prompts.tasks)
+        for row in comparison.rows
+        if (rates := row.by_name[task].acceptance_per_position)
+    ]
+    columns = ["task", "method", "acceptance per position"]
+    return [Table("Acceptance by position", "Means over runs.", columns, rows, [])] if rows else []
+
+
 METHODS: list[Column[ComparedMethod]] = [
     ("drafter", lambda row: row.drafter),
-    ("depth", lambda row: count(row.depth)),
+    ("depth", lambda row: ", ".join(map(str, sorted({*row.depths})))),
     ("training", lambda row: row.training),
     ("parameters", lambda row: size(row.drafter_parameters)),
     ("training tokens", lambda row: size(row.training_tokens)),
+    ("training minutes", lambda row: number(row.training_seconds and row.training_seconds / 60)),
     ("rate", lambda row: number(row.summary.acceptance_rate)),
     ("draft ms", lambda row: number(row.summary.draft_ms)),
     ("tokens/s plain", lambda row: speed(row.summary.tokens_per_second.autoregressive)),

@@ -102,6 +102,8 @@ COMPARED: dict[str, str] = {
     "them; what it shares with the target is not counted.",
     "training_tokens": "Tokens of all batches up to the evaluated checkpoint, those without loss "
     "too; mean over seeds.",
+    "training_seconds": "Time of the optimizer steps up to the evaluated checkpoint, without "
+    "validations and checkpoints, on the machine that trained; mean over seeds.",
     "draft_ms": "Milliseconds of the drafter per target pass after the prefill.",
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 from drafttrain.report.metrics import (
     Resampling,
     Statistic,
+    Values,
     interval,
     length_statistic,
     of_sides,
@@ -56,6 +57,7 @@ class Measured:
             "draft_seconds": [row.seconds.draft for row in mine],
             "tokens": [float(row.num_output_tokens) for row in mine],
             "seconds": [row.seconds.total for row in mine],
+            "plain_passes": [float(row.num_target_passes) for row in theirs],
             "plain_tokens": [float(row.num_output_tokens) for row in theirs],
             "plain_seconds": [row.seconds.total for row in theirs],
         }
@@ -154,6 +156,20 @@ SPEEDUP = Quantity(
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),
     every_prompt=True,
 )
+
+
+def at_pass_time(seconds: float) -> Quantity:
+    """Return the speedup beside a target whose every pass takes this long, drafting as measured.
+
+    A pass that checks a draft is taken to last as long as a plain one; the prefill and the loop's
+    own time are left out.
+    """
+
+    def statistic(plain_passes: Values, passes: Values, draft_seconds: Values) -> Values:
+        return plain_passes / (passes + draft_seconds / seconds)
+
+    columns = ("plain_passes", "passes", "draft_seconds")
+    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=True)
 
 
 def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:

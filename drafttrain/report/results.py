@@ -601,6 +601,7 @@ class TrainingCurves:
     series: list[TrainingSeries]  # the loss comes first
     checkpoint_step: Count | None  # of the evaluated checkpoint
     statement: str  # what the loss is
+    seconds: Amount | None = None  # of its optimizer steps, up to that checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

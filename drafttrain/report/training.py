@@ -6,7 +6,7 @@ from typing import Any
 
 from drafttrain.report.results import TrainingCurves, TrainingSeries
 
-LOSS, TOKENS = "train/loss", "train/tokens"
+LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
 TERM = "train/loss_"
 # What validation may have measured, in the real loop or teacher-forced.
 VALIDATIONS = {
@@ -31,7 +31,23 @@ def training_curves(
     statement = (
         f"the loss ({LOSS}) is the weighted sum of its terms ({', '.join(terms)}) {units[LOSS]}"
     )
-    return TrainingCurves(series, step, statement)
+    return TrainingCurves(series, step, statement, _seconds(rows, step))
+
+
+def _seconds(rows: Sequence[Mapping[str, Any]], until: int | None) -> float | None:
+    """Return the time of the optimizer steps up to one, None where a row lacks its speed."""
+    tokens, seconds = 0, 0.0
+    for row in rows:
+        if not (_is_count(row.get(TOKENS)) and _is_count(row.get("step"))):
+            continue
+        if until is not None and row["step"] > until:
+            break
+        speed = row.get(SPEED)
+        if not isinstance(speed, int | float) or not 0 < speed < math.inf:
+            return None
+        seconds += max(row[TOKENS] - tokens, 0) / speed
+        tokens = row[TOKENS]
+    return seconds or None
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str, unit: str) -> TrainingSeries | None:

@@ -333,6 +333,59 @@ def test_what_is_no_seed_is_not_grouped(tmp_path: Path) -> None:
     assert flag["row"] == "again"
 
 
+def test_seeds_that_chose_other_depths_of_one_sweep_are_one_method(tmp_path: Path) -> None:
+    sweep = {"of_depths": [2, 4]}
+    a = write_run(tmp_path / "demo-seed0", results(seed=1), **sweep)
+    b = write_run(tmp_path / "demo-seed1", results(seed=2), seed=1, depth=4, **sweep)
+    other = write_run(tmp_path / "other", results(seed=3), seed=2, depth=4, of_depths=[4, 8])
+    comparison = compared(a, b, other)
+    assert row_of(comparison, "demo")["depths"] == [2, 4]
+    assert row_of(comparison, "other")["depths"] == [4]
+    assert "| demo | eagle3 | 2, 4 | 2 training seeds (0, 1) |" in comparison_markdown(comparison)
+
+
+def test_speedups_beside_slower_targets_follow_from_passes_and_drafting(tmp_path: Path) -> None:
+    fast, slow = results(seed=1), results("medusa", seed=2, gain=0.5)
+    a = write_run(tmp_path / "a", fast)
+    b = write_run(tmp_path / "b", slow, drafter="medusa")
+    comparison = compared(a, b)
+    for label, drafter, measured in (("a", "eagle3", fast), ("b", "medusa", slow)):
+        mine = [r.stats for r in measured if r.method == drafter]
+        plain = [r.stats for r in fast if r.method == "autoregressive"]
+        passes, plain_passes = (sum(s.num_target_passes for s in one) for one in (mine, plain))
+        draft_ms = 1000 * sum(s.draft_s for s in mine)
+        pass_ms = 1000 * sum(s.total_s for s in plain) / plain_passes
+        *timed, free = row_of(comparison, label)["slower_targets"]
+        assert [at["pass_ms"] for at in timed] == pytest.approx(
+            [pass_ms, 3 * pass_ms, 10 * pass_ms]
+        )
+        for at in timed:
+            by_hand = plain_passes / (passes + draft_ms / at["pass_ms"])
+            assert at["speedup"]["value"] == pytest.approx(by_hand)
+            assert at["speedup"]["ci95"][0] < by_hand < at["speedup"]["ci95"][1]
+        assert free["pass_ms"] is None
+        assert free["speedup"]["value"] == pytest.approx(plain_passes / passes)
+    assert "## At the cost of slower targets" in comparison_markdown(comparison)
+
+
+def test_acceptance_by_position_is_the_mean_over_seeds_on_the_same_prompts(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "demo-seed0", results(seed=1))
+    b = write_run(tmp_path / "demo-seed1", results(seed=2), seed=1)
+    reports = [
+        json.loads((Path(run) / "evaluations/default/report.json").read_text()) for run in (a, b)
+    ]
+    comparison = compared(a, b)
+    for task, row in (("summary", None), ("tasks", "math")):
+        own = [report[task][row] if row else report[task] for report in reports]
+        rates = np.mean([one["acceptance_per_position"] for one in own], axis=0)
+        found = row_of(comparison, "demo")[task]
+        found = (found[row] if row else found)["acceptance_per_position"]
+        assert found == pytest.approx(rates.tolist())
+    fewer = write_run(tmp_path / "fewer", results(seed=3, prompts=8), seed=2)
+    both = compared(fewer, a)["rows"][0]  # prompts of `a` are left out, and positions with them
+    assert both["summary"]["acceptance_per_position"] == []
+
+
 def test_references_are_the_mean_over_the_runs_beside_which_they_were_measured(
     tmp_path: Path,
 ) -> None:

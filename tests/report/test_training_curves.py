@@ -42,6 +42,18 @@ def test_a_long_log_is_thinned_and_keeps_its_ends() -> None:
     assert (steps[0], steps[-1]) == (1, 5001)
 
 
+def test_the_time_of_training_is_that_of_the_steps_up_to_the_checkpoint() -> None:
+    rows = [row | {"perf/tokens_per_s": 50.0} if "train/tokens" in row else row for row in logged()]
+    rows[0]["perf/tokens_per_s"] = 10.0
+    curves = training_curves(rows, step=20)
+    assert curves is not None
+    assert curves.seconds == 100 / 10 + 1900 / 50
+    del rows[3]["perf/tokens_per_s"]
+    unknown = training_curves(rows, step=20)
+    assert unknown is not None
+    assert unknown.seconds is None
+
+
 def test_a_log_without_losses_has_no_curves() -> None:
     assert training_curves([{"step": 1, "perf/tokens_per_s": 3.0}]) is None
 
