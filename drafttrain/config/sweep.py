@@ -14,8 +14,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from drafttrain.config.compose import compose
-from drafttrain.config.groups import choices
+from drafttrain.config.groups import choices, own_groups, read_choice
 from drafttrain.config.overrides import UsageError, parse, quoted, revealed
+from drafttrain.runtime.untrusted_input import shown
 
 FOLDER = "hydra.sweep.dir="  # Hydra's own key, the only one that is accepted
 # The key that names what a command writes. `tune` writes into the run that it measures.
@@ -54,12 +55,15 @@ class Sweep:
 def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
     """Return a job for every combination of the values that Hydra's sweep syntax gives.
 
-    That is a,b or choice(a,b), range(3), and glob(eagle*) of a group. A job without a given place
-    gets one in the folder of the sweep, whose name is its group at the tracker; its own values are
-    its tags. Each job is composed here: UsageError for the first that cannot be.
+    That is a,b or choice(a,b), range(3), and glob(eagle*) of a group; an experiment may give such
+    values under hydra.sweeper.params, of keys that the command line does not set. A job without a
+    given place gets one in the folder of the sweep, whose name is its group at the tracker; its own
+    values are its tags. Each job is composed here: UsageError for the first that cannot be.
     """
     folders = [text.removeprefix(FOLDER) for text in overrides if text.startswith(FOLDER)]
     typed = [text for text in overrides if not text.startswith(FOLDER)]
+    parsed = parse(command, typed, sweeps=True)
+    typed += _asked_by_experiments(parsed)
     parsed = parse(command, typed, sweeps=True)
     swept = [override.is_sweep_override() for override in parsed]
     keys = [_leaf(o.key_or_group) for o, many in zip(parsed, swept, strict=True) if many]
@@ -89,6 +93,26 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
                 words.append(f"tracker.group={quoted(folder.name)}")
         jobs.append(SweepJob(name, told, words, run, evaluation))
     return Sweep(folder, jobs)
+
+
+def _asked_by_experiments(parsed: Sequence[Override]) -> list[str]:
+    """Return the sweeps of the chosen experiments, as Hydra's own sweeper takes them from yaml."""
+    given = {override.key_or_group for override in parsed}
+    found = []
+    for override in parsed:
+        group, name = override.key_or_group, str(override.value())
+        if group not in own_groups() or override.is_sweep_override() or name not in choices(group):
+            continue
+        params: Any = read_choice(choices(group)[name])
+        for key in ("hydra", "sweeper", "params"):
+            params = params.get(key, {}) if isinstance(params, dict) else None
+        if not isinstance(params, dict):
+            raise UsageError(
+                f"hydra.sweeper.params of {group}={name} must be keys with values to sweep over, "
+                f"as in run.seed: 0,1,2, got {shown(params)}"
+            )
+        found += [f"{key}={value}" for key, value in params.items() if key not in given]
+    return found
 
 
 def several(key: str, values: Sequence[str]) -> str:

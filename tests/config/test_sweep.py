@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.config.compose import compose, typed
+from drafttrain.config.groups import own_choices
 from drafttrain.config.sections import TrainConfig
 from drafttrain.config.sweep import listed, several, sweep_of
 from drafttrain.runtime.run_folder import write_config
@@ -125,3 +126,21 @@ def test_lists_of_paths_are_written_as_they_are_read(tmp_path: Path) -> None:
 def test_a_mistake_is_answered_before_any_job(told: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sweep_of("train", [told])
+
+
+def test_an_experiment_gives_the_values_to_sweep_over(tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    head = "# @package _global_\n# Mine.\ntrainer:\n  max_steps: 7\n"
+    params = "hydra:\n  sweeper:\n    params:\n      drafter: eagle,medusa\n      run.seed: 0,1\n"
+    (folder / "mine.yaml").write_text(head + params)
+    (folder / "flat.yaml").write_text("# @package _global_\n# Mine.\nhydra:\n  sweeper: 3\n")
+    with own_choices(tmp_path):
+        names = [job.name for job in sweep_of("train", ["+experiment=mine"]).jobs]
+        assert names == ["eagle-seed_0", "eagle-seed_1", "medusa-seed_0", "medusa-seed_1"]
+        sweep = sweep_of("train", ["+experiment=mine", "run.seed=5"])
+        assert [job.name for job in sweep.jobs] == ["eagle", "medusa"]  # the command line wins
+        config = compose("train", sweep.jobs[1].overrides)
+        assert (config.drafter.name, config.run.seed, config.trainer.max_steps) == ("medusa", 5, 7)
+        with pytest.raises(ValueError, match=r"sweeper\.params of experiment=flat must be keys"):
+            sweep_of("train", ["+experiment=flat"])
