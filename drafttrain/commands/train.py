@@ -105,7 +105,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         keep_start(folder, start)
     num_tokens = sum(len(sample.tokens) for sample in material.samples)
     if config.trainer.unsized:
-        config = replace(config, trainer=config.trainer.sized(num_tokens, drafter.spec.hidden_size))
+        width, rate = drafter.spec.hidden_size, config.drafter.lr
+        config = replace(config, trainer=config.trainer.sized(num_tokens, width, rate))
         say(f"trainer={config.trainer.name} chose {_sizes(config.trainer)}")
         check_resumed(config)
     trainer = config.trainer

@@ -85,16 +85,20 @@ def check_drafter(plain: dict[str, Any]) -> None:
     target = str(plain.get("_target_"))
     module, _, name = target.rpartition(".")
     if target in targets("drafter") and OURS.fullmatch(target) and module not in sys.modules:
-        hints = [(key, eval(hint, {"Any": Any})) for key, hint in _declared(target).items()]
+        hints = [
+            (key, eval(ast.unparse(line.annotation), {"Any": Any}))
+            for key, line in _declared(target).items()
+            if key in plain or line.value is None
+        ]
         values_of("drafter", plain, make_dataclass(name, hints, kw_only=True))
 
 
-def _declared(path: str) -> dict[str, str]:
-    """Return the fields of a dataclass of this package and their hints, those of its bases too."""
+def _declared(path: str) -> dict[str, ast.AnnAssign]:
+    """Return the fields of a dataclass of this package as written, those of its bases too."""
     module, _, name = path.rpartition(".")
     place = PACKAGE.joinpath(*module.split(".")[1:])
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    found: dict[str, str] = {}
+    found: dict[str, ast.AnnAssign] = {}
     for node in ast.parse(file.read_text()).body if file.is_file() else []:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -105,7 +109,7 @@ def _declared(path: str) -> dict[str, str]:
                 found |= _declared(f"{module}.{ast.unparse(base)}")
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line):
-                    found[ast.unparse(line.target)] = ast.unparse(line.annotation)
+                    found[ast.unparse(line.target)] = line
     return found
 
 

@@ -47,6 +47,7 @@ class DrafterConfig(Settings):
     """The configuration common to all drafters; each family's subclass is in its own file."""
 
     name: str
+    lr: float = 4.0e-3  # that suits its training beside a target as wide as the embedded one
 
     section = "drafter"
     trainable: ClassVar[bool] = True

@@ -10,7 +10,7 @@ SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every",
 # What a search found best for drafters of targets 384 wide: benchmarks/README.md. From there to the
 # published sizes of real targets, 65,536 tokens a step for 1.3 billion, leads a power of 0.6.
 TOKENS, TOKENS_PER_STEP, GROWTH = 400_000, 512, 0.6
-RATE, WIDTH = 4.0e-3, 384
+WIDTH = 384  # of the target that the drafters' rates were found with
 SMALLEST_STEP, LARGEST_STEP = 256, 65_536
 WARM_UP = 0.05  # of the steps
 
@@ -70,11 +70,12 @@ class TrainerConfig(Settings):
         """Whether any size is still to be chosen from the data."""
         return any(getattr(self, key) == AUTO for key in SIZES)
 
-    def sized(self, num_tokens: int, hidden_size: int) -> "TrainerConfig":
+    def sized(self, num_tokens: int, hidden_size: int, rate: float) -> "TrainerConfig":
         """Return these settings with a number for every size that is `auto`.
 
         num_tokens: of the data, which is read `epochs` times. hidden_size: the target's width, by
         which the rate falls, as for updates of equal effect (Yang et al., 2022, arXiv:2203.03466).
+        rate: that of the drafter at the width of the embedded target.
         A size that is given stays, and the others follow it.
         """
 
@@ -93,7 +94,7 @@ class TrainerConfig(Settings):
             self,
             tokens_per_step=step,
             max_steps=steps,
-            lr=own("lr", float(f"{RATE * WIDTH / hidden_size:.2g}")),
+            lr=own("lr", float(f"{rate * WIDTH / hidden_size:.2g}")),
             warmup_steps=own("warmup_steps", round(WARM_UP * steps)),
             validate_every=own("validate_every", math.ceil(steps / 2)),
             save_every=own("save_every", math.ceil(steps / 2)),

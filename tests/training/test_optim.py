@@ -104,7 +104,10 @@ def auto(**changes: Any) -> TrainerConfig:
 
 
 def test_sizes_follow_from_the_data_and_the_width() -> None:
-    small, large = auto(epochs=1).sized(400_000, 384), auto(epochs=2).sized(650_000_000, 4096)
+    small, large = (
+        auto(epochs=1).sized(400_000, 384, 4e-3),
+        auto(epochs=2).sized(650_000_000, 4096, 4e-3),
+    )
     sizes = [(s.max_steps, s.tokens_per_step, s.lr, s.warmup_steps) for s in (small, large)]
     assert sizes == [(782, 512, 4e-3, 39), (19_837, 65_536, 3.8e-4, 992)]
     assert small.validate_every == small.save_every == 391
@@ -113,11 +116,11 @@ def test_sizes_follow_from_the_data_and_the_width() -> None:
 
 
 def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
-    given = auto(epochs=1, tokens_per_step=1000, lr=1e-5).sized(400_000, 384)
+    given = auto(epochs=1, tokens_per_step=1000, lr=1e-5).sized(400_000, 384, 4e-3)
     assert (given.max_steps, given.tokens_per_step, given.lr) == (400, 1000, 1e-5)
-    steps = auto(max_steps=100).sized(400_000, 384)
-    assert (steps.max_steps, steps.warmup_steps) == (100, 5)
-    assert auto(epochs=1).sized(10, 384).max_steps == 1  # data of one sentence
+    steps = auto(max_steps=100).sized(400_000, 768, 8e-3)
+    assert (steps.max_steps, steps.warmup_steps, steps.lr) == (100, 5, 4e-3)
+    assert auto(epochs=1).sized(10, 384, 4e-3).max_steps == 1  # data of one sentence
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
             )
         shape = shape_of(config.model)
         length = settings.length or min(data.max_length, shape.max_positions)
-        trainer = trainer.sized(conversations * length, shape.hidden_size)
+        trainer = trainer.sized(conversations * length, shape.hidden_size, config.drafter.lr)
     return describe_job(
         config.model,
         config.drafter,
