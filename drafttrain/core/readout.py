@@ -37,7 +37,16 @@ class Readout:
 
     def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Return the target's logits from hidden states after its final norm."""
-        logits = functional.linear(final_hidden, self.head, self.head_bias)
+        return self._scaled(functional.linear(final_hidden, self.head, self.head_bias))
+
+    def logits_of(
+        self, tokens: Int[Tensor, "*shape token"], final_hidden: Float[Tensor, "*shape hidden"]
+    ) -> Float[Tensor, "*shape token"]:
+        """Return the logits of a few tokens of each position alone."""
+        logits = (self.head[tokens] @ final_hidden[..., None])[..., 0]
+        return self._scaled(logits if self.head_bias is None else logits + self.head_bias[tokens])
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.soft_cap is not None:

@@ -145,9 +145,13 @@ class DFlash(ParallelDrafter):
         width, eps = spec.hidden_size, self.shape.rms_norm_eps
         self.fc = nn.Linear(len(self.captures) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps)
-        self.layers = nn.ModuleList(BlockLayer(self.shape) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer() for _ in range(config.num_layers))
         self.norm = RMSNorm(width, eps)
         self.embed_tokens = self.own_embedding()
+
+    def layer(self) -> BlockLayer:
+        """Return one of its layers, with initial weights."""
+        return BlockLayer(self.shape)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's final norm, and its embedding to one of the drafter's own."""
@@ -230,7 +234,7 @@ class DFlash(ParallelDrafter):
         masks: Sequence[Tensor],
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return a layer's output for all blocks; each mask is of the next of them."""
-        queries, keys, values = compiled(layer.enter, hidden, turns[0])
+        queries, keys, values, *kept = compiled(layer.enter, hidden, turns[0])
         context_keys, context_values = compiled(layer.self_attn.keys_and_values, context, turns[1])
         sizes, mixed = [mask.shape[2] for mask in masks], []
         own = (heads.split(sizes, dim=2) for heads in (queries, keys, values))
@@ -241,7 +245,7 @@ class DFlash(ParallelDrafter):
                 asking, its_keys, its_values, attn_mask=mask, enable_gqa=True
             )
             mixed.append(part)
-        return compiled(layer.finish, hidden, torch.cat(mixed, dim=2))
+        return compiled(layer.finish, hidden, torch.cat(mixed, dim=2), *kept)
 
     def _sums(
         self,
@@ -283,9 +287,10 @@ class DFlash(ParallelDrafter):
         return found
 
     def _terms(self, sums: Sequence[Sums]) -> Losses:
-        named = zip(self.depth_terms, self.place_weights, sums, strict=True)
-        terms = {name: loss_terms([weight], each)[0] for name, weight, each in named}
-        return {name: replace(term, uncovered=None) for name, term in terms.items()}
+        terms = {}
+        for k, (weight, each) in enumerate(zip(self.place_weights, sums, strict=True), start=1):
+            terms[f"depth_{k}"] = replace(loss_terms([weight], each)[0], uncovered=None)
+        return terms
 
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
         """Return the fused features, which every layer reads as context."""
@@ -328,10 +333,11 @@ class DFlash(ParallelDrafter):
         def run(tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
             hidden = self.embed(readout, tokens)
             for number, layer in enumerate(self.layers):
-                queries, *own = layer.enter(hidden, Rotation(cos, sin))
-                keys, values = cache.update(*own, number)
+                queries, keys, values, *kept = layer.enter(hidden, Rotation(cos, sin))
+                keys, values = cache.update(keys, values, number)
                 assert cache.mask is not None, "a tree's pass has one"
-                hidden = layer.finish(hidden, grouped_attention(queries, keys, values, cache.mask))
+                mixed = grouped_attention(queries, keys, values, cache.mask)
+                hidden = layer.finish(hidden, mixed, *kept)
             hidden = self.norm(hidden)[:, self.first_place :]
             return readout.logits(hidden.to(readout.head.dtype)), hidden
 

@@ -71,8 +71,8 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
     assert done.stdout == ""
     assert done.stderr == (
         "error: drafter=eagel is not a choice; did you mean eagle? "
-        "choices: admitted, dflash, dspark, eagle, eagle3, eagle3_1, ensemble, hass, medusa, "
-        "ngram, p_eagle, small_lm, two_model\n"
+        "choices: admitted, dflash, dflash2, dspark, eagle, eagle3, eagle3_1, ensemble, hass, "
+        "medusa, ngram, p_eagle, small_lm, two_model\n"
     )
     assert seconds < 10, "0.5 s on an idle machine"
 

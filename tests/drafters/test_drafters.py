@@ -29,6 +29,7 @@ YAML = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yam
 # The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
 TINY: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 5, "num_layers": 2, "gamma": 2.0},
+    "dflash2": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "selector_rank": 12},
     "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
     "eagle3": {"draft_vocab_coverage": 0.85},
     "eagle3_1": {"draft_vocab_coverage": 0.85},

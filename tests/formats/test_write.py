@@ -34,7 +34,7 @@ from drafttrain.report.results import LosslessCheck, Report, TimingInfo
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 
-FAMILIES = ("dflash", "dspark", "eagle3", "eagle3_1", "eagle", "medusa", "p_eagle")
+FAMILIES = ("dflash", "dflash2", "dspark", "eagle3", "eagle3_1", "eagle", "medusa", "p_eagle")
 VOCAB, HIDDEN = 200, 32
 CARD = CardData(
     title="tiny-eagle3",
@@ -77,6 +77,7 @@ def drafter_of(family: str, num_layers: int = 8, layers: list[int] | None = None
     reduced = {"draft_vocab_size": 64, "draft_vocab_coverage": 1.0}
     changes: dict[str, dict[str, Any]] = {
         "dflash": {"num_layers": 2},
+        "dflash2": {"num_layers": 2, "selector_rank": 8},
         "dspark": {"num_layers": 2, "markov_rank": 8},
         "eagle3": own | reduced,
         "eagle3_1": reduced,
@@ -187,7 +188,7 @@ def test_bfloat16_rounds_the_weights_and_says_how_far_that_moved_the_logits(
     assert "rounding to bfloat16 moved logits by at most" in text
 
 
-@pytest.mark.parametrize("family", ["dflash", "dspark"])
+@pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark"])
 def test_a_mask_token_past_the_first_thousand_ids_is_exported(family: str, tmp_path: Path) -> None:
     large = dataclasses.replace(spec(), vocab_size=3000, pad_token_id=2999)
     drafter = drafter_config(family, num_layers=2).build(large)
@@ -315,6 +316,27 @@ def test_a_configuration_that_engines_would_take_for_another_model_is_refused(
     drafter, config, tensors = serving("eagle3")
     text = complaint(drafter, {**config, key: value}, tensors) or ""
     assert f"config.json's {key} must be {config.get(key, False)}, got {value}" in text
+
+
+def test_dflash2_is_served_as_dflash_by_an_architecture_of_its_own(tmp_path: Path) -> None:
+    done = export(drafter_of("dflash2"), tmp_path / "out", num_speculative_tokens=7)
+    said = json.loads(shlex.split(done.commands["vLLM"])[-1])
+    assert (said["method"], said["num_speculative_tokens"]) == ("dflash", 7)
+    assert "SGLang" not in done.commands
+    assert any("V2 alone" in note for note in done.notes)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    own = config["dflash_config"]
+    assert (own["conv_kernel_size"], own["conv_group_size"]) == (2, 16)
+    assert (own["selector_rank"], own["selector_top_k"]) == (8, 16)
+
+
+def test_targets_whose_logits_are_scaled_get_no_command_for_dflash2(tmp_path: Path) -> None:
+    granite = dataclasses.replace(spec(), architecture="granite")
+    drafter = drafter_config("dflash2", num_layers=2, selector_rank=8).build(granite)
+    done = export(drafter, tmp_path / "out")
+    assert done.commands == {}
+    assert any("DFlash-2 does not scale logits as granite targets do" in n for n in done.lines())
 
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "enable_confidence_head"])

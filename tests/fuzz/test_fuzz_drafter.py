@@ -10,7 +10,17 @@ from builders import model_config
 from fences import FUZZ, Fence, damaged, edited, fence, safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-from published import Published, dflash, dspark, eagle, eagle3, faster_decoding, medusa, p_eagle
+from published import (
+    Published,
+    dflash,
+    dflash2,
+    dspark,
+    eagle,
+    eagle3,
+    faster_decoding,
+    medusa,
+    p_eagle,
+)
 from test_read import admitted
 
 from drafttrain.target.model import Target, load_target
@@ -24,6 +34,7 @@ def layouts() -> list[Published]:
     torch.manual_seed(0)
     return [
         dflash(),
+        dflash2(),
         dspark(),
         eagle3(),
         eagle3("speculators"),

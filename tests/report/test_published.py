@@ -7,6 +7,7 @@ from test_report import html, many_prompts, markdown, report_of
 
 from drafttrain.drafters.base import Published
 from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
@@ -33,10 +34,11 @@ def test_a_family_without_published_numbers_has_no_such_table() -> None:
     assert "Published for this family" not in markdown(report_of(many_prompts(prompts=6)))
 
 
-@pytest.mark.parametrize("family", [DFlash, DSpark, Eagle, Eagle3, Medusa, TwoModel])
+@pytest.mark.parametrize("family", [DFlash, DFlash2, DSpark, Eagle, Eagle3, Medusa, TwoModel])
 def test_every_quoted_number_has_a_source_and_is_plausible(family: type) -> None:
+    sources = r"arXiv:\d{4}\.\d{5}(, table \d+)?|Spec-Bench leaderboard|[\w-]+/[\w-]+#\d+"
     for one in family.published:  # type: ignore[attr-defined]
-        assert re.fullmatch(r"arXiv:\d{4}\.\d{5}(, table \d+)?|Spec-Bench leaderboard", one.source)
+        assert re.fullmatch(sources, one.source)
         assert all(vars(one)[name] for name in ("target", "drafts", "trained_on", "prompts"))
         assert 1 < (one.speedup or one.acceptance_length) < 10
         assert one.acceptance_length is None or one.acceptance_length > 1

@@ -155,6 +155,34 @@ def eagle_reference(shape: dict[str, Any]) -> Callable:
     return run
 
 
+def between_convolutions(
+    own: Tensors, name: str, values: Tensor, sublayer: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A sublayer of a block between two convolutions, as in vLLM's qwen3_dflash2.py, if it has any.
+
+    Every place, tap and channel by itself.
+    """
+    base = own.get(f"{name}.base_kernel")
+    if base is None:
+        return sublayer(values)
+    _, taps, width = base.shape
+    given = own[f"{name}.kernel_projection.weight"] @ values.T
+    given = given.T.reshape(len(values), 2, taps, -1)
+    channels = width // given.shape[-1]
+
+    def convolved(side: int, inputs: Tensor) -> Tensor:
+        found = torch.zeros_like(inputs)
+        for place in range(len(inputs)):
+            for tap in range(min(taps, place + 1)):
+                for channel in range(width):
+                    delta = given[place, side, tap, channel // channels]
+                    kernel = base[side, tap, channel] + delta
+                    found[place, channel] += kernel * inputs[place - tap, channel]
+        return found
+
+    return convolved(1, sublayer(convolved(0, values)))
+
+
 def block_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
     """The states of one block after the features: a dense softmax over both, nothing masked."""
 
@@ -173,22 +201,28 @@ def block_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int
                     len(values), -1, width
                 )
 
+            def attended(normed: Tensor, own: Tensors = own, by_head: Callable = by_head) -> Tensor:
+                keys = torch.cat([context, normed])
+                k = rms(by_head("k", keys), own["self_attn.k_norm.weight"], eps)
+                k, v = turned(k, frequencies), by_head("v", keys)
+                q = rms(by_head("q", keys), own["self_attn.q_norm.weight"], eps)
+                q = turned(q, frequencies)[before:]
+                mixed = []
+                for head in range(shape["heads"]):
+                    group = head * shape["kv_heads"] // shape["heads"]
+                    scores = q[:, head] @ k[:, group].T / math.sqrt(width)
+                    mixed.append(scores.softmax(-1) @ v[:, group])
+                return torch.cat(mixed, -1) @ own["self_attn.o_proj.weight"].T
+
+            def fed(normed: Tensor, own: Tensors = own) -> Tensor:
+                gate = normed @ own["mlp.gate_proj.weight"].T
+                inner = gate * gate.sigmoid() * (normed @ own["mlp.up_proj.weight"].T)
+                return inner @ own["mlp.down_proj.weight"].T
+
             normed = rms(hidden, own["input_layernorm.weight"], eps)
-            keys = torch.cat([context, normed])
-            k = turned(rms(by_head("k", keys), own["self_attn.k_norm.weight"], eps), frequencies)
-            v = by_head("v", keys)
-            q = rms(by_head("q", keys), own["self_attn.q_norm.weight"], eps)
-            q = turned(q, frequencies)[before:]
-            mixed = []
-            for head in range(shape["heads"]):
-                group = head * shape["kv_heads"] // shape["heads"]
-                scores = q[:, head] @ k[:, group].T / math.sqrt(width)
-                mixed.append(scores.softmax(-1) @ v[:, group])
-            hidden = hidden + torch.cat(mixed, -1) @ own["self_attn.o_proj.weight"].T
+            hidden = hidden + between_convolutions(own, "attention_conv", normed, attended)
             normed = rms(hidden, own["post_attention_layernorm.weight"], eps)
-            gate = normed @ own["mlp.gate_proj.weight"].T
-            inner = gate * gate.sigmoid() * (normed @ own["mlp.up_proj.weight"].T)
-            hidden = hidden + inner @ own["mlp.down_proj.weight"].T
+            hidden = hidden + between_convolutions(own, "mlp_conv", normed, fed)
         return rms(hidden, t["norm.weight"], eps)
 
     return run
@@ -202,6 +236,36 @@ def dflash_reference(shape: dict[str, Any], num_layers: int, size: int, mask: in
         t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
     ) -> Tensor:
         return states(t, captured, embedding, tokens)[1:] @ t["the target's head"].T
+
+    return run
+
+
+def selector_scores(t: Tensors, state: Tensor, before: int, tokens: list[int]) -> Tensor:
+    """The scores of these tokens: the place's logit, and a product of rank r, one by one."""
+    s = "candidate_selector."
+    context = t[f"{s}predecessor_codebook"][before] * (t[f"{s}hidden_projection.weight"] @ state)
+    logits = t["the target's head"] @ state
+    return torch.stack(
+        [logits[token] + context @ t[f"{s}successor_codebook"][token] for token in tokens]
+    )
+
+
+def dflash2_reference(
+    shape: dict[str, Any], num_layers: int, size: int, mask: int, top_k: int
+) -> Callable:
+    """DFlash's places, each with a score for its most likely tokens; the others have none."""
+    block = block_reference(shape, num_layers, size, mask)
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        states, last, found = block(t, captured, embedding, tokens), captured.shape[1], []
+        for place, state in enumerate(states[1:]):
+            logits = t["the target's head"] @ state
+            likely = logits.sort(descending=True).indices[:top_k].tolist()
+            found.append(torch.full_like(logits, -math.inf))
+            found[-1][likely] = selector_scores(t, state, tokens[last + place], likely)
+        return torch.stack(found)
 
     return run
 
@@ -510,6 +574,28 @@ def dflash(*variant: str, num_layers: int = 2, **shape: Any) -> Published:
     return Published(config, tensors, dflash_reference(sizes, num_layers, DEPTH + 1, 7))
 
 
+def dflash2(
+    *variant: str, taps: int = 2, group: int = 8, rank: int = 6, top_k: int = 12
+) -> Published:
+    made = dflash(*variant)
+    tensors = made.tensors | {
+        "candidate_selector.predecessor_codebook": normal(VOCAB, rank, std=1.0),
+        "candidate_selector.successor_codebook": normal(VOCAB, rank, std=1.0),
+        "candidate_selector.hidden_projection.weight": normal(rank, WIDTH),
+    }
+    for number in range(made.config["num_hidden_layers"]):
+        for conv in (f"layers.{number}.attention_conv", f"layers.{number}.mlp_conv"):
+            tensors[f"{conv}.base_kernel"] = 0.5 + normal(2, taps, WIDTH)
+            shape = 2 * taps * (WIDTH // group), WIDTH
+            tensors[f"{conv}.kernel_projection.weight"] = normal(*shape, std=0.1)
+    own = made.config["dflash_config"] | {
+        "conv_kernel_size": taps, "conv_group_size": group,
+        "selector_rank": rank, "selector_top_k": top_k,
+    }  # fmt: skip
+    config = made.config | {"architectures": ["DFlash2DraftModel"], "dflash_config": own}
+    return Published(config, tensors, dflash2_reference(SHAPE, 2, DEPTH + 1, 7, top_k))
+
+
 def dspark(*variant: str, rank: int = 6) -> Published:
     made = dflash(*variant)
     tensors = made.tensors | {
@@ -543,6 +629,11 @@ def p_eagle(*variant: str, num_layers: int = 3, **shape: Any) -> Published:
 
 
 LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
+    "DFlash-2": ("dflash2", dflash2),
+    "DFlash-2, three taps, own embedding, every token": (
+        "dflash2",
+        lambda: dflash2("embedding", taps=3, group=1, top_k=VOCAB),
+    ),
     "DSpark": ("dspark", dspark),
     "DSpark, gated, own embedding": ("dspark", lambda: dspark("gated", "embedding")),
     "DFlash": ("dflash", dflash),

@@ -40,6 +40,12 @@ def chunk_limits(elements: int, fewest: int) -> Iterator[None]:
         _limits.reset(token)
 
 
+def limits_of_chunks(device: torch.device) -> tuple[int, int]:
+    """Return how many logits a chunk has at most, unless these are of its fewest positions."""
+    usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
+    return _limits.get() or usual
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """How states become logits: cap * tanh(scale * (states @ weight.T + bias) / cap).
@@ -192,8 +198,7 @@ class _Pass:
             theirs = OutputHead.of(task.target_probs.readout)
             weight, bias = task.cast(theirs.weight), task.cast(theirs.bias)
             self.target = replace(theirs, weight=weight, bias=bias)
-        usual = CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"], FEWEST_POSITIONS
-        self.budget, self.fewest = _limits.get() or usual
+        self.budget, self.fewest = limits_of_chunks(device)
         with torch.autocast(device.type, enabled=False):
             self._run()
 

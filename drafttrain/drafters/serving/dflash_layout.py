@@ -78,7 +78,7 @@ class DFlashLayout(OneLayer):
     kind = family = method = "dflash"
     name: ClassVar[str] = "DFlash"
     title = "DFlash in z-lab's layout"
-    sglang = "DFLASH"
+    sglang: ClassVar[str | None] = "DFLASH"
     architectures = ("DFlashDraftModel",)
     derived: ClassVar = {"speculators": DFlashSpeculators()}
     names_layers = True

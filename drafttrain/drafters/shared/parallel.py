@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.layers import MLP, ByHead, RMSNorm, Rotation
+from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.shared.layer import CachedDrafter, LayerShape, LayerState
@@ -34,8 +34,10 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, shape.intermediate_size)
 
-    def enter(self, hidden: Float[Tensor, "batch seq hidden"], turn: Rotation) -> ByHead:
-        """Return rotated queries and keys, and values."""
+    def enter(
+        self, hidden: Float[Tensor, "batch seq hidden"], turn: Rotation
+    ) -> tuple[Tensor, ...]:
+        """Return rotated queries and keys, and values; after them what else `finish` needs."""
         return self.self_attn.project(self.input_layernorm(hidden), turn)
 
     def finish(
