@@ -35,6 +35,11 @@ ROUND_TRIPS = {
     "own embedding": "speculators",
     "speculators": "vllm",
     "DFlash": "speculators",
+    "DSpark": "speculators",
+    "DSpark of speculators": "vllm",
+    "P-EAGLE": "speculators",
+    "P-EAGLE, one layer, rope llama3": "speculators",
+    "P-EAGLE of speculators": "vllm",
     "DFlash of speculators": "vllm",
     "EAGLE-1": None,
     "Medusa": None,
@@ -82,7 +87,7 @@ def test_a_directory_is_converted_and_back_bit_for_bit(
         (
             lambda: medusa("bias"),
             ("export=speculators",),
-            "export.format=speculators must be of dflash or eagle3, got medusa; give export=vllm",
+            "export.format=speculators must be one of dflash, dspark, eagle3, p_eagle, got medusa",
         ),
         (
             eagle,

@@ -213,6 +213,31 @@ def test_a_block_that_vllm_would_mask_is_noted(target: Target, tmp_path: Path) -
     assert any(said in line for line in admitted(published.write(tmp_path), target).lines())
 
 
+def test_an_anchor_that_vllm_would_not_sample_from_is_noted(target: Target, tmp_path: Path) -> None:
+    published = dspark("speculators")
+    said = "sample_from_anchor is absent and taken as true"
+    assert not any(said in line for line in admitted(published.write(tmp_path), target).lines())
+    del published.config["sample_from_anchor"]
+    assert any(said in line for line in admitted(published.write(tmp_path), target).lines())
+
+
+def test_p_eagle_drafts_what_speculators_trained_and_its_lost_norms_are_noted(
+    target: Target, tmp_path: Path
+) -> None:
+    """`n_predict` is ours, the package has the depths it trained as its proposal."""
+    published = p_eagle("speculators", "fc_norm")
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.drafter.max_depth == DEPTH
+    assert any("drops fc_norm of P-EAGLE" in line for line in theirs.lines())
+    published.config["n_predict"] = DEPTH + 2
+    del published.config["fc_norm"]
+    for i in range(3):
+        del published.tensors[f"fc_norm.{i}.weight"]
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.drafter.max_depth == DEPTH + 2
+    assert not any("fc_norm" in line for line in theirs.lines())
+
+
 def test_a_causal_language_model_becomes_two_model(
     target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
@@ -479,7 +504,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="xpress"),
-        r"has speculators_model_type=xpress, of which dflash, eagle3 can be read: not a known",
+        r"has speculators_model_type=xpress, of which dflash, eagle3, peagle, dspark can be",
     ),
     "nothing known": (
         lambda: Published(
@@ -647,6 +672,8 @@ def test_speculators_itself_gives_the_same_logits(
         ("eagle3", {"draft_vocab_size": DRAFTED, "draft_vocab_coverage": 1.0}),
         ("eagle3", {"norm_before_residual": True, "fc_norm": True, "norm_output": True}),
         ("dflash", {"num_layers": 2, "num_captures": 3, "block_size": DEPTH + 1}),
+        ("p_eagle", {"num_layers": 2, "unroll": DEPTH, "draft_vocab_size": DRAFTED}),
+        ("dspark", {"num_layers": 2, "num_captures": 3, "block_size": DEPTH, "markov_rank": 6}),
     ],
 )
 def test_speculators_itself_loads_an_export_bit_for_bit(
@@ -654,7 +681,7 @@ def test_speculators_itself_loads_an_export_bit_for_bit(
 ) -> None:
     torch.manual_seed(0)
     # Without an embedding in the file, the package's own is at times left uninitialised.
-    changes = changes | {"own_embedding": family == "eagle3"}
+    changes = changes | {"own_embedding": "eagle" in family}
     drafter = drafter_config(family, **changes).build(target.spec)
     drafter.prepare(torch.randint(1, 99, (VOCAB,)), target.readout)
     with torch.no_grad():
@@ -672,6 +699,63 @@ def test_speculators_itself_loads_an_export_bit_for_bit(
         assert torch.equal(tensor, loaded[f"weights.{name}"]), name
 
 
+GATED = {
+    "num_layers": 1,
+    "draft_vocab_size": VOCAB,
+    "block_size": DEPTH,
+    "markov_head_type": "gated",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SPECULATORS_PYTHON, reason="names a Python with speculators==0.9.0")
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("eagle3", {"num_layers": 1, "draft_vocab_size": DRAFTED, "ttt_steps": DEPTH}),
+        ("peagle", {"num_layers": 3, "draft_vocab_size": DRAFTED, "num_depths": DEPTH}),
+        ("peagle", {"num_layers": 1, "draft_vocab_size": VOCAB, "norm_before_residual": True}),
+        ("dflash", {"num_layers": 2, "draft_vocab_size": VOCAB, "block_size": DEPTH + 1}),
+        ("dspark", {"num_layers": 2, "draft_vocab_size": VOCAB, "block_size": DEPTH}),
+        ("dspark", GATED),
+    ],
+)
+def test_what_speculators_itself_writes_is_admitted_bit_for_bit(
+    algorithm: str,
+    options: dict[str, Any],
+    target: Target,
+    tiny_target_dir: Path,
+    tmp_path: Path,
+) -> None:
+    shared = {"mask_token_id": 7, "target_layer_ids": [1, 2, 3], "norm_before_residual": False}
+    options = shared | options
+    if algorithm == "dspark":
+        options |= {"markov_rank": 6}
+    folder = tmp_path / "theirs"
+    script = ROOT / "tests/support/speculators_directory.py"
+    run_with_speculators(script, algorithm, tiny_target_dir, folder, json.dumps(options))
+    theirs = admitted(folder, target)
+    written, held = load_file(folder / "model.safetensors"), theirs.drafter.state_dict()
+    for name in ("d2t", "t2d"):
+        written.pop(name, None)
+    own = {name.replace("mask_hidden.weight", "mask_hidden") for name in held} - {"target_ids"}
+    named = {name.replace("layers.0.", "midlayer.") if "eagle" in algorithm else name: tensor
+             for name, tensor in written.items()}  # fmt: skip
+    assert own == {*named}
+    for name, tensor in named.items():
+        mine = held["mask_hidden.weight" if name == "mask_hidden" else name]
+        assert torch.equal(mine, tensor.float().view_as(mine)), name
+    compare_with_speculators(folder, theirs.drafter, target, tmp_path)
+
+
+def run_with_speculators(script: Path, *told: Any) -> None:
+    assert SPECULATORS_PYTHON is not None
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes minutes
+    call = [SPECULATORS_PYTHON, script, *told]
+    subprocess.run(call, check=True, timeout=300, env=environment)
+
+
 def compare_with_speculators(
     folder: Path, drafter: Drafter, target: Target, place: Path
 ) -> dict[str, Tensor]:
@@ -682,26 +766,23 @@ def compare_with_speculators(
     captured = torch.randn(len(drafter.captures), count, WIDTH)
     # Its unroll feeds the text's own tokens, so positions past the features only lend theirs.
     padded = torch.cat([captured, torch.zeros(len(captured), DEPTH + 2, WIDTH)], dim=1)
-    one_pass = drafter.config.name == "dflash"  # whose anchor is a position of the text itself
-    shift = 0 if one_pass else 1
+    kind = json.loads((folder / "config.json").read_text())["speculators_model_type"]
+    block = kind in ("dflash", "dspark")  # whose anchor is a position of the text itself
+    shift = 0 if block else 1
     given = {
         "hidden_states": torch.cat(list(padded[:, : len(tokens) - shift]), dim=-1)[None],
         "input_ids": tokens[None, shift:],
         "position_ids": torch.arange(len(tokens) - shift)[None],
         "ttt_steps": torch.tensor(DEPTH),
     }
-    if one_pass:
-        given["anchor"] = torch.tensor(count)
+    given["anchor"] = torch.tensor(count - shift)
     save_file({n: t.contiguous() for n, t in given.items()}, place / "in.safetensors")
-    assert SPECULATORS_PYTHON is not None
     script = ROOT / "tests/support/speculators_forward.py"
-    call = [SPECULATORS_PYTHON, script, folder, place / "in.safetensors", place / "out"]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes minutes
-    subprocess.run(call, check=True, timeout=300, env=environment)
+    run_with_speculators(script, folder, place / "in.safetensors", place / "out")
     theirs = load_file(place / "out")
-    if one_pass:
-        expected = theirs["0"][0, 1 : DEPTH + 1]
+    if kind != "eagle3":  # one pass drafts all; DFlash's anchor itself drafts nothing
+        first = 1 if kind == "dflash" else 0
+        expected = theirs["0"][0, first : first + DEPTH]
     else:
         expected = torch.stack([theirs[str(step)][0, count - 1] for step in range(DEPTH)])
     final = torch.randn(count, WIDTH).double()

@@ -39,6 +39,8 @@ def layouts() -> list[Published]:
         eagle3(),
         eagle3("speculators"),
         dflash("speculators"),
+        dspark("speculators"),
+        p_eagle("speculators"),
         eagle(),
         medusa("bias"),
         p_eagle(),

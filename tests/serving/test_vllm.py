@@ -75,6 +75,8 @@ BY_ITSELF: dict[str, tuple[str, str]] = {
     "eagle3 by itself": ("eagle3", "alone"),
     "eagle3 by itself, drawing drafts": ("eagle3", "drawing"),
     "eagle3 beside its target": ("eagle3", "beside"),
+    "p_eagle by itself": ("p_eagle", "alone"),
+    "p_eagle beside its target": ("p_eagle", "beside"),
     "shallow by itself": ("shallow", "alone"),
     "norms by itself": ("norms", "alone"),
     "qwen3_block by itself": ("qwen3_block", "alone"),

@@ -314,6 +314,7 @@ def p_eagle_reference(shape: dict[str, Any], num_layers: int, depth: int, mask: 
                 [layer_reference(t, prefix, shape, values[:end], residual[:end]) for end in ends]
             )
 
+        t = {n.replace("layers.0.", "midlayer."): tensor for n, tensor in t.items()}
         masks = t["mask_hidden"].view(1, -1).expand(depth - 1, -1)
         hidden = torch.cat([torch.cat(list(captured), dim=-1), masks]) @ t["fc.weight"].T
         table = t.get("embed_tokens.weight", embedding)
@@ -598,6 +599,12 @@ def dflash2(
 
 def dspark(*variant: str, rank: int = 6) -> Published:
     made = dflash(*variant)
+    heads: dict[str, Any] = {
+        "markov_rank": rank,
+        "markov_head_type": "gated" if "gated" in variant else "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
     tensors = made.tensors | {
         "markov_head.markov_w1.weight": normal(VOCAB, rank),
         "markov_head.markov_w2.weight": normal(VOCAB, rank),
@@ -607,12 +614,13 @@ def dspark(*variant: str, rank: int = 6) -> Published:
     if "gated" in variant:
         tensors["markov_head.gate_proj.weight"] = normal(rank, WIDTH + rank)
         tensors["markov_head.gate_proj.bias"] = normal(rank)
-    config = made.config | made.config["dflash_config"] | {
-        "architectures": ["Qwen3DSparkModel"], "block_size": DEPTH, "markov_rank": rank,
-        "markov_head_type": "gated" if "gated" in variant else "vanilla",
-        "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512,
-    }  # fmt: skip
-    del config["dflash_config"]
+    config = made.config | heads | {"block_size": DEPTH, "sample_from_anchor": True}
+    if "speculators" in variant:
+        config |= {"architectures": ["DSparkDraftModel"], "speculators_model_type": "dspark"}
+    else:
+        config |= config.pop("dflash_config")
+        config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+        del config["sample_from_anchor"]
     return Published(config, tensors, dspark_reference(SHAPE, 2, DEPTH, 7))
 
 
@@ -623,7 +631,22 @@ def p_eagle(*variant: str, num_layers: int = 3, **shape: Any) -> Published:
         made.tensors[f"{prefix}input_layernorm.weight"] = 1 + normal(sizes["hidden"])
         made.tensors |= layer_tensors(prefix, sizes["hidden"], sizes, frozenset(variant))
     made.tensors["mask_hidden"] = normal(1, 1, 3 * WIDTH, std=1.0)
-    made.config |= {"num_hidden_layers": num_layers, "ptd_token_id": 7}
+    if "speculators" in variant:
+        proposal = {"proposal_type": "greedy", "speculative_tokens": DEPTH}
+        made.config |= {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "mask_token_id": 7,
+            "speculators_config": {
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": "ada/tiny"},
+            },
+        }
+        made.config["transformer_layer_config"]["num_hidden_layers"] = num_layers
+        del made.config["norm_before_residual"]  # false, where it is absent, unlike EAGLE-3's
+        made.tensors = {n.replace("midlayer.", "layers.0."): t for n, t in made.tensors.items()}
+    else:
+        made.config |= {"num_hidden_layers": num_layers, "ptd_token_id": 7}
     reference = p_eagle_reference(sizes, num_layers, DEPTH, 7)
     return replace(made, reference=reference)
 
@@ -636,12 +659,19 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
     ),
     "DSpark": ("dspark", dspark),
     "DSpark, gated, own embedding": ("dspark", lambda: dspark("gated", "embedding")),
+    "DSpark of speculators": ("speculators_dspark", lambda: dspark("speculators")),
+    "DSpark of speculators, gated": ("speculators_dspark", lambda: dspark("speculators", "gated")),
     "DFlash": ("dflash", dflash),
     "DFlash, one layer, own embedding": ("dflash", lambda: dflash("embedding", num_layers=1)),
     "DFlash, rope llama3": ("dflash", lambda: dflash(scaling=LLAMA3)),
     "P-EAGLE": ("p_eagle", p_eagle),
     "P-EAGLE, biases, own embedding": ("p_eagle", lambda: p_eagle("embedding", "qkv_bias")),
     "P-EAGLE, one layer, rope llama3": ("p_eagle", lambda: p_eagle(num_layers=1, scaling=LLAMA3)),
+    "P-EAGLE of speculators": ("speculators_p_eagle", lambda: p_eagle("speculators")),
+    "P-EAGLE of speculators, Qwen3, own embedding": (
+        "speculators_p_eagle",
+        lambda: p_eagle("speculators", "qk_norm", "embedding"),
+    ),
     "DFlash of speculators": ("speculators_dflash", lambda: dflash("speculators")),
     "DFlash of speculators, rope llama3": (
         "speculators_dflash",

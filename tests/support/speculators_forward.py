@@ -2,8 +2,9 @@
 
 usage: python speculators_forward.py DRAFTER_DIR INPUTS.safetensors OUTPUTS.safetensors
 
-The outputs are the logits of each step of EAGLE-3's unroll, or of the block that DFlash drafts from
-the input `anchor`, and `weights.NAME`, every tensor of the loaded model.
+The outputs are the logits of each step of EAGLE-3's unroll, of the block that DFlash or DSpark
+drafts from the input `anchor`, or of P-EAGLE's slots after it, and `weights.NAME`, every tensor of
+the loaded model.
 """
 
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
+from speculators.losses import resolve_loss_config
+from speculators.models.peagle import core as peagle
 
 folder, inputs, outputs = sys.argv[1:]
 config: Any = SpeculatorModelConfig.from_pretrained(folder)
@@ -19,23 +22,47 @@ config.transformer_layer_config._attn_implementation = "eager"  # the default wa
 model: Any = SpeculatorModel.from_pretrained(folder, config=config).float().eval()
 found = {f"weights.{name}": tensor.clone() for name, tensor in model.state_dict().items()}
 given = load_file(inputs)
-logits: list[torch.Tensor] = []
-model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output.detach()))
+kind = config.speculators_model_type
+heard: dict[str, list[torch.Tensor]] = {"lm_head": [], "markov_head.markov_w2": []}
+for name, module in model.named_modules():
+    if name in heard:
+        module.register_forward_hook(
+            lambda module, args, output, heard=heard[name]: heard.append(output.detach())
+        )
 common = {
     "hidden_states": given["hidden_states"],
     "input_ids": given["input_ids"],
     "document_ids": torch.zeros_like(given["input_ids"]),
     "position_ids": given["position_ids"],
 }
+last = torch.zeros(*given["input_ids"].shape, config.transformer_layer_config.hidden_size)
+training = {"verifier_last_hidden_states": last, "loss_config": resolve_loss_config("ce", "eager")}
 with torch.no_grad():
-    if "anchor" in given:
+    if kind == "eagle3":
+        model(**common, ttt_steps=int(given["ttt_steps"]))
+    elif kind == "peagle":
+        anchor, steps = int(given["anchor"]), int(given["ttt_steps"])
+        places, chain = torch.arange(given["input_ids"].shape[1]), torch.arange(1, steps)
+        # Which slots are trained is drawn at random: these are the ones compared.
+        peagle.generate_cod_sample_indices = lambda **told: (
+            torch.cat([places, torch.full_like(chain, anchor)]),
+            torch.cat([torch.zeros_like(places), chain]),
+        )
+        model(**common, **training)
+        heard["lm_head"] = [heard["lm_head"][0][:, [anchor, *range(-len(chain), 0)]]]
+    else:
         chosen = torch.zeros_like(given["input_ids"])
         chosen[0, int(given["anchor"])] = 1
-        last = torch.zeros(*chosen.shape, config.transformer_layer_config.hidden_size)
-        model._backbone_forward(
-            **common, loss_mask=chosen, verifier_last_hidden_states=last, max_anchors=1
+        more = {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]}
+        model(
+            **common,
+            **training,
+            **(more if kind == "dspark" else {}),
+            loss_mask=chosen,
+            max_anchors=1,
         )
-    else:
-        model(**common, ttt_steps=int(given["ttt_steps"]))
+logits = heard["lm_head"]
+if kind == "dspark":
+    logits = [logits[0] + heard["markov_head.markov_w2"][0]]
 found |= {str(step): values.contiguous() for step, values in enumerate(logits)}
 save_file(found, outputs)

@@ -1,16 +1,48 @@
-"""DSpark's files: DeepSpec's layout, which engines load."""
+"""DSpark's files: DeepSpec's layout, which engines load, and the speculators format."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.dflash_layout import DFlashLayout
+from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
 from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Reading, Tensors, Unfit
+from drafttrain.drafters.serving.speculators_layout import NativeView
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import shown
 
 MARKOV_TYPES = {"plain": "vanilla", "gated": "gated"}  # our names, and those in files
+HEAD_KEYS = ("enable_confidence_head", "confidence_head_with_markov")
+
+
+class DSparkSpeculators(DFlashSpeculators):
+    """DSpark in the speculators format."""
+
+    kind = "speculators_dspark"
+    family = method = speculators_type = "dspark"
+    title = "DSpark in the speculators format"
+    loaded_by = "DSparkDraftModel"
+
+    def read_native(
+        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
+    ) -> Reading:
+        reading = DSparkLayout().read(view, base, spec, layers)
+        if view.config["sample_from_anchor"] is None:
+            reading.notes.append(
+                "sample_from_anchor is absent and taken as true, as speculators does; "
+                f"{VLLM} takes false: write true there, or export it again"
+            )
+        return reading
+
+    def native_keys(self, config: Config) -> Config:
+        keys = super().native_keys(config)
+        heads = ("markov_rank", "markov_head_type", *HEAD_KEYS)
+        return keys | keys.pop("dflash_config") | {k: config[k] for k in heads if k in config}
+
+    def own_keys(self, native: Config) -> Config:
+        heads = ("markov_rank", "markov_head_type", "sample_from_anchor", *HEAD_KEYS)
+        keys = super().own_keys({**native, "dflash_config": native})
+        return keys | {key: native[key] for key in heads}
 
 
 class DSparkLayout(DFlashLayout):
@@ -21,7 +53,7 @@ class DSparkLayout(DFlashLayout):
     title = "DSpark in DeepSpec's layout"
     sglang = "DSPARK"
     architectures = ("Qwen3DSparkModel",)
-    derived: ClassVar = {}
+    derived: ClassVar = {"speculators": DSparkSpeculators()}
     place = None
     from_anchor = True
     vllm_runners = (V2,)
@@ -36,7 +68,7 @@ class DSparkLayout(DFlashLayout):
                 f"config.json's markov_head_type must be one of {', '.join(known)}, "
                 f"got {shown(repr(kind))}"
             )
-        for key in ("enable_confidence_head", "confidence_head_with_markov"):
+        for key in HEAD_KEYS:
             if raw.raw.get(key) is not True:  # absent, engines differ
                 raw.complaints.append(
                     f"config.json's {key} must be True, got {shown(repr(raw.raw.get(key)))}"

@@ -3,16 +3,18 @@
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
-from drafttrain.drafters.serving.dspark_layout import DSparkLayout
+from drafttrain.drafters.serving.dspark_layout import DSparkLayout, DSparkSpeculators
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Eagle3Speculators
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
 from drafttrain.drafters.serving.layout import Layout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
-from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
+from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout, PEagleSpeculators
 
 LAYOUTS: tuple[Layout, ...] = (
     DFlashSpeculators(),  # first: it names the architecture of the native layout too
     Eagle3Speculators(),
+    PEagleSpeculators(),
+    DSparkSpeculators(),
     DFlashLayout(),
     DFlash2Layout(),
     DSparkLayout(),

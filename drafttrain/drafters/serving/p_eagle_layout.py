@@ -1,12 +1,17 @@
-"""P-EAGLE's files: EAGLE-3's native layout with further layers and a mask."""
+"""P-EAGLE's files: EAGLE-3's layouts with further layers and a mask."""
 
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, read_eagle3
+from drafttrain.drafters.serving.eagle3_layouts import (
+    Eagle3Layout,
+    Eagle3Speculators,
+    read_eagle3,
+)
 from drafttrain.drafters.serving.eagle_layout import layer_tensors
+from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     V1,
@@ -17,10 +22,57 @@ from drafttrain.drafters.serving.layout import (
     Sign,
     Unfit,
 )
+from drafttrain.drafters.serving.speculators_layout import NativeView, proposed_tokens
 from drafttrain.drafters.serving.values import MAX_LAYERS, Values
 from drafttrain.runtime.untrusted_input import shown
 
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
+
+
+class PEagleSpeculators(Eagle3Speculators):
+    """P-EAGLE in the speculators format, which vLLM serves as EAGLE-3 that drafts in parallel.
+
+    vLLM keeps neither `fc_norm` nor `norm_output` of such a config.json; no pass follows the one
+    that drafts, so the second changes nothing.
+    """
+
+    kind = "speculators_p_eagle"
+    family = "p_eagle"
+    parallel = True
+    speculators_type = "peagle"
+    title = "P-EAGLE in the speculators format"
+    loaded_by = "PEagleDraftModel"
+
+    def read_native(
+        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
+    ) -> Reading:
+        reading = _read(view, base, spec, layers, speculators=True)
+        if view.config.get("fc_norm"):
+            reading.notes.append(
+                f"{VLLM} would not load it: it drops fc_norm of P-EAGLE in this format, and knows "
+                "no place for these tensors; export=vllm writes what it loads"
+            )
+        return reading
+
+    def native_keys(self, config: Config) -> Config:
+        return {
+            "norm_before_residual": False,  # where it is absent; of EAGLE-3 it would be true
+            **super().native_keys(config),
+            "mask_token_id": config.get("mask_token_id"),
+            "n_predict": config.get("n_predict", proposed_tokens(config)),
+        }
+
+    def own_keys(self, native: Config) -> Config:
+        return super().own_keys(native) | {
+            "mask_token_id": native["ptd_token_id"],
+            "n_predict": native["n_predict"],  # read here alone: a command may ask for fewer
+            "embed_requires_grad": True,  # the package's default for P-EAGLE
+        }
+
+    def refuses(self, native: Config, spec: TargetSpec) -> str:
+        if native.get("fc_norm"):
+            return f"{VLLM} drops its fc_norm there"
+        return super().refuses(native, spec)
 
 
 class PEagleLayout(Eagle3Layout):
@@ -31,7 +83,7 @@ class PEagleLayout(Eagle3Layout):
     parallel = True
     title = "P-EAGLE in the native layout"
     sglang = None
-    derived: ClassVar = {}
+    derived: ClassVar = {"speculators": PEagleSpeculators()}
     vllm_runners = (V1,)
 
     def recognises(self, files: Files) -> Sign | None:
@@ -41,19 +93,7 @@ class PEagleLayout(Eagle3Layout):
         return Sign(DECLARED, "the tensor mask_hidden")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        top = Values(files.config)
-        num_layers = top.integer("num_hidden_layers", MAX_LAYERS, 1)
-        more = {
-            "num_layers": num_layers,
-            "mask_token_id": mask_of(files.config, spec),
-            "unroll": top.integer("n_predict", MAX_LAYERS, base.unroll),
-        }
-        if top.complaints:
-            raise Unfit(top.complaints)
-        reading = read_eagle3(files, base, spec, layers, False, num_layers, more)
-        reading.tensors = with_own_mask(reading.tensors)
-        reading.spelled["mask_hidden.weight"] = "mask_hidden"
-        return reading
+        return _read(files, base, spec, layers, speculators=False)
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         table, hidden = super().expected_tensors(config), config["hidden_size"]
@@ -73,6 +113,25 @@ class PEagleLayout(Eagle3Layout):
             *super().notes(config, spec, served),
             f"Trained to draft {deepest} tokens in a pass.",
         )
+
+
+def _read(
+    files: Files, base: Any, spec: TargetSpec, layers: list[int] | None, speculators: bool
+) -> Reading:
+    """Return the reading of the native layout; speculators: as in `read_eagle3`."""
+    top = Values(files.config)
+    num_layers = top.integer("num_hidden_layers", MAX_LAYERS, 1)
+    more = {
+        "num_layers": num_layers,
+        "mask_token_id": mask_of(files.config, spec),
+        "unroll": top.integer("n_predict", MAX_LAYERS, base.unroll),
+    }
+    if top.complaints:
+        raise Unfit(top.complaints)
+    reading = read_eagle3(files, base, spec, layers, speculators, num_layers, more)
+    reading.tensors = with_own_mask(reading.tensors)
+    reading.spelled["mask_hidden.weight"] = "mask_hidden"
+    return reading
 
 
 def with_own_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -143,6 +143,14 @@ class SpeculatorsLayout(DerivedLayout):
         return notes
 
 
+def proposed_tokens(config: Config) -> Any:
+    """Return how many tokens the files' first way to draft takes; None if they do not name it."""
+    told = config.get("speculators_config")
+    methods = told.get("proposal_methods") if isinstance(told, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
+
+
 def refuse_other_types(files: Files, layouts: Sequence[Layout]) -> None:
     """Raise UnknownKind for files of the format whose family none of the layouts has."""
     kind = files.config.get(TYPE)

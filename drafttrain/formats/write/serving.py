@@ -52,7 +52,7 @@ def layout_to_write(
         )
     if found is None:
         has = sorted({one.family for one in LAYOUTS if isinstance(one, DerivedLayout)})
-        raise ValueError(f"{asked} must be of {' or '.join(has)}, got {name}; give export=vllm")
+        raise ValueError(f"{asked} must be one of {', '.join(has)}, got {name}; give export=vllm")
     if reason := found.refuses(config, spec):
         raise ValueError(f"{asked} cannot hold this {name} drafter: {reason}; give export=vllm")
     return found
