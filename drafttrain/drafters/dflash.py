@@ -39,6 +39,8 @@ from drafttrain.drafters.shared.parallel import (
 )
 from drafttrain.runtime.settings import require
 
+RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(DepthLossConfig, LayerConfig):
@@ -50,6 +52,7 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
     block_size: int
     mask_token_id: int | None
     num_anchors: int
+    anchors: str
     gamma: float
 
     layout = DFlashLayout()
@@ -62,6 +65,7 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
         for key in ("num_captures", "num_layers", "num_anchors"):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
         self.require("block_size", self.block_size >= 2, "be at least 2")
+        self.require("anchors", self.anchors in (RANDOM, FIXED), f"be {RANDOM} or {FIXED}")
         self.require("gamma", self.gamma > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DFlash":
@@ -202,6 +206,8 @@ class DFlash(ParallelDrafter):
         drafted = trained & (positions > torch.arange(size))
         drafted[..., 0] = False
         chosen = drafted.any(-1)
+        if self.training and self.config.anchors == FIXED:
+            chosen &= host.positions % self.max_depth == 0
         if self.training and chosen.shape[1] > self.config.num_anchors:
             like = torch.empty(*chosen.shape, 1)
             drawn = chance.uniform_like(like, host.document)[..., 0]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drafttrain.config.compose import compose, typed
-from drafttrain.config.groups import own_choices
+from drafttrain.config.groups import choices, own_choices, read_choice
 from drafttrain.config.sections import TrainConfig
 from drafttrain.config.sweep import listed, several, sweep_of
 from drafttrain.runtime.run_folder import write_config
@@ -144,3 +144,12 @@ def test_an_experiment_gives_the_values_to_sweep_over(tmp_path: Path) -> None:
         assert (config.drafter.name, config.run.seed, config.trainer.max_steps) == ("medusa", 5, 7)
         with pytest.raises(ValueError, match=r"sweeper\.params of experiment=flat must be keys"):
             sweep_of("train", ["+experiment=flat"])
+
+
+SWEEPING = [name for name, file in choices("experiment").items() if "hydra" in read_choice(file)]
+
+
+@pytest.mark.parametrize("name", SWEEPING)
+def test_every_experiment_that_sweeps_composes_all_its_jobs(name: str) -> None:
+    sweep = sweep_of("train", [f"+experiment={name}", "run.seed=0"])
+    assert len({job.run for job in sweep.jobs}) == len(sweep.jobs) > 1

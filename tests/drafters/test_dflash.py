@@ -113,6 +113,17 @@ def test_anchors_are_drawn_anew_in_each_step_whatever_the_batch(target: Target) 
     assert every == {(row, at) for row in range(3) for at in range(1, len(rows[row]) - 1)}
 
 
+def test_fixed_blocks_draft_each_token_once(target: Target) -> None:
+    drafter = dflash(target, anchors="fixed").train()
+    depth, batch = drafter.max_depth, as_batch(list(range(20, 40)), list(range(30, 49)))
+    expected = {(row, at) for row in range(2) for at in range(depth, 18, depth)}
+    assert anchors_of(drafter, batch, step=0) == anchors_of(drafter, batch, step=1) == expected
+    losses = drafter(batch, target.features(batch, drafter.captures), NoChance())
+    counts = [int(term.count) for term in losses.values()]
+    assert sum(counts) == 19 - depth + 18 - depth, "all but those before the first block's end"
+    assert len(anchors_of(drafter.eval(), batch, step=0)) > len(expected), "validation counts all"
+
+
 @torch.no_grad()
 def test_the_cache_holds_features_of_committed_tokens_alone(target: Target) -> None:
     drafter = dflash(target)
