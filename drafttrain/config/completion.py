@@ -74,7 +74,9 @@ def completed(line: str, options: tuple[str, ...]) -> list[str]:
     words = before.split()
     begin = next((i for i, text in enumerate(words) if Path(text).name == "drafttrain"), -1)
     words = words[begin + 1 :]
-    places = [text.partition("=")[2] for text in words if text.startswith("--config-dir=")]
+    told = zip(words, words[1:], strict=False)
+    places = [place for option, place in told if option == "--config-dir"]
+    places += [text.partition("=")[2] for text in words if text.startswith("--config-dir=")]
     with own_choices(Path(places[-1]) if places and Path(places[-1]).is_dir() else None):
         return [option for option in _options(words, word, options) if option.startswith(word)]
 

@@ -107,9 +107,9 @@ its file; run.skip_damaged=true takes the newest whole one. run.init_from=DIR st
 run, or from a directory that engines serve, on new data or for a changed target; its report shows
 acceptance before and after.""",
     "evaluate": """\
-drafter.path=DIR measures what others trained: EAGLE-3 (native, SafeAILab, speculators), EAGLE-1
-with its bias, Medusa (vLLM, FasterDecoding), any causal model of Transformers. It names what it
-recognised, and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
+drafter.path=DIR measures what others trained: drafters in the layouts of vLLM, speculators,
+SafeAILab and FasterDecoding, and any causal model of Transformers. It names what it recognised,
+and everything that does not fit, before decoding. drafter=ngram is prompt lookup;
 drafter=two_model drafter.path=DIR is any smaller model, of the same vocabulary or by token
 intersection. drafter=ensemble 'drafter.members=[outputs/a,ngram]' lets several draft one tree.
 

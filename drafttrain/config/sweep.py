@@ -103,16 +103,26 @@ def _asked_by_experiments(parsed: Sequence[Override]) -> list[str]:
         group, name = override.key_or_group, str(override.value())
         if group not in own_groups() or override.is_sweep_override() or name not in choices(group):
             continue
-        params: Any = read_choice(choices(group)[name])
-        for key in ("hydra", "sweeper", "params"):
-            params = params.get(key, {}) if isinstance(params, dict) else None
-        if not isinstance(params, dict):
-            raise UsageError(
-                f"hydra.sweeper.params of {group}={name} must be keys with values to sweep over, "
-                f"as in run.seed: 0,1,2, got {shown(params)}"
-            )
-        found += [f"{key}={value}" for key, value in params.items() if key not in given]
+        found += [f"{k}={v}" for k, v in _params(group, name).items() if k not in given]
     return found
+
+
+def _params(group: str, name: str) -> dict[str, Any]:
+    """Return what a choice sweeps over, and what those that it is built on do."""
+    content = read_choice(choices(group)[name])
+    merged: dict[str, Any] = {}
+    for base in content.get("defaults", []):
+        if isinstance(base, str) and base in choices(group):
+            merged |= _params(group, base)
+    params: Any = content
+    for key in ("hydra", "sweeper", "params"):
+        params = params.get(key, {}) if isinstance(params, dict) else None
+    if not isinstance(params, dict):
+        raise UsageError(
+            f"hydra.sweeper.params of {group}={name} must be keys with values to sweep over, "
+            f"as in run.seed: 0,1,2, got {shown(params)}"
+        )
+    return merged | params
 
 
 def several(key: str, values: Sequence[str]) -> str:

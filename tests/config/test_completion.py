@@ -39,8 +39,8 @@ def test_words_are_completed(line: str, offered: list[str]) -> None:
 def test_choices_of_ones_own_are_offered(tmp_path: Path) -> None:
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "mine.yaml").touch()
-    line = f"drafttrain train --config-dir={tmp_path} drafter=mi"
-    assert completed(line, OPTIONS) == ["drafter=mine"]
+    for told in (f"--config-dir={tmp_path}", f"--config-dir {tmp_path}"):
+        assert completed(f"drafttrain train {told} drafter=mi", OPTIONS) == ["drafter=mine"]
     assert "mine" not in choices("drafter")
 
 

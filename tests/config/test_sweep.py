@@ -142,6 +142,8 @@ def test_an_experiment_gives_the_values_to_sweep_over(tmp_path: Path) -> None:
         assert [job.name for job in sweep.jobs] == ["eagle", "medusa"]  # the command line wins
         config = compose("train", sweep.jobs[1].overrides)
         assert (config.drafter.name, config.run.seed, config.trainer.max_steps) == ("medusa", 5, 7)
+        (folder / "more.yaml").write_text("# @package _global_\n# Mine.\ndefaults:\n  - mine\n")
+        assert [job.name for job in sweep_of("train", ["+experiment=more"]).jobs] == names
         with pytest.raises(ValueError, match=r"sweeper\.params of experiment=flat must be keys"):
             sweep_of("train", ["+experiment=flat"])
 
