@@ -5,7 +5,7 @@
 Both are run by this interpreter, only through their command lines, so that modules may be
 anywhere. Compared are the conversations that a target writes, the curve of every family with a stop
 and a resume in it, its weights, its export, the text and the counters of greedy and sampled
-decoding, the features of a store and the numbers of a plan. Times and paths are left out.
+decoding, and the features of a store. Times and paths are left out.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")
+FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")  # those of the first checkouts that it compares
 CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
 DATA = "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
 TRAINER = (
