@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")  # those of the first checkouts that it compares
+FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")  # every checkout has them
 CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
 DATA = "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
 TRAINER = (
