@@ -1,26 +1,34 @@
 """A drafter in the layouts that serving engines load, and its push to the Hub."""
 
+import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from drafttrain.commands.setup.evaluation import chosen_by_tune
 from drafttrain.commands.setup.target_and_drafter import (
     expected_spec,
     load_drafter,
+    load_target_to_decode,
     recorded_spec,
 )
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import ExportConfig
+from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
+from drafttrain.evaluation.measure import check_settings, skip_long, spread
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.formats.write.hub import check_push, plan_push, push
 from drafttrain.report.card import CardData, read_run, served_as
 from drafttrain.runtime.disk import require_writable, written
+from drafttrain.runtime.hardware import choose_device
 from drafttrain.runtime.lock import beside, hold
-from drafttrain.runtime.settings import AUTO
+from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.terminal import console, working
 from drafttrain.target.pretrained.models import load_tokenizer
 
@@ -52,6 +60,7 @@ def export(config: ExportConfig) -> None:
                 wanted.settings,
                 wanted.card,
                 lambda: load_tokenizer(config.model),
+                partial(_measured, config, wanted) if settings.measured_prompts else None,
             )
         for line in done.lines():
             console.print(line)
@@ -113,6 +122,31 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     drafter = replace(found.drafter.config, name=found.family).build(spec)
     drafter.load_weights(found.drafter.state_dict())
     return _ToExport(drafter, place, settings, _card(config, drafter))
+
+
+def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter) -> str:
+    """Return what the weights as written cost in acceptance, on held-out prompts.
+
+    Both drafters compute in float32, whatever the target does. ValueError for prompts that do not
+    fit, and for another target than the drafter was trained on.
+    """
+    settings = replace(config.eval, depth=wanted.settings.num_speculative_tokens)
+    device, template = torch.device(choose_device(config.hardware)), config.data.text_format
+    prompts, skipped = load_prompts(settings.source)
+    target, _ = load_target_to_decode(config.model, config.hardware, device)
+    trained_on, given = wanted.drafter.spec.fingerprint, target.spec.fingerprint
+    same = f"be the target that the drafter was trained on, {trained_on[:16]}"
+    require(trained_on in ("", given), "model", same, given[:16])
+    trained = copy.deepcopy(wanted.drafter)
+    for drafter in (trained, written_drafter):
+        drafter.attach(target.tokenizer)
+        drafter.to(device, torch.float32).eval()
+    prompts = skip_long(prompts, skipped, target, template, settings, [trained])
+    prompts = spread(prompts, wanted.settings.measured_prompts)
+    check_settings(prompts, target, trained, template, settings)
+    seed = config.run.seed
+    found = acceptance_change(target, trained, written_drafter, prompts, template, settings, seed)
+    return change_statement(found, len(prompts), settings)
 
 
 def _check_places(config: ExportConfig, place: Path) -> None:

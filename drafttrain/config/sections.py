@@ -106,6 +106,7 @@ class ExportConfig:
     data: "DataConfig"
     drafter: "DrafterConfig"
     hardware: "HardwareConfig"
+    eval: "EvalConfig"
     export: "ExportSettings"
 
 

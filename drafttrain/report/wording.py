@@ -51,16 +51,17 @@ def size(value: Number | None) -> str:
     return count(value)
 
 
-def bounds(ci95: Sequence[Number] | None) -> str:
+def bounds(ci95: Sequence[Number] | None, digits: int = 2) -> str:
     """Return an interval in words, or why there is none."""
     if ci95 is None:
         return "too few prompts for an interval"
-    return f"95 % interval {number(ci95[0])} to {number(ci95[1])}"
+    return f"95 % interval {number(ci95[0], digits)} to {number(ci95[1], digits)}"
 
 
-def signed(value: Number | None) -> str:
+def signed(value: Number | None, digits: int = 2) -> str:
     """Return a difference with its sign, or a dash for None."""
-    return f"{'+' if value is not None and round(value, 2) > 0 else ''}{number(value)}"
+    plus = "+" if value is not None and round(value, digits) > 0 else ""
+    return f"{plus}{number(value, digits)}"
 
 
 def value_and_range(measured: Estimate) -> list[str]:

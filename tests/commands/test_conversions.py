@@ -153,3 +153,21 @@ def test_large_weights_are_written_in_shards_and_read_together(
     # An export in shards is replaced like any other, and nothing of it stays.
     assert convert(source, tiny_target_dir, tmp_path / "out", "export.overwrite=true") == 0
     assert not any((tmp_path / "out").glob("model-*"))
+
+
+def test_what_rounding_costs_is_measured_on_held_out_prompts(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = eagle3().write(tmp_path / "theirs")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [f'{{"id": "{i}", "task": "sums", "turns": ["{i} + {i}?"]}}' for i in range(6)]
+    prompts.write_text("\n".join(lines))
+    given = [f"drafter.path={source}", f"model.path={tiny_target_dir}", "eval.max_new_tokens=8"]
+    given += [f"eval.prompts={prompts}", f"export.dir={tmp_path / 'out'}", "hardware=cpu"]
+    assert main(["export", *given, "export=fp8", "export.measured_prompts=4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "as written" in said
+    assert "on 4 held-out prompts, greedy, chain of 3" in said
+    assert "on 4 held-out prompts, greedy" in (tmp_path / "out" / "README.md").read_text()
+    assert main(["export", *given, "export.overwrite=true"]) == 0  # bfloat16, not measured
+    assert "held-out" not in capsys.readouterr().out

@@ -421,7 +421,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "quantised": (
         lambda: edited(eagle3(), quantization_config={"quant_method": "fp8"}),
-        r"quantization_config must be absent: quantised heads cannot be read$",
+        r"quantization_config must be compressed-tensors' float-quantized, .*, got fp8; other quan",
     ),
     "no shape": (
         lambda: edited(eagle(), hidden_size=None, num_attention_heads="many"),

@@ -26,6 +26,7 @@ from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import Exported, export_drafter
+from drafttrain.formats.write.precision import Precision
 from drafttrain.formats.write.rounding import read_back
 from drafttrain.report.build import build_report
 from drafttrain.report.card import CardData, model_card, read_run, served_as
@@ -199,11 +200,11 @@ def test_weights_that_are_not_the_drafters_are_noticed_when_read_back(tmp_path: 
     drafter = drafter_of("eagle")
     export(drafter, tmp_path / "out", dtype="float32")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    read_back(tmp_path / "out", drafter, torch.float32, layout_of(drafter))
+    read_back(tmp_path / "out", drafter, Precision(torch.float32), layout_of(drafter))
     tensors["layers.0.mlp.up_proj.weight"][3, 4] += 1e-3
     save_file(tensors, tmp_path / "out" / "model.safetensors")
     with pytest.raises(ValueError, match="does not give back the drafter: its logits differ"):
-        read_back(tmp_path / "out", drafter, torch.float32, layout_of(drafter))
+        read_back(tmp_path / "out", drafter, Precision(torch.float32), layout_of(drafter))
 
 
 @pytest.mark.parametrize(
@@ -222,11 +223,11 @@ def test_a_setting_that_is_not_the_drafters_is_noticed_when_read_back(
     export(drafter, tmp_path, dtype="float32", format=format)
     layout = layout_of(drafter)
     written = layout.derived.get(format, layout)
-    read_back(tmp_path, drafter, torch.float32, written)
+    read_back(tmp_path, drafter, Precision(torch.float32), written)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
     with pytest.raises(ValueError, match="does not give back the drafter: its logits differ"):
-        read_back(tmp_path, drafter, torch.float32, written)
+        read_back(tmp_path, drafter, Precision(torch.float32), written)
 
 
 # All or nothing
@@ -525,8 +526,9 @@ def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
     [
         (
             {"dtype": "float16"},
-            "export.dtype must be one of auto, float32, bfloat16, got 'float16'",
+            "export.dtype must be one of auto, float32, bfloat16, fp8, got 'float16'",
         ),
+        ({"measured_prompts": -1}, "export.measured_prompts must be at least 0, got -1"),
         (
             {"num_speculative_tokens": 0},
             "export.num_speculative_tokens must be at least 1, or auto, got 0",

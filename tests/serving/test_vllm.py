@@ -82,6 +82,8 @@ BY_ITSELF: dict[str, tuple[str, str]] = {
     "qwen3_block by itself": ("qwen3_block", "alone"),
     "qwen3_block beside its target": ("qwen3_block", "beside"),
 }
+# Cases that are exported in 8 bits too; this CPU's vLLM has a product for them.
+IN_EIGHT_BITS = ("eagle3", "p_eagle", "eagle", "qwen3_eagle", "qwen3_block")
 
 
 @dataclass
@@ -132,6 +134,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         speculative = json.loads(shlex.split(done.commands["vLLM"])[-1])  # as a user is told
         assert speculative["num_speculative_tokens"] == DEPTH
         requests.append(request(name, folders[where], texts, speculative))
+        if name in IN_EIGHT_BITS:
+            other, place = f"{name} in 8 bits", folder / "exports" / f"{name}-fp8"
+            wanted, written = replace(export_config(), dtype="fp8"), []
+            measure = partial(keep, written)
+            export_drafter(
+                drafter, str(folders[where]), place, wanted, card_of(family), None, measure
+            )
+            served.ours[other] = [decode(target, written[0], text.prompt) for text in texts]
+            beside = speculative | {"model": str(place)}
+            requests.append(request(other, folders[where], texts, beside))
         for other, (case, how) in BY_ITSELF.items():
             if case == name:
                 place = folder / "exports" / other.replace(" ", "-")
@@ -144,6 +156,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
                 requests.append(request(name, model, texts, given) | {"name": other})
     served.theirs = ask_vllm(python, folder, requests)
     return served
+
+
+def keep(written: list[Drafter], drafter: Drafter) -> str:
+    """Take the drafter that an export's files give, as its measure of them."""
+    written.append(drafter)
+    return "kept"
 
 
 def share_key_norms(drafter: Drafter) -> None:
@@ -312,6 +330,25 @@ def test_a_directory_that_names_its_target_is_served_alike(served: Served, other
     native = BY_ITSELF[other][0]
     assert said(served, other) == said(served, native)
     assert served.theirs[other]["counters"] == served.theirs[native]["counters"]
+
+
+@pytest.mark.parametrize("case", IN_EIGHT_BITS)
+def test_weights_of_eight_bits_are_served_as_they_are_measured_here(
+    served: Served, case: str
+) -> None:
+    """Products are summed in another order, so that a rounded activation may be its neighbour."""
+    other = f"{case} in 8 bits"
+    assert said(served, other) == said(served, f"plain {CASES[case][0]}")
+    ours = sum((counters for _, counters in served.ours[other]), Counters())
+    counted = served.theirs[other]["counters"]
+    drafts, accepted = (
+        sum(each[key] for each in counted) for key in ("num_drafts", "num_accepted_tokens")
+    )
+    print(other, ours, "theirs:", drafts, accepted)
+    assert abs(drafts - ours.num_drafts) <= 0.02 * drafts
+    assert abs(accepted - ours.num_accepted_tokens) <= 0.02 * drafts
+    full = sum((counters for _, counters in served.ours[case]), Counters())
+    assert ours != full, "nothing was rounded"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,6 +4,7 @@ Missing keys take Transformers' defaults, not the target's values: engines read 
 a LlamaConfig, so an absent rope_theta is 10,000 even if the target's is 500,000.
 """
 
+import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -49,6 +50,9 @@ class OneLayer(ServedLayout):
     """The assumptions of engines about a drafter of one decoder layer, named as Llama's."""
 
     false_by_default: ClassVar[tuple[str, ...]] = ("bias",)
+    eight_bits: ClassVar[re.Pattern[str] | None] = re.compile(
+        r"(fc|(midlayer|layers\.\d+)\.(self_attn|mlp)\.\w+_proj)\.weight"
+    )
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
         width = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"

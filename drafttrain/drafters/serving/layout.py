@@ -1,5 +1,6 @@
 """The interface of a file layout: recognise it, read it, and state what engines assume."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,6 +162,8 @@ class ServedLayout(Layout):
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
     derived: ClassVar[Mapping[str, DerivedLayout]] = {}  # its other layouts, by export.format
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
+    # The names of weights that vLLM computes with in 8 bits where config.json says so; None: none.
+    eight_bits: ClassVar[re.Pattern[str] | None] = None
 
     @abstractmethod
     def expected_tensors(self, config: Config) -> dict[str, Expected]:

@@ -10,6 +10,7 @@ import torch
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.serving.layout import Reading, Unfit
+from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
 from drafttrain.formats.read.tokens import compare_tokenizers
@@ -83,12 +84,10 @@ def admit(
     complaints, notes = compare_tokenizers(folder.path, tokenizer)
     if config.layers is not None and not layout.names_layers:
         complaints.append(f"drafter.layers must be null, got {config.layers}: it captures none")
-    if folder.config.get("quantization_config"):
-        complaints.append("quantization_config must be absent: quantised heads cannot be read")
     # First by the headers, so that nothing is loaded that does not fit, then with the weights.
     for held in (folder.outline(), folder):
         try:
-            reading = layout.read(held, base, spec, config.layers)
+            reading = layout.read(PlainView(held), base, spec, config.layers)
             drafter, wrong = _describe(reading)
             complaints += reading.complaints + wrong
         except Unfit as unfit:
@@ -107,6 +106,11 @@ def admit(
     drafter.to_empty(device="cpu")
     drafter.load_weights(tensors)
     notes = [*reading.notes, *notes, *_origin(folder.config)]
+    if folder.config.get(KEY):
+        notes.append(
+            "its weights of 8 bits are computed with as numbers, and activations are not rounded; "
+            "engines round both"
+        )
     target = folder.config.get("target_fingerprint")
     known = target if isinstance(target, str) else None
     return Admitted(drafter.eval(), recognised, tuple(notes), origin, known)

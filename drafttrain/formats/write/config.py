@@ -6,11 +6,8 @@ from typing import Any
 
 from drafttrain.runtime.settings import require
 
-QUANTISED = (
-    "; fewer bits are chosen when serving: vLLM quantises a bfloat16 drafter as it loads it, "
-    '"quantization": "fp8" in --speculative-config'
-)
-DTYPES = ("auto", "float32", "bfloat16")
+FP8 = "fp8"
+DTYPES = ("auto", "float32", "bfloat16", FP8)
 NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT = FORMATS = ("vllm", "speculators", "sglang")
 SIZE = re.compile(r"[1-9]\d*(?:\.\d+)?[KMGT]B", re.ASCII)  # as huggingface_hub reads it
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points
@@ -26,6 +23,7 @@ class ExportSettings:
     dtype: str
     max_shard_size: str
     num_speculative_tokens: Any  # a number, or "auto" until it is chosen
+    measured_prompts: int
     license: str
     overwrite: bool
     push: str | None
@@ -36,12 +34,14 @@ class ExportSettings:
         depth, formats = self.num_speculative_tokens, f"be one of {', '.join(FORMATS)}"
         require(self.format in FORMATS, "export.format", formats, repr(self.format))
         dtypes, known = f"be one of {', '.join(DTYPES)}", self.dtype in DTYPES
-        require(known, "export.dtype", dtypes, repr(self.dtype), QUANTISED)
+        require(known, "export.dtype", dtypes, repr(self.dtype))
         size = "be a number with KB, MB, GB or TB, such as 5GB"
         known = SIZE.fullmatch(self.max_shard_size) is not None
         require(known, "export.max_shard_size", size, repr(self.max_shard_size))
         known = depth == "auto" or (type(depth) is int and depth >= 1)
         require(known, "export.num_speculative_tokens", "be at least 1, or auto", depth)
+        measured = self.measured_prompts
+        require(measured >= 0, "export.measured_prompts", "be at least 0", measured)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"
         known = re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license) is not None
         require(known, "export.license", licence, repr(self.license))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.drafters.base import Drafter
-from drafttrain.formats.write.config import NATIVE, ExportSettings
+from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.formats.write.config import FP8, NATIVE, ExportSettings
 from drafttrain.formats.write.directory import (
     CARD,
     CONFIG,
@@ -20,10 +20,10 @@ from drafttrain.formats.write.directory import (
     write_weights,
 )
 from drafttrain.formats.write.layout import check, not_finite
+from drafttrain.formats.write.precision import Precision
 from drafttrain.formats.write.rounding import Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
 from drafttrain.report.card import CardData, model_card
-from drafttrain.runtime.hardware import dtype_name
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,7 +35,7 @@ class Exported:
     folder: Path
     method: str
     format: str
-    dtype: torch.dtype
+    precision: Precision
     num_parameters: int
     sizes: dict[str, int]  # bytes by file
     rounding: Rounding
@@ -44,11 +44,12 @@ class Exported:
 
     def lines(self) -> list[str]:
         """Return the summary that the command prints."""
-        name = dtype_name(self.dtype)
+        name = self.precision.name
         layout = "" if self.format == NATIVE else f" in the {self.format} format"
         lines = [f"exported {self.method}{layout} to {self.folder}"]
         lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
-        lines.append(f"  {self.num_parameters:,} parameters in {name}; names and shapes checked")
+        written = self.precision.describe()
+        lines.append(f"  {self.num_parameters:,} parameters in {written}; names and shapes checked")
         rounded = " up to rounding (fc.weight is rescaled)"
         equal = ", bit for bit" if self.rounding.exact else rounded
         lines.append(f"  loaded back: logits equal to those of the same weights{equal}")
@@ -71,11 +72,13 @@ def export_drafter(
     config: ExportSettings,
     card: CardData,
     load_tokenizer: Callable[[], Any] | None = None,
+    measure: Callable[[Drafter], str] | None = None,
 ) -> Exported:
     """Write config.json, weights and README.md into `folder`, all or nothing.
 
     `target` is the target's name in serve commands: a directory or a Hub repository. A drafter that
     is a language model gets the target's tokenizer too, so that Transformers can load the folder.
+    measure: returns a note on the drafter that the written files give, for the output and the card.
     Raises ValueError, with nothing written, if the folder is in use, if the format cannot hold the
     drafter, if an engine would misread the weights, or if the written files do not give it back.
     """
@@ -88,8 +91,8 @@ def export_drafter(
             f"{depth}: it was made for no more, and engines refuse more"
         )
     derived = layout_to_write(name, layout, native, spec, config.format)
-    dtype = dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype]
-    tensors = {name: _written(tensor, dtype) for name, tensor in trained.items()}
+    precision = _precision(drafter, layout, config)
+    tensors = dict(trained)
     if layout is None:
         if complaints := not_finite(tensors):
             raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
@@ -104,29 +107,52 @@ def export_drafter(
     settings = native
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
-    settings = {**settings, "torch_dtype": dtype_name(dtype)}
+    settings = {**settings, **precision.config}
+    notes = [*told.notes, *precision.notes]
+    count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     if spec.fingerprint:
         # Engines ignore it; when the export is loaded here again, it reveals a changed target.
         settings["target_fingerprint"] = spec.fingerprint
     with all_or_nothing(folder, config.overwrite) as draft:
         (draft / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        write_weights(draft, tensors, config.max_shard_size)
-        rounding = read_back(draft, drafter, dtype, derived or layout)
-        (draft / CARD).write_text(model_card(card, settings, told.published, told.notes))
+        write_weights(draft, precision.stored(tensors), config.max_shard_size)
+        rounding = read_back(draft, drafter, precision, derived or layout)
+        if measure is not None:
+            notes.append(measure(precision.as_engines_compute(rounding.written)))
+        (draft / CARD).write_text(model_card(card, settings, told.published, tuple(notes)))
         if layout is not None and layout.whole_model:
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
             load_tokenizer().save_pretrained(draft)
             ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
             (draft / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
         sizes = sizes_of(draft)
-    count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
     method = name if layout is None else layout.method
     return Exported(
-        folder, method, config.format, dtype, count, sizes, rounding, told.commands, told.notes
+        folder,
+        method,
+        config.format,
+        precision,
+        count,
+        sizes,
+        rounding,
+        told.commands,
+        tuple(notes),
     )
 
 
-def _written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach().cpu()
-    # A clone: safetensors refuses tensors that share storage, such as views.
-    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous().clone()
+def _precision(drafter: Drafter, layout: ServedLayout | None, config: ExportSettings) -> Precision:
+    """Return how weights are rounded. ValueError for 8 bits where no engine reads them."""
+    if config.dtype != FP8:
+        return Precision(dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype])
+    asked, name = f"export.dtype={FP8}", drafter.config.name
+    if layout is None or layout.eight_bits is None:
+        raise ValueError(
+            f"{asked} must be of a drafter that vLLM serves in 8 bits, got {name}: its class there "
+            "reads no quantization_config; give export.dtype=bfloat16"
+        )
+    if config.format != NATIVE:
+        raise ValueError(
+            f"{asked} must come with export.format={NATIVE}, got {config.format}, in which engines "
+            "read no quantization_config of a drafter"
+        )
+    return Precision(torch.bfloat16, layout.eight_bits)

@@ -12,7 +12,9 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetFeatures
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.layout import Layout, Unfit
+from drafttrain.formats.eight_bits import PlainView
 from drafttrain.formats.read.folder import open_folder
+from drafttrain.formats.write.precision import Precision
 
 PROBE_ROWS, PROBE_LENGTH, PROBE_DEPTH, PROBE_IDS = 2, 12, 3, 1024
 
@@ -31,22 +33,23 @@ class Rounding:
     largest_difference: float  # of a logit
     same_choice: float  # share of positions whose most likely token is the same
     exact: bool  # whether the written files give exactly the same logits when loaded back
+    written: Drafter  # what they give, in float32 on the CPU
 
 
 def read_back(
-    folder: Path, drafter: Drafter, dtype: torch.dtype, layout: Layout | None
+    folder: Path, drafter: Drafter, precision: Precision, layout: Layout | None
 ) -> Rounding:
     """Load a written export into a fresh drafter and compare logits on a fixed random batch.
 
     layout: that of the files, by which they are read as those of others are; None: they hold a
     drafter that no engine serves. ValueError unless they equal, bit for bit in float32, those of
-    `drafter` with its weights rounded to `dtype`. Returns how far that rounding itself moved them.
+    `drafter` with its weights rounded to `precision`. Returns how far that rounding moved them.
     """
     original = copy.deepcopy(drafter).to("cpu", torch.float32).eval()
     trained = probe(original)
     with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.copy_(parameter.to(dtype))
+        for name, parameter in original.named_parameters():
+            parameter.copy_(precision.rounded(name, parameter))
     rounded = probe(original)
     fresh = _loaded(folder, drafter, layout).to("cpu", torch.float32).eval()
     if fresh.captures != drafter.captures:
@@ -58,7 +61,7 @@ def read_back(
     # Rescaled weights (fc.weight) are rounded differently.
     exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
     rescaled = drafter.spec.embedding_scale != 1.0 and loaded.shape == rounded.shape
-    slack = 4 * torch.finfo(dtype).eps * moved(rounded, torch.zeros_like(rounded))
+    slack = 4 * precision.eps * moved(rounded, torch.zeros_like(rounded))
     if not exact and not (rescaled and moved(loaded, rounded) <= slack):
         raise ValueError(
             f"the export in {folder} does not give back the drafter: its logits differ "
@@ -69,6 +72,7 @@ def read_back(
         moved(trained, rounded),
         float((trained.argmax(-1) == rounded.argmax(-1)).float().mean()),
         exact,
+        fresh,
     )
 
 
@@ -85,7 +89,7 @@ def _loaded(folder: Path, drafter: Drafter, layout: Layout | None) -> Drafter:
         fresh.from_serving(files.config, files.tensors())
         return fresh
     try:
-        reading = layout.read(files, drafter.config, drafter.spec, None)
+        reading = layout.read(PlainView(files), drafter.config, drafter.spec, None)
     except Unfit as unfit:
         raise ValueError(f"the export in {folder} cannot be read back: {unfit}") from unfit
     if reading.complaints:

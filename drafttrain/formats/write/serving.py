@@ -17,7 +17,7 @@ from drafttrain.drafters.serving.engines import (
 )
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import Config, DerivedLayout, ServedLayout
-from drafttrain.formats.write.config import NATIVE, SGLANG_FORMAT, ExportSettings
+from drafttrain.formats.write.config import FP8, NATIVE, SGLANG_FORMAT, ExportSettings
 from drafttrain.report.card import DRAFTER, TARGET, CardData
 from drafttrain.report.results import Report
 
@@ -75,6 +75,8 @@ def serving(
     by whose name vLLM would take it for another kind.
     """
     refused = cannot_serve(layout, native, own_embedding, spec)
+    if config.dtype == FP8:
+        refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
     model, depth = config.push or place, config.num_speculative_tokens
     drawn = _with_drawn_drafts(card.reports) if layout.samples_drafts else {}
     if "vLLM" not in refused:

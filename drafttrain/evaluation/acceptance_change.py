@@ -1,0 +1,69 @@
+"""What rounding a drafter's weights costs: both decode the same prompts, by the same chance."""
+
+from collections.abc import Mapping, Sequence
+
+from drafttrain.core.chance import SeededChance
+from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.data.template import Template
+from drafttrain.decode.loop import speculative_decode
+from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.measure import first_turn
+from drafttrain.report.metrics import Pairs, Resampling, length_difference, ratio
+from drafttrain.report.results import BeforeAfter, Estimate
+from drafttrain.report.wording import bounds, number, signed, things
+from drafttrain.runtime.terminal import followed
+from drafttrain.target.model import Target
+
+
+def acceptance_change(
+    target: Target,
+    before: Drafter,
+    after: Drafter,
+    prompts: Sequence[Prompt],
+    template: Template,
+    config: EvalConfig,
+    seed: int,
+) -> BeforeAfter:
+    """Return the acceptance length of two drafters, and its difference paired by prompt.
+
+    The first turns are decoded, each by both with the chance of its place and the policy of
+    `config`; tokens past the end of an output do not count.
+    """
+    chance = SeededChance(seed)
+    counted: Mapping[str, Pairs] = {"before": [], "after": []}
+    for row, prompt in enumerate(followed("acceptance", prompts)):
+        tokens = first_turn(prompt, target, template)
+        for drafter, pairs in zip((before, after), counted.values(), strict=True):
+            decoded = speculative_decode(
+                target,
+                drafter,
+                tokens,
+                row=row,
+                policy=config.policy_at(config.depth),
+                sampling=config.sampling,
+                draft_sampling=config.draft_sampling,
+                max_new_tokens=config.max_new_tokens,
+                chance=chance,
+                stop_strings=tuple(config.stop_strings),
+            )
+            pairs.append((decoded.stats.trimmed.yielded, decoded.stats.trimmed.num_drafts))
+    old, new = counted["before"], counted["after"]
+    lengths = [
+        Estimate(ratio(sum(tokens for tokens, _ in pairs), sum(of for _, of in pairs)), None)
+        for pairs in (old, new)
+    ]
+    difference = length_difference(new, old, Resampling(config.resamples, seed))
+    return BeforeAfter(lengths[0], lengths[1], difference)
+
+
+def change_statement(found: BeforeAfter, num_prompts: int, config: EvalConfig) -> str:
+    """Return the sentence of a card on what was found."""
+    drawn = "greedy" if config.sampling.greedy else f"temperature {config.temperature:g}"
+    policy = config.policy_at(config.depth).describe()
+    return (
+        f"Acceptance length {number(found.before.value, 3)} with the weights as trained, "
+        f"{number(found.after.value, 3)} as written: {signed(found.difference.value, 3)} "
+        f"({bounds(found.difference.ci95, 3)}), on {things(num_prompts, 'held-out prompt')}, "
+        f"{drawn}, {policy}, both decoded by drafttrain's own loop."
+    )
