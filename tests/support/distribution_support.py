@@ -111,7 +111,11 @@ def _other_words(small: Small) -> tuple[str, ...]:
 
 # What a drafter needs besides its yaml. A name with a slash is another setting of the same yaml.
 SETTINGS: dict[str, Callable[[Small], dict[str, Any]]] = {
-    "dflash2": lambda small: {"conv_group_size": 4, "selector_top_k": len(small.words) - 1},
+    "dflash2": lambda small: {
+        "conv_group_size": 4,
+        "selector_rank": 2,  # of a larger one random scores are too far apart to draw from
+        "selector_top_k": len(small.words) - 1,
+    },
     "eagle3": lambda small: {"layers": [0, 1, 2], "draft_vocab_size": len(small.words) - 1},
     "two_model": lambda small: {"path": _draft_model(small, small.words)},
     "two_model/intersection": lambda small: {
