@@ -1,5 +1,6 @@
 """What a shell offers while a command line is typed: commands, options, sections, choices, keys."""
 
+import itertools
 from dataclasses import fields
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def completed(line: str, options: tuple[str, ...]) -> list[str]:
     words = before.split()
     begin = next((i for i, text in enumerate(words) if Path(text).name == "drafttrain"), -1)
     words = words[begin + 1 :]
-    told = zip(words, words[1:], strict=False)
+    told = itertools.pairwise(words)
     places = [place for option, place in told if option == "--config-dir"]
     places += [text.partition("=")[2] for text in words if text.startswith("--config-dir=")]
     with own_choices(Path(places[-1]) if places and Path(places[-1]).is_dir() else None):
