@@ -15,6 +15,7 @@ from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
 
+HERE = "@_here_"  # how a part of choices is told to fill their own section: parts/layer@_here_
 GONE = {"eval": ("tuned",)}  # keys that older versions wrote
 # The choice of runs that are older than a section.
 BEFORE = {"optimizer": "adamw"}
@@ -131,13 +132,22 @@ def _last(section: dict[str, Any]) -> str:
 
 def content_of(group: str, name: str | None) -> dict[str, Any]:
     """Return the keys of a choice, with those of the choices it builds on."""
-    files = choices(group)
-    if name not in files:
+    file = file_of(group, name or "")
+    if file is None:
         return {}
-    own = read_choice(files[name])
+    own = read_choice(file)
     below = [content_of(group, base) for base in bases(own)]
     own.pop("defaults", None)
     return {key: value for base in below for key, value in base.items()} | own
+
+
+def file_of(group: str, name: str) -> Path | None:
+    """Return the file of a choice, or of a part of choices, as in `parts/layer@_here_`."""
+    part = name.removesuffix(HERE)
+    if part == name:
+        return choices(group).get(name)
+    files = [folder / group / f"{part}.yaml" for folder in (*_own, conf_dir())]
+    return next((file for file in files if file.is_file()), None)
 
 
 def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
@@ -149,7 +159,7 @@ def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
 
 
 def bases(content: dict[str, Any]) -> list[str]:
-    """Return the choices of the same group that a choice builds on."""
+    """Return the choices of the same group, and their parts, that a choice builds on."""
     named = content.get("defaults", [])
     return [base for base in named if isinstance(base, str) and base != "_self_"]
 

@@ -9,6 +9,7 @@ from drafttrain.config.groups import (
     choices,
     command_groups,
     conf_dir,
+    file_of,
     own_groups,
     read_choice,
 )
@@ -262,13 +263,14 @@ def headline(file: Path) -> str:
 def documented(file: Path) -> dict[str, tuple[str, str]]:
     """Return (the comment above, the value as written) of every key, by its dotted name.
 
-    The keys of the choices that it builds on are included. Below the first level only keys with a
-    comment count: DeepSpeed's own have none.
+    The keys of the choices that it builds on come after its own, whose comments they may lack.
+    Below the first level only keys with a comment count: DeepSpeed's own have none.
     """
-    found: dict[str, tuple[str, str]] = {}
-    files = choices(file.parent.name)
+    below: dict[str, tuple[str, str]] = {}
     for base in bases(read_choice(file)):
-        found |= documented(files[base]) if base in files else {}
+        place = file_of(file.parent.name, base)
+        below |= documented(place) if place else {}
+    found: dict[str, tuple[str, str]] = {}
     comment: list[str] = []
     parent = ""
     for line in file.read_text().splitlines():
@@ -283,10 +285,10 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
                 parent = key
             if comment or (value and not nested):
                 name = f"{parent}.{key}" if nested else key
-                said = " ".join(comment) or found.get(name, ("",))[0]
+                said = " ".join(comment) or below.get(name, ("",))[0]
                 found[name] = (said, value.strip())
         comment = []
-    return found
+    return found | {name: told for name, told in below.items() if name not in found}
 
 
 def _find(command: str, key: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from drafttrain.config.compose import compose
-from drafttrain.config.groups import choices, own_groups, read_choice
+from drafttrain.config.groups import bases, choices, file_of, own_groups, read_choice
 from drafttrain.config.overrides import UsageError, parse, quoted, revealed
 from drafttrain.runtime.untrusted_input import shown
 
@@ -109,12 +109,10 @@ def _asked_by_experiments(parsed: Sequence[Override]) -> list[str]:
 
 def _params(group: str, name: str) -> dict[str, Any]:
     """Return what a choice sweeps over, and what those that it is built on do."""
-    content = read_choice(choices(group)[name])
-    merged: dict[str, Any] = {}
-    for base in content.get("defaults", []):
-        if isinstance(base, str) and base in choices(group):
-            merged |= _params(group, base)
-    params: Any = content
+    file = file_of(group, name)
+    content: Any = read_choice(file) if file else {}
+    merged = {k: v for base in bases(content) for k, v in _params(group, base).items()}
+    params = content
     for key in ("hydra", "sweeper", "params"):
         params = params.get(key, {}) if isinstance(params, dict) else None
     if not isinstance(params, dict):
