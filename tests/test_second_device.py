@@ -440,8 +440,8 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
     targets[NAME].rooms = None
 
 
-CACHED = ["dflash", "dflash2", "dspark", "eagle", "eagle3", "p_eagle", "small_lm", "two_model"]
-CACHED += ["ensemble"]
+CACHED = ["dflash", "dspark", "eagle", "eagle3", "p_eagle", "small_lm", "two_model"]
+CACHED += ["ensemble", "dflash2"]
 
 
 @pytest.mark.parametrize(
