@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -66,6 +66,42 @@ class Chains:
     places: Int[Tensor, "depth position"]
 
 
+def keep_share(
+    trained: Bool[Tensor, "batch seq depth"],
+    drawn: Float[Tensor, "batch seq"],
+    document: Int[Tensor, "batch seq"],
+    ratio: float,
+) -> Bool[Tensor, "batch seq depth"]:
+    """Return the slots that conditional drop-token keeps, of those that predict a trained token.
+
+    Of a conversation's n positions trained at depth 0, n * ratio**d are kept at depth d, rounded,
+    or all that there are; from depth 2 on, each of them is kept at the depth before too
+    (arXiv:2602.01469; as in speculators, where n is of a whole row, its share is at least 0.2, and
+    is rounded down). drawn: a uniform for each position; the least ones are kept longest.
+    """
+    order = drawn.argsort(dim=1, stable=True)
+    order = order.gather(1, document.gather(1, order).argsort(dim=1, stable=True))
+    sorted_document = document.gather(1, order).contiguous()
+    starts, ends = (
+        torch.searchsorted(sorted_document, sorted_document, side=side)
+        for side in ("left", "right")
+    )
+
+    def counted(slots: Tensor) -> Tensor:
+        return functional.pad(slots.gather(1, order).cumsum(1), (1, 0))
+
+    whole = counted(trained[..., 0])
+    share = whole.gather(1, ends) - whole.gather(1, starts)
+    kept = [trained[..., 0]]
+    for depth in range(1, trained.shape[2]):
+        pool = trained[..., depth] if depth == 1 else trained[..., depth] & kept[-1]
+        before = counted(pool)
+        ranks = before[:, :-1] - before.gather(1, starts)  # from 0, within the conversation's pool
+        least = ranks < (share * ratio**depth).round()
+        kept.append(pool & torch.zeros_like(pool).scatter(1, order, least))
+    return torch.stack(kept, dim=-1)
+
+
 class PEagle(ParallelDrafter, Eagle3):
     """Pairs fused features with the next token; deeper, a learned state with a mask's embedding.
 
@@ -90,10 +126,9 @@ class PEagle(ParallelDrafter, Eagle3):
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses of every depth, weighted by decay**depth, from one pass.
 
-        In training a position keeps its slot at depth d with probability cod_ratio**d, drawn anew
-        in each step, and with it those before it (conditional drop-token; the paper keeps that
-        share exactly). Else every slot that predicts a trained token counts. The target's
-        distribution and labels are as in EAGLE-3.
+        In training `keep_share` draws anew, in each step, which slots count (conditional
+        drop-token). Else every slot that predicts a trained token does. The target's distribution
+        and labels are as in EAGLE-3.
         """
         chains, length = self._chains(batch, chance), batch.tokens.shape[1] - 1
         sizes = [length, *chains.sizes]
@@ -141,7 +176,7 @@ class PEagle(ParallelDrafter, Eagle3):
         if self.training and self.config.cod_ratio < 1:
             like = torch.empty(*host.document.shape, 1)
             drawn = chance.uniform_like(like, host.document)[:, :length]
-            kept &= drawn < self.config.cod_ratio**depths
+            kept = keep_share(kept, drawn[..., 0], host.document[:, :length], self.config.cod_ratio)
         lengths = (kept * depths).amax(-1)
         columns = lengths.argsort(dim=1, descending=True, stable=True)
         counts = (lengths[..., None] >= depths[1:]).sum(1).amax(0).tolist()

@@ -11,7 +11,7 @@ from test_drafters import NoChance, as_batch, build, random_drafter
 
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Batch, TargetFeatures
-from drafttrain.drafters.p_eagle import PEagle
+from drafttrain.drafters.p_eagle import PEagle, keep_share
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.loop import StepChance
@@ -49,13 +49,17 @@ def test_training_is_the_definition_for_every_position_and_depth(
     captured = torch.stack([features.captured[layer][0] for layer in drafter.captures]).double()
     chance = StepChance(3, 0)
     drawn = chance.uniform_like(torch.empty(1, len(TEXT), 1), batch.document)[0, :, 0]
+    order = drawn[: len(TEXT) - 2].argsort().tolist()
+    # Those that a depth can train are fewer by the depth: it ends at the text's last token.
+    pools = [[at for at in order if at + depth < len(TEXT) - 2] for depth in range(UNROLL)]
+    share = [round((len(TEXT) - 2) * cod_ratio**depth) for depth in range(UNROLL)]
     expected, counts = torch.zeros(UNROLL).double(), [0] * UNROLL
     tensors = drafter.to_serving()[1]
     for position in range(len(TEXT) - 2):
         before = captured[:, : position + 1]
         logits = reference(tensors, before, before[0], readout.embedding, TEXT)
         for depth, token in enumerate(TEXT[position + 2 : position + 2 + UNROLL]):
-            if drawn[position] < cod_ratio**depth:
+            if position in pools[depth][: share[depth]]:
                 expected[depth] -= logits[depth].log_softmax(-1)[token]
                 counts[depth] += 1
     layers = dict(zip(drafter.captures, captured[:, None], strict=True))
@@ -119,12 +123,39 @@ def test_a_step_trains_a_share_of_each_depth_drawn_anew_whatever_the_batch(targe
     for depth in range(UNROLL):
         wanted = {(row, at) for row in range(3) for at in range(len(rows[row]) - 2 - depth)}
         assert every[depth] == wanted
-        share, sigma = 0.7**depth, (0.7**depth * (1 - 0.7**depth) / len(wanted)) ** 0.5
-        assert len(drawn[depth]) / len(wanted) == pytest.approx(share, abs=4 * sigma + 1e-9)
+        pool = drawn[depth - 1] & wanted if depth else wanted
+        for row, length in enumerate(map(len, rows)):
+            trained, here = (
+                len([s for s in slots if s[0] == row]) for slots in (drawn[depth], pool)
+            )
+            assert trained == min(round((length - 2) * 0.7**depth), here)
         if depth:
             assert drawn[depth] <= drawn[depth - 1], "a slot needs those of its chain before it"
     later = [kept(drafter, batch, step) for step in range(20)]
     assert set().union(*(step[-1] for step in later)) > drawn[-1]
+
+
+def test_a_share_of_each_conversation_is_kept_nested_by_depth() -> None:
+    """Counted one by one; two conversations share a row, and a hole in the text ends chains."""
+    torch.manual_seed(0)
+    ratio, document = 0.6, torch.tensor([[3] * 30 + [1] * 12 + [-1] * 8, [2] * 50])
+    trained = torch.rand(2, 50, 4) < 0.9
+    trained[document < 0] = False
+    trained[..., 0] |= document >= 0
+    drawn = torch.rand(2, 50)
+    found = keep_share(trained, drawn, document, ratio)
+    assert torch.equal(found[..., 0], trained[..., 0])
+    for name in (1, 2, 3):
+        own = document == name
+        for depth in (1, 2, 3):
+            can = own & trained[..., depth] & (found[..., depth - 1] if depth > 1 else own)
+            count = min(int(can.sum()), round(int(own.sum()) * ratio**depth))
+            least = drawn[can].sort().values[:count]
+            assert torch.equal(found[..., depth] & own, can & torch.isin(drawn, least))
+            assert 0 < count < int(own.sum())
+    assert torch.equal(keep_share(trained, drawn, document, 1.0)[..., 1], trained[..., 1])
+    alone = keep_share(trained[:1, 30:42], drawn[:1, 30:42], document[:1, 30:42], ratio)
+    assert torch.equal(alone, found[:1, 30:42])
 
 
 def test_slots_that_are_not_trained_are_not_computed(target: Target) -> None:
