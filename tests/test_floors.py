@@ -149,7 +149,9 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 
 FAMILIES = re.compile(
-    r"dflash|dspark|eagle|ensemble|\bhass\b|medusa|ngram|small_?lm|two_?model", re.IGNORECASE
+    r"dflash|dspark|eagle|early_?exit|ensemble|\bhass\b|hydra_?heads|hydra_?pp|medusa|mlp_?speculator|ngram|"
+    r"redrafter|small_?lm|two_?model",
+    re.IGNORECASE,
 )
 # Where one of these words is not a family that code knows by name, and why.
 SPOKEN = {

@@ -55,6 +55,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], set[tuple[str, str]]]] = {
     "eagle3_terms": ("eagle3", {"losses": {"negative_log_acceptance": 1.0, "top_k": 0.5}}, set()),
     "eagle3_until": ("eagle3", {"until_first_miss": True}, set()),
     "dflash_until": ("dflash", {"until_first_miss": True}, set()),
+    "redrafter_projected": ("redrafter", {"exit_size": 24}, set()),
     "medusa_shared": ("medusa", {"shared_head": True}, set()),
     "small_lm": ("small_lm", {}, {("drafters/small_lm.py", "_hidden")}),
 }
@@ -440,7 +441,7 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
     targets[NAME].rooms = None
 
 
-CACHED = ["dflash", "dspark", "eagle", "eagle3", "p_eagle", "small_lm", "two_model"]
+CACHED = ["dflash", "dspark", "eagle", "eagle3", "hydra_pp", "p_eagle", "small_lm", "two_model"]
 CACHED += ["ensemble", "dflash2"]
 
 

@@ -1,7 +1,7 @@
 """Medusa-1: heads on the target's last hidden state (Cai et al., 2024, arXiv:2401.10774)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    Sums,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
-from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import LentLinear, within_calls
 from drafttrain.core.placed_batch import positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
@@ -27,7 +18,6 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import (
     About,
-    Drafter,
     DrafterConfig,
     DraftState,
     TrainingChance,
@@ -36,6 +26,7 @@ from drafttrain.drafters.base import (
     spec_bench,
 )
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
+from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +80,7 @@ class MedusaState(DraftState):
     depth: int = 0
 
 
-class Medusa(Drafter[MedusaState]):
+class Medusa(HeadDrafter[MedusaState]):
     """Head k reads the final hidden state of position t and predicts token t + 2 + k."""
 
     about = About("A Medusa", "2401.10774")
@@ -126,14 +117,11 @@ class Medusa(Drafter[MedusaState]):
 
     def _heads(self, vocab_size: int, **place: Any) -> nn.ModuleList:
         count = 1 if self.config.shared_head else self.config.num_heads
-        return nn.ModuleList(
-            LentLinear(self.spec.hidden_size, vocab_size, bias=False, **place) for _ in range(count)
-        )
+        return own_heads(self.spec.hidden_size, vocab_size, count, **place)
 
     def _say(self, k: int, hidden: Tensor) -> Tensor:
         """Return the logits of head k for final hidden states of the target."""
-        head = self.lm_heads[0 if self.config.shared_head else k]
-        logits = head(self.blocks[k](hidden))
+        logits = of_depth(self.lm_heads, k)(self.blocks[k](hidden))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
 
     def reduce(self, vocab: DraftVocab) -> None:
@@ -154,7 +142,6 @@ class Medusa(Drafter[MedusaState]):
         Distributions are compared at the position before the token: that of head k at t with the
         target's at t+1+k.
         """
-        assert self.vocab is None, "heads are trained over the whole vocabulary"
         config = self.config
         rows, ahead = positions_to_predict(batch, 2)
         kinds = torch.arange(config.num_heads, device=rows.device)[:, None]
@@ -166,30 +153,8 @@ class Medusa(Drafter[MedusaState]):
             for block, at in zip(self.blocks, reads, strict=True)
         ]
         places = torch.arange(len(rows), device=rows.device).where(known, -1)
-        target_probs = None
-        if config.needs_target_probs:
-            flat = rows * batch.tokens.shape[1] + ahead - 1
-            target_probs = TargetProbs(
-                features.readout, features.final_hidden.flatten(0, 1), flat, None
-            )
-        weights = [config.head_decay**k for k in range(config.num_heads)]
-        labels = batch.tokens[rows, ahead]
-        chains = FirstMiss.along_text(config, rows, ahead, config.num_heads)
-
-        def compare(states: list[Tensor]) -> Sums:
-            matrices = [head.get_parameter("weight") for head in self.lm_heads]
-            heads = [OutputHead(matrix, scale=config.logit_scale) for matrix in matrices]
-            return chunked_losses(
-                *(config, weights, heads, states, places, labels, target_probs),
-                against_text=True,
-                first_miss=chains,
-            )
-
-        terms = loss_terms(weights, within_calls(list(self.lm_heads), states, compare))
-        return {
-            name: replace(term, uncovered=None)
-            for name, term in zip(self.depth_terms, terms, strict=True)
-        }
+        told = (config.head_decay, config.logit_scale)
+        return self.compare(states, places, rows, ahead, batch, features, *told)
 
     def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> MedusaState:
         return MedusaState(readout)

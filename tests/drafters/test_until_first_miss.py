@@ -26,6 +26,7 @@ from drafttrain.target.model import Target, load_target
 FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "eagle3": ({"unroll": 4, "draft_vocab_coverage": 1.0}, False),
     "hass": ({"unroll": 4, "token_weight": 1.0}, False),
+    "hydra_heads": ({}, True),
     "medusa": ({}, True),
     "dflash": ({"block_size": 5}, True),
 }

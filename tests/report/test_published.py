@@ -11,6 +11,7 @@ from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.hydra_heads import HydraHeads
 from drafttrain.drafters.medusa import Medusa
 from drafttrain.drafters.two_model import TwoModel
 
@@ -34,7 +35,9 @@ def test_a_family_without_published_numbers_has_no_such_table() -> None:
     assert "Published for this family" not in markdown(report_of(many_prompts(prompts=6)))
 
 
-@pytest.mark.parametrize("family", [DFlash, DFlash2, DSpark, Eagle, Eagle3, Medusa, TwoModel])
+@pytest.mark.parametrize(
+    "family", [DFlash, DFlash2, DSpark, Eagle, Eagle3, HydraHeads, Medusa, TwoModel]
+)
 def test_every_quoted_number_has_a_source_and_is_plausible(family: type) -> None:
     sources = r"arXiv:\d{4}\.\d{5}(, table \d+)?|Spec-Bench leaderboard|[\w-]+/[\w-]+#\d+"
     for one in family.published:  # type: ignore[attr-defined]

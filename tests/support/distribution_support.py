@@ -117,6 +117,7 @@ SETTINGS: dict[str, Callable[[Small], dict[str, Any]]] = {
         "selector_top_k": len(small.words) - 1,
     },
     "eagle3": lambda small: {"layers": [0, 1, 2], "draft_vocab_size": len(small.words) - 1},
+    "early_exit": lambda small: {"exit_layer": 1},
     "two_model": lambda small: {"path": _draft_model(small, small.words)},
     "two_model/intersection": lambda small: {
         "path": _draft_model(small, _other_words(small)),
@@ -135,7 +136,7 @@ FAMILIES = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem != "adm
 DRAFTERS = FAMILIES + [name for name in SETTINGS if "/" in name and name.split("/")[0] in FAMILIES]
 
 
-SEED_OF = {"eagle3_1": 4, "p_eagle": 4}
+SEED_OF = {"eagle3_1": 4, "hydra_heads": 5, "p_eagle": 4, "redrafter": 6}
 
 
 def drafter_for(name: str, small: Small) -> Drafter:

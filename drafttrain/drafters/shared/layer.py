@@ -93,6 +93,13 @@ class LayerShape:
     attention_output_bias: bool
     qk_norm: bool
 
+    @classmethod
+    def of(cls, spec: TargetSpec) -> "LayerShape":
+        """Return the shape of the target's own layers, without scaling, biases and inner norms."""
+        sizes = (spec.hidden_size, spec.intermediate_size)
+        heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+        return cls(*sizes, *heads, spec.rms_norm_eps, spec.rope_theta, None, False, False, False)
+
     def attention(self, input_width: int) -> Attention:
         """Return the layer's attention, which reads `input_width` values per position."""
         return Attention(
@@ -134,14 +141,11 @@ class LayerShape:
 
 
 @dataclass
-class LayerState(DraftState):
-    """The drafter's cache; positions from `committed` on hold its own unverified nodes."""
+class CachedState(DraftState):
+    """The drafter's cache, and the rotation of each position that it may hold."""
 
     cache: RaggedCache
     table: Rotation
-    committed: list[int]  # per row
-    hidden: Float[Tensor, "batch width hidden"] | None = None  # the newest level's
-    level: Branches | None = None  # the newest level of a tree
 
     def turn(self, num_tokens: int) -> Rotation:
         """Return the rotation of the next `num_tokens` positions of each row."""
@@ -150,6 +154,15 @@ class LayerState(DraftState):
         else:
             places = self.cache.positions(num_tokens, self.table.cos.device)
         return Rotation(self.table.cos[places], self.table.sin[places])
+
+
+@dataclass
+class LayerState(CachedState):
+    """Positions of the cache from `committed` on hold the drafter's own unverified nodes."""
+
+    committed: list[int]  # per row
+    hidden: Float[Tensor, "batch width hidden"] | None = None  # the newest level's
+    level: Branches | None = None  # the newest level of a tree
 
 
 class CachedDrafter(Drafter[LayerState]):

@@ -1,0 +1,75 @@
+"""ReDrafter: a recurrent network beside the target's hidden state (arXiv:2403.09919, 2024)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drafttrain.core.readout import Readout
+from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.base import About
+from drafttrain.drafters.medusa import ResidualBlocks
+from drafttrain.drafters.shared.heads import own_heads
+from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReDrafterConfig(SequentialConfig):
+    """Shape and loss of ReDrafter; exit_size: null reads state and hidden state as they are."""
+
+    unroll: int
+    num_layers: int
+    exit_size: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("unroll", "num_layers"):
+            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        inside = self.exit_size is None or self.exit_size >= 1
+        self.require("exit_size", inside, "be at least 1, or null for twice the target's width")
+
+    def build(self, spec: TargetSpec) -> "ReDrafter":
+        return ReDrafter(self, spec)
+
+
+class ReDrafter(SequentialHeads):
+    """s = SiLU(W embedding(token) + U s + b), from s = 0; [f_t; s] through blocks to one head.
+
+    Embeddings are the target's. Every depth has the same weights, so that it may draft deeper than
+    it was trained. It drafts under a policy, as all families do, where the paper searches by beam.
+    """
+
+    about = About("A ReDrafter", "2403.09919")
+    published = ()  # as printed, the largest speedups only
+    config: ReDrafterConfig
+
+    def __init__(self, config: ReDrafterConfig, spec: TargetSpec) -> None:
+        super().__init__(config, spec, config.unroll)
+        width = spec.hidden_size
+        inner = config.exit_size or 2 * width
+        self.rnn_w = nn.Linear(width, width, bias=False)
+        self.rnn_u = nn.Linear(width, width)
+        self.input_proj = None if config.exit_size is None else nn.Linear(2 * width, inner)
+        self.blocks = ResidualBlocks(inner, config.num_layers, bias=True)
+        self.lm_heads = own_heads(inner, spec.vocab_size, 1)
+
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Copy the target's head to the hidden state's columns, as Medusa's heads begin."""
+        if self.input_proj is None:
+            with torch.no_grad():
+                columns = self.lm_heads[0].get_parameter("weight")[:, : self.spec.hidden_size]
+                columns.copy_(readout.head)
+
+    def start(self, hidden: Tensor) -> Tensor:
+        return torch.cat([hidden, torch.zeros_like(hidden)], dim=-1)
+
+    def follow(self, depth: int, states: Tensor, tokens: Tensor, readout: Readout) -> Tensor:
+        hidden, state = states.chunk(2, dim=-1)
+        embedded = readout.embed(tokens).to(states.dtype)
+        state = functional.silu(self.rnn_w(embedded) + self.rnn_u(state))
+        return torch.cat([hidden, state], dim=-1)
+
+    def leave(self, depth: int, states: Tensor) -> Tensor:
+        return self.blocks(states if self.input_proj is None else self.input_proj(states))
