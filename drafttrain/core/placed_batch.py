@@ -45,3 +45,17 @@ def positions_to_predict(
     host = host_of(batch)
     rows, columns = (host.loss_mask & (host.positions >= distance)).nonzero(as_tuple=True)
     return send(rows, batch.tokens.device), send(columns, batch.tokens.device)
+
+
+def positions_to_unroll(
+    batch: Batch, depths: int
+) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"], Int[Tensor, "depth position"]]:
+    """Return (rows, columns) of trained tokens, and which pair predicts each at every depth.
+
+    Pair t of a row is of position t and token t + 1, so that a row has one less than it has tokens;
+    the pairs of all rows are numbered in order. -1: the last token read would be before the text.
+    """
+    rows, columns = positions_to_predict(batch, 2)
+    depth = torch.arange(depths, device=rows.device)[:, None]
+    places = rows * (batch.tokens.shape[1] - 1) + columns - 2 - depth
+    return rows, columns, places.masked_fill(batch.positions[rows, columns] - 2 < depth, -1)

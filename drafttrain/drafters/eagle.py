@@ -25,7 +25,7 @@ from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_predict
+from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -180,12 +180,8 @@ class Eagle(LayerDrafter):
     def _compare(
         self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
     ) -> Losses:
-        config, readout, length = self.config, features.readout, batch.tokens.shape[1]
-        rows, ahead = positions_to_predict(batch, 2)
-        depths = torch.arange(len(states), device=rows.device)[:, None]
-        places = rows * (length - 1) + ahead - 2 - depths
-        # Deeper than this, the last token would be before the text.
-        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
+        config, readout = self.config, features.readout
+        rows, ahead, places = positions_to_unroll(batch, len(states))
         truth = features.final_hidden[rows, ahead - 1]
         order = torch.arange(len(rows), device=rows.device)
         chains = FirstMiss.along_text(config, rows, ahead, len(states))

@@ -22,7 +22,7 @@ from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recom
 from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_predict
+from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
@@ -188,11 +188,7 @@ class Eagle3(LayerDrafter):
             hidden, state, newest = recomputed(self._step, own, weight, hidden, turn, mask, past)
             past = [*past, newest]
             states.append(state.flatten(0, 1))
-        rows, ahead = positions_to_predict(batch, 2)
-        depths = torch.arange(steps, device=rows.device)[:, None]
-        places = rows * length + ahead - 2 - depths
-        # Deeper than this, the last token would be before the text.
-        places = places.masked_fill(batch.positions[rows, ahead] - 2 < depths, -1)
+        rows, ahead, places = positions_to_unroll(batch, steps)
         return self.compare(states, places, rows, ahead, batch, features)
 
     def _step(
