@@ -149,8 +149,8 @@ def test_a_class_name_stands_for_one_class() -> None:
 
 
 FAMILIES = re.compile(
-    r"dflash|dspark|eagle|early_?exit|ensemble|\bhass\b|hydra_?heads|hydra_?pp|medusa|mlp_?speculator|ngram|"
-    r"redrafter|small_?lm|two_?model",
+    r"dflash|dspark|eagle|early_?exit|ensemble|\bhass\b|hydra_?heads|hydra_?pp|medusa|mlp_?speculator|"
+    r"\bmtp\b|ngram|redrafter|small_?lm|two_?model",
     re.IGNORECASE,
 )
 # Where one of these words is not a family that code knows by name, and why.

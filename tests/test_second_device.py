@@ -441,8 +441,8 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
     targets[NAME].rooms = None
 
 
-CACHED = ["dflash", "dspark", "eagle", "eagle3", "hydra_pp", "p_eagle", "small_lm", "two_model"]
-CACHED += ["ensemble", "dflash2"]
+CACHED = ["dflash", "dspark", "eagle", "eagle3", "hydra_pp", "mtp", "p_eagle", "small_lm"]
+CACHED += ["two_model", "ensemble", "dflash2"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from drafttrain.runtime.hardware import choose_device
 from drafttrain.runtime.lock import beside, hold
 from drafttrain.runtime.settings import AUTO, require
 from drafttrain.runtime.terminal import console, working
-from drafttrain.target.pretrained.models import load_tokenizer
+from drafttrain.target.pretrained.models import find, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def export(config: ExportConfig) -> None:
                 wanted.settings,
                 wanted.card,
                 lambda: load_tokenizer(config.model),
-                partial(_measured, config, wanted) if settings.measured_prompts else None,
+                measure=partial(_measured, config, wanted) if settings.measured_prompts else None,
+                target_folder=lambda: find(config.model, weights=True),
             )
         for line in done.lines():
             console.print(line)

@@ -87,7 +87,8 @@ class PrefixLayer(nn.Module):
         self, hidden: Tensor, turn: Rotation, cache: RaggedCache, last: Int[Tensor, " batch"]
     ) -> Float[Tensor, "batch 1 hidden"]:
         """Return the state of each row's last new position, within a pass of a cache's `run`."""
-        mixed = attend_cached(self.layer.enter(hidden, turn), cache, 0)
+        queries, keys, values = self.layer.enter(hidden, turn)
+        mixed = attend_cached((queries, keys, values), cache, 0)
         return self.norm(rows_at(self.layer.finish(hidden, mixed), last))
 
 

@@ -86,14 +86,14 @@ class PlainView:
         names = self.files.names
         return frozenset(n for n in names if n.removesuffix(SCALE) not in names - {n})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor; Unfit names those that are not stored as config.json says."""
-        held = self.files.tensors()
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the tensors whose names begin so; Unfit: not stored as config.json says."""
+        held = self.files.tensors(prefix)
         if not self.config.get(KEY):
             return held
         complaints = _unknown(self.config[KEY])
         found = {}
-        for name in sorted(self.names):
+        for name in sorted(name for name in self.names if name.startswith(prefix)):
             weight, scale = held[name], held.get(name + SCALE)
             if (weight.dtype == FP8) != (scale is not None):
                 complaints.append(

@@ -255,7 +255,7 @@ def expected_loss(
     ahead: int,
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
-    if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "redrafter"):
+    if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
     if name == "hass":

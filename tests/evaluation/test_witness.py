@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from builders import BY_TEMPLATE, model_config
+from builders import BY_TEMPLATE, drafter_config, model_config
 from paths import ROOT
 from test_evaluate import settings
 
@@ -608,6 +608,16 @@ def test_what_vllm_cannot_do_is_refused_before_anything_is_decoded(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         checked(target, lookup, **changes)
+
+
+def test_a_drafter_within_its_target_is_served_from_the_directory_of_both(
+    target: Target, lookup: Drafter
+) -> None:
+    drafter = drafter_config("mtp").build(target.spec)
+    given: dict[str, Any] = {"drafter": drafter, "drafter_name": "mtp", "target_dir": Path("alone")}
+    served = checked(target, lookup, **given, serving_dir=Path("both"))
+    assert served.target_dir == Path("both")
+    assert served.speculation(3) == {"method": "mtp", "num_speculative_tokens": 3}
 
 
 def test_drafts_are_sampled_as_vllm_can(target: Target, lookup: Drafter) -> None:

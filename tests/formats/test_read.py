@@ -29,6 +29,7 @@ from published import (
     edited,
     faster_decoding,
     medusa,
+    mtp,
     normal,
     p_eagle,
     without,
@@ -94,8 +95,7 @@ def test_a_published_layout_computes_what_its_authors_mean(
     count = 30  # past the 16 positions that llama3's scaling counts from
     tokens = torch.randint(VOCAB, (count + 1 + DEPTH,)).tolist()
     captured, final = torch.randn(3, count, WIDTH).double(), torch.randn(count, WIDTH).double()
-    if not theirs.drafter.captures:
-        captured = captured[:0]
+    captured = captured[: len(theirs.drafter.captures)]
     tensors = {
         n: t.double() if t.is_floating_point() else t for n, t in published.tensors.items()
     } | {"the target's head": target.readout.head.double()}
@@ -501,6 +501,22 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     "no mask of P-EAGLE": (
         lambda: edited(p_eagle(), ptd_token_id=97),
         r"config\.json must hold one of 97 ids as mask_token_id or pard_token or .*, got 97$",
+    ),
+    "an MTP module of experts": (
+        lambda: edited(mtp("qwen"), mtp__layers__0__mlp__experts__0__up_proj__weight=normal(4, 4)),
+        r"is a mixture of experts \(mtp\.layers\.0\.mlp\.experts\.0\.up_proj\.weight\)$",
+    ),
+    "an MTP module with gated attention": (
+        lambda: edited(mtp("qwen"), mtp__layers__0__self_attn__q_proj__weight=normal(64, WIDTH)),
+        r"its MTP layer has gated attention \(mtp\.layers\.0\.self_attn\.q_proj\)$",
+    ),
+    "two MTP modules": (
+        lambda: edited(mtp(), model__mtp_layers__1__input_proj__weight=normal(WIDTH, 2 * WIDTH)),
+        r"it holds 2 MTP modules, only a single one can be read$",
+    ),
+    "an MTP module that lacks a norm": (
+        lambda: edited(mtp("qwen"), mtp__pre_fc_norm_hidden__weight=None),
+        r"missing: mtp\.pre_fc_norm_hidden\.weight$",
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="xpress"),

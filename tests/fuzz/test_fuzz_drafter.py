@@ -19,6 +19,7 @@ from published import (
     eagle3,
     faster_decoding,
     medusa,
+    mtp,
     p_eagle,
 )
 from test_read import admitted
@@ -44,6 +45,8 @@ def layouts() -> list[Published]:
         eagle(),
         medusa("bias"),
         p_eagle(),
+        mtp(),
+        mtp("qwen", kind="qwen3"),
         faster_decoding(1, "model.safetensors"),
     ]
 

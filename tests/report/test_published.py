@@ -13,6 +13,7 @@ from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.hydra_heads import HydraHeads
 from drafttrain.drafters.medusa import Medusa
+from drafttrain.drafters.mtp import MTP
 from drafttrain.drafters.two_model import TwoModel
 
 QUOTED = Published("Llama", "tree", "chats", "MT-bench", "A100", 2.0, None, "arXiv:2401.00001")
@@ -36,7 +37,7 @@ def test_a_family_without_published_numbers_has_no_such_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [DFlash, DFlash2, DSpark, Eagle, Eagle3, HydraHeads, Medusa, TwoModel]
+    "family", [DFlash, DFlash2, DSpark, Eagle, Eagle3, HydraHeads, Medusa, MTP, TwoModel]
 )
 def test_every_quoted_number_has_a_source_and_is_plausible(family: type) -> None:
     sources = r"arXiv:\d{4}\.\d{5}(, table \d+)?|Spec-Bench leaderboard|[\w-]+/[\w-]+#\d+"

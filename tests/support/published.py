@@ -183,6 +183,43 @@ def between_convolutions(
     return convolved(1, sublayer(convolved(0, values)))
 
 
+MTP_NAMES = {  # of the projection and its norms, of the final norm, and what the layer begins with
+    "mimo": ("input_proj", "hidden_layernorm", "token_layernorm", "final_layernorm", ""),
+    "qwen": ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm", "layers.0."),
+}
+
+
+def mtp_reference(shape: dict[str, Any], variant: str) -> Callable:
+    """As vLLM's mimo_mtp.py, or its qwen3_next_mtp.py with a plain layer, in a loop."""
+    place = {"mimo": "model.mtp_layers.0.", "qwen": "mtp."}[variant]
+    project, of_hidden, of_token, final_norm, layer = MTP_NAMES[variant]
+
+    def run(
+        t: Tensors, captured: Tensor, final: Tensor, embedding: Tensor, tokens: list[int]
+    ) -> Tensor:
+        t = {name.removeprefix(place): tensor for name, tensor in t.items()}
+        eps, logits = shape["eps"], []
+        states = captured[0] if variant == "mimo" else final
+        for _ in range(DEPTH):
+            embedded = embedding[tokens[1 : len(states) + 1]]
+            if variant == "mimo":
+                embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
+            parts = [
+                rms(states, t[f"{of_hidden}.weight"], eps),
+                rms(embedded, t[f"{of_token}.weight"], eps),
+            ]
+            pairs = torch.cat(parts if variant == "mimo" else parts[::-1], dim=-1)
+            pairs = pairs @ t[f"{project}.weight"].T
+            normed = rms(pairs, t[f"{layer}input_layernorm.weight"], eps)
+            state = layer_reference(t, layer, shape, normed, pairs)
+            state = rms(state, t[f"{final_norm}.weight"], eps)
+            logits.append(t["the target's head"] @ state)
+            states = torch.cat([states, state[None]])
+        return torch.stack(logits)
+
+    return run
+
+
 def block_reference(shape: dict[str, Any], num_layers: int, size: int, mask: int) -> Callable:
     """The states of one block after the features: a dense softmax over both, nothing masked."""
 
@@ -651,12 +688,34 @@ def p_eagle(*variant: str, num_layers: int = 3, **shape: Any) -> Published:
     return replace(made, reference=reference)
 
 
+def mtp(variant: str = "mimo", *flags: str, kind: str = "mimo", **shape: Any) -> Published:
+    """A target's checkpoint, of which the module and another tensor are here."""
+    torch.manual_seed(4)
+    sizes, place = SHAPE | shape, {"mimo": "model.mtp_layers.0.", "qwen": "mtp."}[variant]
+    project, *norms, layer = MTP_NAMES[variant]
+    tensors = {f"{place}{name}.weight": 1 + normal(WIDTH) for name in norms}
+    tensors |= {
+        f"{place}{project}.weight": normal(WIDTH, 2 * WIDTH),
+        f"{place}{layer}input_layernorm.weight": 1 + normal(WIDTH),
+        **layer_tensors(f"{place}{layer}", WIDTH, sizes, frozenset(flags)),
+        "model.layers.0.mlp.up_proj.weight": normal(40, WIDTH),
+    }
+    config = llama_config(sizes, frozenset(flags)) | {
+        "architectures": ["MiMoForCausalLM"], "model_type": kind, "num_hidden_layers": 4,
+        "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    return Published(config, tensors, mtp_reference(sizes, variant))
+
+
 LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
     "DFlash-2": ("dflash2", dflash2),
     "DFlash-2, three taps, own embedding, every token": (
         "dflash2",
         lambda: dflash2("embedding", taps=3, group=1, top_k=VOCAB),
     ),
+    "MTP of MiMo": ("mtp", lambda: mtp("mimo", "qkv_bias")),
+    "MTP of MiMo, rope llama3": ("mtp", lambda: mtp(kind="llama", scaling=LLAMA3)),
+    "MTP named as Qwen3-Next's": ("mtp", lambda: mtp("qwen", "qk_norm", kind="qwen3")),
     "DSpark": ("dspark", dspark),
     "DSpark, gated, own embedding": ("dspark", lambda: dspark("gated", "embedding")),
     "DSpark of speculators": ("speculators_dspark", lambda: dspark("speculators")),

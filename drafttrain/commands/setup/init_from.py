@@ -64,6 +64,11 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
         if isinstance(given, AdmittedConfig):
             found: DrafterConfig = load_choice("drafter", family)
             return found
+        if family != name and given.layout is not None and given.layout.within_target:
+            raise ValueError(
+                f"run.init_from={folder} must hold {given.layout.title}, and holds none; leave out "
+                f"run.init_from to train a new {name} drafter"
+            )
         if family != name:  # a family was named, with its training settings
             raise ValueError(
                 f"run.init_from={folder} holds a drafter of the family {family}, got "

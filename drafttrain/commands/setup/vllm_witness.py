@@ -42,7 +42,7 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
             f"eval.batch_size must be 1 with eval.engine=vllm, got {settings.batch_size}: counters "
             "are compared prompt by prompt; other sizes are swept by eval.batch_sizes"
         )
-    if served.serving_dir == place:
+    if place in (served.serving_dir, served.target_dir):
         wanted = replace(
             load_choice("export", "vllm"),
             dtype="float32",
@@ -63,7 +63,9 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
         place.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = parts.target.tokenizer
         export_drafter(
-            parts.drafter, served_as(config.model), place, wanted, card, lambda: tokenizer
+            *(parts.drafter, served_as(config.model), place, wanted, card),
+            lambda: tokenizer,
+            target_folder=lambda: target_dir,
         )
     return served
 

@@ -88,6 +88,8 @@ def serve_commands(
     """
     speculative = {"method": layout.method, "model": model, "num_speculative_tokens": depth}
     speculative |= {"parallel_drafting": True} if layout.parallel else {}
+    if layout.within_target:
+        target = str(speculative.pop("model"))
     speculative["draft_sample_method"] = draft_sample_method
     vllm = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     commands = {"vLLM": shlex.join(vllm)}

@@ -6,8 +6,9 @@ from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpecul
 from drafttrain.drafters.serving.dspark_layout import DSparkLayout, DSparkSpeculators
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Eagle3Speculators
 from drafttrain.drafters.serving.eagle_layout import EagleLayout
-from drafttrain.drafters.serving.layout import Layout
+from drafttrain.drafters.serving.layout import Layout, ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import FasterDecodingLayout, MedusaLayout
+from drafttrain.drafters.serving.mtp_layout import MTPLayout
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout, PEagleSpeculators
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -21,6 +22,7 @@ LAYOUTS: tuple[Layout, ...] = (
     PEagleLayout(),
     Eagle3Layout(),
     EagleLayout(),
+    MTPLayout(),
     MedusaLayout(),
     FasterDecodingLayout(),
     CausalLMLayout(),
@@ -38,4 +40,8 @@ VLLM_METHODS: dict[str, str | None] = {
 # Those of which vLLM must be told that one pass drafts all tokens.
 VLLM_PARALLEL = frozenset(
     name for layout in LAYOUTS if layout.parallel for name in (layout.family, layout.kind)
+)
+# Those that lie in the target's checkpoint: vLLM is given no directory of the drafter's own.
+VLLM_WITHIN = frozenset(
+    layout.kind for layout in LAYOUTS if isinstance(layout, ServedLayout) and layout.within_target
 )

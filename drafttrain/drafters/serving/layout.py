@@ -31,7 +31,7 @@ class Files(Protocol):
     @property
     def names(self) -> frozenset[str]: ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]: ...
 
 
 class Sign(NamedTuple):
@@ -164,6 +164,8 @@ class ServedLayout(Layout):
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
     # The names of weights that vLLM computes with in 8 bits where config.json says so; None: none.
     eight_bits: ClassVar[re.Pattern[str] | None] = None
+    within_target: ClassVar[bool] = False  # its tensors lie in the target's checkpoint
+    held: ClassVar[tuple[str, ...]] = ()  # what their names begin with there
 
     @abstractmethod
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
@@ -181,6 +183,13 @@ class ServedLayout(Layout):
         captures: the layers that the drafter was trained on.
         """
         return []
+
+    def within(self, config: Config, target: Config) -> Config:
+        """Return the config.json of a target that holds the drafter, from both; if `within_target`.
+
+        Unfit where the target cannot hold it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define within(config, target)")
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
         """Return why vLLM cannot serve it with a target that vLLM knows; "" if it can."""

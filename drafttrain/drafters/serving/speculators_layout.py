@@ -53,9 +53,10 @@ class NativeView:
         """The names of the drafter's own tensors."""
         return frozenset(n for n in self.files.names if not n.startswith(FROM_VERIFIER))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the drafter's own tensors."""
-        return {n: t for n, t in self.files.tensors().items() if not n.startswith(FROM_VERIFIER)}
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the drafter's own tensors whose names begin so."""
+        found = self.files.tensors(prefix)
+        return {n: t for n, t in found.items() if not n.startswith(FROM_VERIFIER)}
 
 
 class SpeculatorsLayout(DerivedLayout):

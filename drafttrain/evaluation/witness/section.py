@@ -17,7 +17,7 @@ from drafttrain.data.template import Template
 from drafttrain.decode.loop import is_lossless, speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.engines import told_by_path
-from drafttrain.drafters.serving.known import VLLM_METHODS, VLLM_PARALLEL
+from drafttrain.drafters.serving.known import VLLM_METHODS, VLLM_PARALLEL, VLLM_WITHIN
 from drafttrain.evaluation.certify import gap_of, last_logits
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
@@ -106,9 +106,12 @@ def check_witness(
             "eval.draft_temperature must be null (drafts sampled as the target is) or 0 (the most "
             f"likely token) with eval.engine=vllm, which has no other, got {draft_sampling}"
         )
+    within = drafter_name in VLLM_WITHIN
+    if within:
+        target_dir = serving_dir or target_dir  # which holds both
     return ServedDrafter(
         target_dir,
-        None if drafter.lookup is not None else serving_dir,
+        None if within or drafter.lookup is not None else serving_dir,
         method,
         drafter.lookup,
         greedy_drafts,

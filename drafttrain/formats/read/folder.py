@@ -63,10 +63,11 @@ class Folder:
         """Return the directory without its weights, to check the fit before they take memory."""
         return replace(self, outlined=True)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name, on the CPU, as stored."""
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the tensors whose names begin so, by name, on the CPU, as stored."""
         found: dict[str, Tensor] = {}
-        for file, entries in self.entries.items():
+        for file, every in self.entries.items():
+            entries = {name: entry for name, entry in every.items() if name.startswith(prefix)}
             whole = [n for n, entry in entries.items() if not self.outlined or _is_map(entry)]
             found |= {
                 name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")

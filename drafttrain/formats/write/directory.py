@@ -17,7 +17,9 @@ from drafttrain.report.card import MADE_BY
 
 CONFIG, WEIGHTS, CARD = FILES = ("config.json", "model.safetensors", "README.md")
 INDEX = f"{WEIGHTS}.index.json"
+ADDED = "drafter.safetensors"  # a drafter's tensors beside those of its target
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors", re.ASCII)
+CODE = ".py"  # of a model that brings its own
 # The other files of a draft model: a tokenizer, as Transformers writes it.
 MODEL_FILES = frozenset(
     {"generation_config.json", "chat_template.jinja", "added_tokens.json", "merges.txt"}
@@ -62,7 +64,9 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     card = folder / CARD
     # A model in this folder may be replaced if it is an export; other models never are.
     export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    ours = {*FILES, *({*MODEL_FILES, INDEX, *filter(SHARD.fullmatch, found)} if export else ())}
+    more = {*MODEL_FILES, INDEX, ADDED, *filter(SHARD.fullmatch, found)}
+    more |= {name for name in found if name.endswith(CODE)}
+    ours = {*FILES, *(more if export else ())}
     foreign = [name for name in found if name not in ours]
     if foreign:
         raise ValueError(
@@ -81,7 +85,8 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
         # mkdtemp's 0700 and safetensors' 0600 would lock out a server run by another user.
         draft.chmod(0o755)
         for file in draft.iterdir():
-            file.chmod(0o644)
+            if file.stat().st_nlink == 1:  # else it is the target's own too
+                file.chmod(0o644)
         if folder.exists():
             old = draft.with_name(f"{draft.name}.old")
             os.replace(folder, old)

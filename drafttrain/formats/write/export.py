@@ -23,6 +23,7 @@ from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.formats.write.precision import Precision
 from drafttrain.formats.write.rounding import Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
+from drafttrain.formats.write.stitch import add_to_target, config_within
 from drafttrain.report.card import CardData, model_card
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,12 +74,14 @@ def export_drafter(
     card: CardData,
     load_tokenizer: Callable[[], Any] | None = None,
     measure: Callable[[Drafter], str] | None = None,
+    target_folder: Callable[[], Path | None] | None = None,
 ) -> Exported:
     """Write config.json, weights and README.md into `folder`, all or nothing.
 
     `target` is the target's name in serve commands: a directory or a Hub repository. A drafter that
     is a language model gets the target's tokenizer too, so that Transformers can load the folder.
     measure: returns a note on the drafter that the written files give, for the output and the card.
+    One that engines read from within its target is added to a copy of the target's own folder.
     Raises ValueError, with nothing written, if the folder is in use, if the format cannot hold the
     drafter, if an engine would misread the weights, or if the written files do not give it back.
     """
@@ -107,15 +110,29 @@ def export_drafter(
     settings = native
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
-    settings = {**settings, **precision.config}
     notes = [*told.notes, *precision.notes]
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-    if spec.fingerprint:
+    inside = None
+    if layout is not None and layout.within_target:
+        inside = target_folder() if target_folder is not None else None
+        if inside is None:
+            raise ValueError(
+                f"model must be a directory or a repository for a {name} drafter, which engines "
+                f"read from within its target's checkpoint; {target} has no files"
+            )
+        settings = config_within(layout, native, inside, spec.fingerprint)
+    else:
+        settings = {**settings, **precision.config}
+    if spec.fingerprint and inside is None:
         # Engines ignore it; when the export is loaded here again, it reveals a changed target.
         settings["target_fingerprint"] = spec.fingerprint
     with all_or_nothing(folder, config.overwrite) as draft:
         (draft / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        write_weights(draft, precision.stored(tensors), config.max_shard_size)
+        if inside is None:
+            write_weights(draft, precision.stored(tensors), config.max_shard_size)
+        else:
+            assert layout is not None
+            add_to_target(draft, inside, precision.stored(tensors), layout.held)
         rounding = read_back(draft, drafter, precision, derived or layout)
         if measure is not None:
             notes.append(measure(precision.as_engines_compute(rounding.written)))
