@@ -109,6 +109,16 @@ def test_a_choice_that_builds_on_another_says_only_what_differs(group: str) -> N
             assert not [key for key, value in raw.items() if (key, value) in below.items()], name
 
 
+@pytest.mark.parametrize("name", [name for name in choices("drafter") if name != "admitted"])
+def test_what_a_choice_sets_is_what_hydra_composes(name: str) -> None:
+    """Hydra joins a dict with that of the choice built on: the losses of both would count."""
+    told = overrides_with("drafter", name)
+    composed = OmegaConf.to_container(compose("plan", told).drafter)
+    given = {text.partition("=")[0].removeprefix("drafter.") for text in told}
+    expected = content_of("drafter", name)
+    assert all(composed[key] == value for key, value in expected.items() if key not in given)
+
+
 def class_of(group: str, target: str | None) -> type:
     import importlib
 
