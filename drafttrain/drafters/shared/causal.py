@@ -1,5 +1,6 @@
-"""A whole causal language model of Transformers as a drafter, with its own key-value cache."""
+"""Drafters that read the text itself, such as a whole causal language model of Transformers."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,8 @@ class CausalState(DraftState):
     level: Branches | None = None  # the newest level of a tree
 
 
-class CausalDrafter(Drafter[CausalState]):
-    """Drafts the model's continuation of the text; the target's features are not used.
+class TokenDrafter(Drafter[CausalState]):
+    """A drafter that reads tokens alone, with a key-value cache; it uses no features.
 
     A token is read when the next one is drafted. So the last token of a fully accepted chain is not
     in the cache, and is read together with the bonus. After a tree all accepted tokens are read
@@ -42,6 +43,68 @@ class CausalDrafter(Drafter[CausalState]):
 
     captures = ()
     branches = True
+
+    @abstractmethod
+    def after(
+        self, state: CausalState, tokens: Int[Tensor, "batch new"], counts: Sequence[int] | None
+    ) -> Float[Tensor, "batch width draft_vocab"]:
+        """Append own tokens to the cache; return the logits after each row's last real one.
+
+        counts: how many of each row's tokens are real; None: all are, and logits follow each.
+        """
+
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> CausalState:
+        """Return a state in which the first token of each row is unread."""
+        unread, counts = self._in_own_ids(first_tokens[:, None], [1] * len(first_tokens))
+        return CausalState(readout, unread, counts, RaggedCache(rooms=self.rooms))
+
+    def observe(
+        self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
+    ) -> None:
+        """Roll back drafted tokens that were not accepted; keep tokens not yet in the cache."""
+        kept = [0 if state.level else min(count - 1, state.drafted) for count in counts]
+        state.level = None
+        if state.drafted:
+            lengths = zip(state.cache.lengths, kept, strict=True)
+            state.cache.rollback([length - state.drafted + keep for length, keep in lengths])
+            state.drafted = 0
+        new = self._in_own_ids(*without_first(tokens, counts, kept))
+        state.unread, state.counts = joined((state.unread, state.counts), new)
+
+    def expand(
+        self, state: CausalState, newest: Tensor | None, parents: Tensor | None = None
+    ) -> Tensor:
+        """Read the unread tokens, or each row's newest nodes, and return the logits after them."""
+        if newest is None:
+            assert min(state.counts) > 0, "observe comes before expand"
+            tokens, counts = state.unread, state.counts
+            state.unread, state.counts = tokens[:, :0], [0] * len(tokens)
+            return self.after(state, tokens, counts)
+        if parents is not None:
+            state.cache.branches = state.level = Branches.level(state.level, parents)
+        state.drafted += newest.shape[1]
+        return self.after(state, self._drafted(newest), None)
+
+    def _in_own_ids(
+        self, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
+    ) -> tuple[Int[Tensor, "batch own"], list[int]]:
+        """Return committed target ids as the drafter's own ids."""
+        return tokens, list(counts)
+
+    def _drafted(self, tokens: Int[Tensor, "batch width"]) -> Int[Tensor, "batch width"]:
+        """Return drafted target ids as the drafter's own ids."""
+        return tokens
+
+    def select(self, state: CausalState, rows: Sequence[int]) -> None:
+        state.unread = state.unread[send_numbers(rows, state.unread.device)]
+        state.counts = [state.counts[row] for row in rows]
+        if state.cache.lengths:  # empty before anything was read
+            state.cache.select(rows)
+
+
+class CausalDrafter(TokenDrafter):
+    """Drafts a model's continuation of the text."""
+
     # Buffers, None if all ids are the same in both models: the ids that are drafted, the model's
     # columns for them, and the own id that stands for each target id (-1: several ids).
     target_ids: Tensor | None
@@ -145,38 +208,17 @@ class CausalDrafter(Drafter[CausalState]):
                 f"prompt, output and depth need {capacity}; shorten one of them, or choose a "
                 "drafter with a longer context"
             )
-        unread, counts = self._in_own_ids(first_tokens[:, None], [1] * len(first_tokens))
-        return CausalState(readout, unread, counts, RaggedCache(rooms=self.rooms))
+        return super().begin(readout, first_tokens, capacity)
 
-    def observe(
-        self, state: CausalState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
-    ) -> None:
-        """Roll back drafted tokens that were not accepted; keep tokens not yet in the cache."""
-        kept = [0 if state.level else min(count - 1, state.drafted) for count in counts]
-        state.level = None
-        if state.drafted:
-            lengths = zip(state.cache.lengths, kept, strict=True)
-            state.cache.rollback([length - state.drafted + keep for length, keep in lengths])
-            state.drafted = 0
-        new = self._in_own_ids(*without_first(tokens, counts, kept))
-        state.unread, state.counts = joined((state.unread, state.counts), new)
+    def after(
+        self, state: CausalState, tokens: Tensor, counts: Sequence[int] | None
+    ) -> Float[Tensor, "batch width draft_vocab"]:
+        return self._read(state.cache, tokens, counts)
 
-    def expand(
-        self, state: CausalState, newest: Tensor | None, parents: Tensor | None = None
-    ) -> Tensor:
-        """Read the unread tokens, or each row's newest nodes, and return the logits after them."""
-        if newest is None:
-            assert min(state.counts) > 0, "observe comes before expand"
-            tokens, counts = state.unread, state.counts
-            state.unread, state.counts = tokens[:, :0], [0] * len(tokens)
-            return self.read(state.cache, tokens, counts)[:, None]
+    def _drafted(self, tokens: Tensor) -> Tensor:
         # Drafted tokens are shared ones, but for draws of a tree after all of these (`without`): of
         # such a token any id may be read, as what is drafted after it is recorded.
-        tokens = newest if self.reading is None else self.reading[newest].clamp(min=0)
-        if parents is not None:
-            state.cache.branches = state.level = Branches.level(state.level, parents)
-        state.drafted += tokens.shape[1]
-        return self._read(state.cache, tokens, None)
+        return tokens if self.reading is None else self.reading[tokens].clamp(min=0)
 
     def read(
         self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
@@ -238,12 +280,6 @@ class CausalDrafter(Drafter[CausalState]):
             for token, single in zip(theirs[:count], mine[:count], strict=True):
                 row += self.spelled[token] if single < 0 else [single]
         return padded_rows(rows, tokens.device)
-
-    def select(self, state: CausalState, rows: Sequence[int]) -> None:
-        state.unread = state.unread[send_numbers(rows, state.unread.device)]
-        state.counts = [state.counts[row] for row in rows]
-        if state.cache.lengths:  # empty before anything was read
-            state.cache.select(rows)
 
 
 def without_first(tokens: Tensor, counts: Sequence[int], dropped: Sequence[int]) -> Ragged:
