@@ -157,7 +157,8 @@ class EarlyExit(TokenDrafter):
         """Return the target's hidden states before layer `exit_layer`."""
         for number, layer in enumerate(self.shallow):
             assert isinstance(layer, BlockLayer)
-            hidden = layer.finish(hidden, attention(number, layer.enter(hidden, turn)))
+            queries, keys, values = layer.enter(hidden, turn)
+            hidden = layer.finish(hidden, attention(number, (queries, keys, values)))
         return hidden
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
