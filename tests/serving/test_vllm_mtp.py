@@ -16,7 +16,8 @@ import torch
 from architectures import build
 from conftest import character_tokenizer
 from overfit import decisive_texts, overfit, target_at
-from test_vllm import DEPTH, ask_vllm, card_of, decode, export_config, request
+from test_vllm import DEPTH, ask_vllm, card_of, decode, export_config
+from test_vllm import request as asked
 
 from drafttrain.core.types import Counters
 from drafttrain.formats.write.export import export_drafter
@@ -38,15 +39,16 @@ WIDE: dict[str, Any] = {
 Answers = tuple[Target, list[tuple[tuple[int, ...], Counters]], dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+@pytest.fixture(scope="module", params=["own head", "tied"])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Return the target, what we said and counted, and vLLM's answers by case."""
     python = os.environ.get("DRAFTTRAIN_VLLM_PYTHON", "")
     if not Path(python).is_file():
         pytest.fail(f"DRAFTTRAIN_VLLM_PYTHON must name an interpreter with vLLM, got {python!r}")
     folder = tmp_path_factory.mktemp("within")
     place, out = folder / "qwen2", folder / "with_module"
-    model = build("qwen2", WIDE).model
+    tied = {"tie_word_embeddings": request.param == "tied"}  # as the smaller Qwen2.5 are
+    model = build("qwen2", WIDE | tied).model
     with torch.no_grad():  # a final norm that matters: the module reads the state before it
         model.model.norm.weight.uniform_(0.2, 2.0, generator=torch.Generator().manual_seed(0))
     model.save_pretrained(place)
@@ -67,8 +69,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     _, _, served, *_, speculative = shlex.split(done.commands["vLLM"])  # as a user is told
     assert served == str(out)
     requests = [
-        request("qwen2", place, texts, None),
-        request("module", out, texts, json.loads(speculative)),
+        asked("qwen2", place, texts, None),
+        asked("module", out, texts, json.loads(speculative)),
     ]
     ours = [decode(target, drafter, text.prompt, MAX_NEW_TOKENS) for text in texts]
     return target, ours, ask_vllm(python, folder, requests, MAX_NEW_TOKENS)
