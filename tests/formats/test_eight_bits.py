@@ -1,6 +1,7 @@
 """Exports in 8 bits: what they are worth, what reads them, and what rounding cost."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_activations_are_rounded_token_by_token() -> None:
     assert torch.equal(found[0, 0], rounded_by_token(values[0, 0]))  # whatever stands beside it
     assert torch.equal(found[:, 2], values[:, 2])
     assert 0 < float((found - values).abs()[:, 0].max()) < float(values[:, 0].abs().max() / 16)
+
+
+def test_engines_are_told_which_products_stay_in_sixteen_bits() -> None:
+    """vLLM matches a layer's name from its start; "Linear" would take what is not named here."""
+    patterns = [name.removeprefix("re:") for name in WRITTEN["ignore"]]
+
+    def ignored(layer: str) -> bool:
+        return any(re.match(f"{pattern}$", layer) is not None for pattern in patterns)
+
+    assert ignored("lm_head")
+    assert ignored("model.layers.32.attention_conv.kernel_projection")
+    assert ignored("model.layers.32.mlp_conv.kernel_projection")
+    assert not ignored("model.layers.32.self_attn.qkv_proj")
+    assert not ignored("model.fc")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
