@@ -28,7 +28,7 @@ from drafttrain.formats.write.export import export_drafter
 from drafttrain.formats.write.precision import Precision
 from drafttrain.target.model import Target, load_target
 
-FAMILIES = ("dflash", "dspark", "eagle3", "eagle3_1", "eagle", "p_eagle")
+FAMILIES = ("dflash", "dflash2", "dspark", "eagle3", "eagle3_1", "eagle", "p_eagle")
 PRODUCTS = ("fc.weight", "_proj.weight")
 
 
