@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import draft_model_dir, drafter_config, drafter_values
+from builders import draft_model_dir, drafter_config
 from paths import ROOT
 
+from drafttrain.config.groups import content_of
 from drafttrain.core import losses
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.layer_calls import LayerCalls
@@ -47,7 +48,7 @@ POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree
 
 def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     """Build a drafter as its yaml says, less what TINY and overrides change."""
-    values = drafter_values(YAML[name])
+    values = content_of("drafter", name)
     module, cls = values.pop("_target_").rsplit(".", 1)
     if name == "two_model":
         values["path"] = draft_model_dir(spec.vocab_size)
@@ -377,7 +378,7 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
         torch.manual_seed(0)
         whole = (
             {"draft_vocab_coverage": 1.0}
-            if "draft_vocab_coverage" in drafter_values(YAML[name])
+            if "draft_vocab_coverage" in content_of("drafter", name)
             else {}
         )
         drafter = build(name, target.spec, **whole)

@@ -13,6 +13,7 @@ from builders import draft_model_dir, model_config
 from paths import ROOT
 from test_drafters import NoChance, as_batch, build
 
+from drafttrain.config.groups import content_of
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.core.sampling_config import GREEDY
@@ -102,7 +103,7 @@ def test_a_fresh_one_takes_the_shape_asked_for_and_the_targets_positions(target:
 
 def test_the_default_has_at_most_a_fifth_of_the_embedded_targets_parameters() -> None:
     target = load_target(replace(model_config(EMBEDDED), name="tiny"), torch.float32, "cpu")
-    values = yaml.safe_load((ROOT / "conf/drafter/small_lm.yaml").read_text())
+    values = content_of("drafter", "small_lm")
     del values["_target_"]
     drafter = SmallLMConfig(**values).build(target.spec)
     share = sum(p.numel() for p in drafter.parameters()) / sum(

@@ -8,9 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-from paths import ROOT
-
+from drafttrain.config.groups import content_of
 from drafttrain.data.template import Template
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.target.pretrained.config import ModelConfig
@@ -39,17 +37,9 @@ def model_config(folder: Path) -> ModelConfig:
     )
 
 
-def drafter_values(file: Path) -> dict[str, Any]:
-    """The settings of a drafter's yaml, with those of the ones that it builds on."""
-    own = yaml.safe_load(file.read_text())
-    below = [base for base in own.pop("defaults", []) if base != "_self_"]
-    values = [drafter_values(ROOT / f"conf/drafter/{base}.yaml") for base in below]
-    return {key: value for each in values for key, value in each.items()} | own
-
-
 def drafter_config(name: str, **changes: Any) -> DrafterConfig:
     """A drafter as conf/drafter/<name>.yaml says, less what is changed."""
-    values = drafter_values(ROOT / f"conf/drafter/{name}.yaml")
+    values = content_of("drafter", name)
     module, _, kind = values.pop("_target_").rpartition(".")
     return getattr(importlib.import_module(module), kind)(**values | changes)
 

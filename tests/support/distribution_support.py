@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import drafter_config, drafter_values, model_config
+from builders import drafter_config, model_config
 from paths import ROOT
 from torch import Tensor
 from transformers import (
@@ -25,6 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from drafttrain.config.groups import content_of
 from drafttrain.core.sampling import probabilities
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.decode.policy import Policy
@@ -146,7 +147,7 @@ def drafter_for(name: str, small: Small) -> Drafter:
         config = drafter_config(name, members=members)
         assert isinstance(config, JoinedConfig)
         return config.join(small.target.spec, [drafter_for(each, small) for each in members]).eval()
-    values = drafter_values(CONF / f"{name.split('/')[0]}.yaml")
+    values = content_of("drafter", name.split("/")[0])
     module, kind = values.pop("_target_").rsplit(".", 1)
     values |= SETTINGS.get(name, lambda small: {})(small)
     config = getattr(importlib.import_module(module), kind)(**values)
