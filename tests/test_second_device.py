@@ -442,7 +442,7 @@ def capturing(targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch) -> It
 
 
 CACHED = ["dflash", "dspark", "eagle", "eagle3", "hydra_pp", "mtp", "p_eagle", "small_lm"]
-CACHED += ["two_model", "ensemble", "dflash2"]
+CACHED += ["two_model", "early_exit", "ensemble", "dflash2"]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def drafter_for(target: Target, seed: int = 0, **changes: Any) -> Drafter:
 def export(drafter: Drafter, target: Path, out: Path, **changes: Any) -> Exported:
     card = dataclasses.replace(CARD, family="mtp", about=drafter.about)
     settings = config_of(dtype="float32", **changes)
-    return export_drafter(drafter, str(target), out, settings, card, None, lambda: target)
+    return export_drafter(drafter, str(target), out, settings, card, target_folder=lambda: target)
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_a_target_that_cannot_hold_it_is_named(
     drafter, out = drafter_for(loaded(sharded)), tmp_path / "out"
     card = dataclasses.replace(CARD, family="mtp")
     with pytest.raises(ValueError, match=r"must be a directory or a repository .* has no files"):
-        export_drafter(drafter, "random", out, config_of(), card, None, lambda: None)
+        export_drafter(drafter, "random", out, config_of(), card, target_folder=lambda: None)
     with pytest.raises(ValueError, match="has other weights: their fingerprint is not"):
         export(drafter, tiny_target_dir, out)
     pickled = tmp_path / "pickled"
