@@ -37,13 +37,13 @@ DEBUG = "DRAFTTRAIN_DEBUG"  # set to 1: errors come with their traceback
 # The section that names the folder, where it is not `run`.
 PLACES = {"compare": "compare", "capture": "store", "regenerate": "regenerate", "plan": "plan"}
 # What to say after "interrupted", where nothing more is known.
-GOES_ON = {
+RESUMES = {
     "train": "; the same command with run.resume=true resumes",
     "capture": "; the same command resumes where it stopped",
     "regenerate": "; the same command resumes from what is answered",
     "evaluate": "; the same command resumes from what it measured",
     "tune": "; the same command resumes from what it measured",
-    "generate": "; with chat.out the same command goes on with what is missing",
+    "generate": "; with chat.out the same command resumes with what is missing",
 }
 OPTIONS = (
     *("--help", "--config", "--cfg", "--info", "--config-dir", "--multirun", "--slurm"),
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if code is not None:
                     return code
             # A command that saves more when it is asked to stop installs a handler of its own.
-            with StopRequest(GOES_ON.get(command, "")).listening():
+            with StopRequest(RESUMES.get(command, "")).listening():
                 module = importlib.import_module(f"drafttrain.commands.{command}")
                 getattr(module, command)(loaded)
             return 0
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stopped.code
     except KeyboardInterrupt:  # before a command listens
         if rank() == 0:
-            say_error(f"interrupted{GOES_ON.get(command or '', '')}")
+            say_error(f"interrupted{RESUMES.get(command or '', '')}")
         return 130
     except BrokenPipeError:  # the reader of our output has left, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -88,12 +88,12 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     compiler = choose_compiler(config.hardware, ranks.device)
     if compiler:
         config.deepspeed.check_compiled()
-    said: list[str] = []  # lines for train.log, kept until its folder exists
+    log_lines: list[str] = []  # lines for train.log, kept until its folder exists
 
     def say(line: str) -> None:
         if ranks.is_main:
             console.print(line)
-            said.append(line)
+            log_lines.append(line)
 
     for line in [*intentions(config), *changes]:
         say(line)
@@ -161,7 +161,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         if start is not None:
             record["start"] = {"origin": start.origin, "target_fingerprint": start.fingerprint}
         write_whole(folder / PROVENANCE, json.dumps(record, indent=2) + "\n")
-        append_log(folder, said)
+        append_log(folder, log_lines)
     tracker = open_tracker(
         config.tracker,
         folder,
@@ -202,7 +202,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
     say(f"next: {follow_up('evaluate', f'run.dir={folder}')}")
     if engine.is_main:
-        append_log(folder, said)
+        append_log(folder, log_lines)
 
 
 def intentions(config: TrainConfig) -> list[str]:

@@ -285,8 +285,8 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
                 parent = key
             if comment or (value and not nested):
                 name = f"{parent}.{key}" if nested else key
-                said = " ".join(comment) or below.get(name, ("",))[0]
-                found[name] = (said, value.strip())
+                described = " ".join(comment) or below.get(name, ("",))[0]
+                found[name] = (described, value.strip())
         comment = []
     return found | {name: told for name, told in below.items() if name not in found}
 

@@ -1,7 +1,7 @@
 """The shape of a tree of drafted tokens: which node follows which, and what each one sees.
 
-The last committed token is the root; it is not a node. Nodes come in any order in which each comes
-after its parent. A chain is a tree too, but the loop needs no shape for it.
+A tree follows the last committed token, which is not a node. Nodes come in any order in which each
+comes after its parent. A chain is a tree too, but the loop needs no shape for it.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Branches:
     def level(cls, last: "Branches | None", parents: Int[Tensor, "rows new"]) -> "Branches":
         """Return the next level of a tree: node i follows node parents[i] of the last level.
 
-        last: None for the first level, all of whose nodes follow the root.
+        last: None for the first level, all of whose nodes follow the last token.
         """
         rows, width = parents.shape
         own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(rows, -1, -1)
@@ -51,7 +51,7 @@ class Branches:
 class Tree:
     """The shape of a proposal. `rows` is 1 where all rows share it.
 
-    parents: of each node; -1 is the root. depth: 1 for the children of the root. seen: a node's
+    parents: of each node; -1: the last token. depth: 1 for its children. seen: a node's
     ancestors and itself. deepest: no node is deeper; widest: none has more children.
     """
 
@@ -81,19 +81,19 @@ class Tree:
 
     @cached_property
     def children(self) -> Int[Tensor, "rows place child"]:
-        """The nodes that follow the root (place 0) and node j (place j + 1), in order, then -1."""
+        """The nodes that follow the last token (place 0) and node j (place j + 1), then -1."""
         parents = self.parents
         rows, num_nodes = parents.shape
         room = (num_nodes + 1) * self.widest
         rank = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)
-        # A row's padding also follows the root: what has no room there goes into a last spot.
+        # A row's padding also follows the last token: what has no room there has a last spot.
         spots = torch.where(rank < self.widest, (parents + 1) * self.widest + rank, room)
         order = torch.arange(num_nodes, device=parents.device).expand(rows, -1)
         filled = parents.new_full((rows, room + 1), -1).scatter_(1, spots, order)
         return filled[:, :room].unflatten(1, (num_nodes + 1, self.widest))
 
     def path_to(self, nodes: Int[Tensor, " batch"]) -> Int[Tensor, "batch depth"]:
-        """Return each row's path from the root to its node, that included, padded with 0."""
+        """Return each row's path from the last token to its node, that included, padded with 0."""
         rows, num_nodes = len(nodes), self.parents.shape[1]
         seen = self.seen.expand(rows, -1, -1)[torch.arange(rows, device=nodes.device), nodes]
         order = torch.arange(num_nodes, device=nodes.device)
@@ -102,7 +102,7 @@ class Tree:
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Return each node's depth; the children of the root have depth 1."""
+    """Return each node's depth; the children of the last token have depth 1."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

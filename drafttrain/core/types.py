@@ -171,9 +171,9 @@ class Proposal:
     ones, on the CPU: the host must know them without asking. `draft_probs[:, j]` is a distribution
     that children were *really* drawn from (after temperature, top-k and top-p, over target ids, in
     the precision of the draw): the first child of its node, and the others with or without
-    replacement. `sources[k]` is the j of the children of place k (0 is the root, k is node k - 1);
-    None: k itself, as in a chain. draft_probs None: all tokens were chosen deterministically, and
-    the children of a node differ.
+    replacement. `sources[k]` is the j of the children of place k (0: the last token; k: node
+    k - 1); None: k itself, as in a chain. draft_probs None: all tokens were chosen
+    deterministically, and the children of a node differ.
     """
 
     tokens: Int[Tensor, "batch node"]

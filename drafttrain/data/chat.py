@@ -111,8 +111,8 @@ def own_words(recorded: Recorded | None, content: str, tokenizer: Any) -> Record
     """
     if recorded is None or recorded.tokens is None:
         return recorded
-    said = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
-    ours = said.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
+    text = tokenizer.decode(list(recorded.tokens), skip_special_tokens=True)
+    ours = text.rstrip(CUT_CHARACTER).strip().endswith(content.rstrip(CUT_CHARACTER).strip())
     return recorded if ours else Recorded(None, recorded.finished)
 
 
@@ -131,9 +131,9 @@ def sample_of(
     mask, rewritten = np.zeros(len(ids), dtype=bool), located.num_rewritten
     for span in located.spans:
         inside = (starts >= span.start) & (starts < span.end)
-        said = None if span.recorded is None else span.recorded.tokens
+        own = None if span.recorded is None else span.recorded.tokens
         # For later turns the text is tokenised anew: it is trained where that changes no token.
-        if said is not None and np.array(ids)[inside].tolist() != list(said):
+        if own is not None and np.array(ids)[inside].tolist() != list(own):
             rewritten += 1
             continue
         mask |= inside

@@ -82,7 +82,7 @@ class Pace:
         """
         self.seconds = self._seconds_of(len(names), sum(starts) / len(starts))
         self.ahead = np.array([self._acceptance(name) for name in names])
-        self.kept, self.said = np.array([self.words[name] for name in names]).T
+        self.kept, self.predicted = np.array([self.words[name] for name in names]).T
         self.path = np.ones(len(names))
         self.confidence: list[np.ndarray] = []
         rates = (len(names) + np.cumsum(self.ahead.cumprod(1).sum(0))) / self.seconds[1:]
@@ -109,11 +109,11 @@ class Pace:
         Drafters say too much or too little: what counts is how a confidence compares with those
         before it, by what was accepted of those. The first one of a text says nothing yet.
         """
-        said = np.array(confidence)
+        predicted = np.array(confidence)
         kept = self.kept + PRIOR * self.ahead[:, len(self.confidence)]
-        sure = said * kept / np.maximum(self.said + PRIOR * said, 1e-9)
+        sure = predicted * kept / np.maximum(self.predicted + PRIOR * predicted, 1e-9)
         self.path = self.path * np.minimum(sure, 1.0)
-        self.confidence.append(said)
+        self.confidence.append(predicted)
         depth = len(self.confidence)
         if depth == self.policy.depth or self.probing:
             return False
@@ -134,10 +134,10 @@ class Pace:
             self.accepted[name] *= DECAY
             self.tested[name][:tested] += 1
             self.accepted[name][:count] += 1
-            said = [float(each[place]) for each in self.confidence[:tested]]
-            if said:  # a drafter that proposes a whole chain says nothing
+            predicted = [float(each[place]) for each in self.confidence[:tested]]
+            if predicted:  # a drafter that proposes a whole chain says nothing
                 kept, before = self.words[name]
-                self.words[name] = (DECAY * kept + count, DECAY * before + sum(said))
+                self.words[name] = (DECAY * kept + count, DECAY * before + sum(predicted))
 
     def _acceptance(self, name: int) -> np.ndarray:
         """Return how often each position is accepted, where the one before it was, for a row.

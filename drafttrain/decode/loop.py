@@ -233,7 +233,7 @@ def keep_path(
 ) -> TargetFeatures:
     """Move the accepted nodes of a tree together in the cache; return the features along the path.
 
-    lengths: of the rows before the verification, whose first token is the root.
+    lengths: of the rows before the verification, whose first token is the last one committed.
     """
     target.keep(cache, [length + 1 for length in lengths], path)
     return features.take(functional.pad(path + 1, (1, 0)))

@@ -66,7 +66,7 @@ class Policy(ABC):
 class StaticTree(Policy):
     """The same shape in every cycle (Medusa, Cai et al., 2024, section 2.1.2; Sequoia, 2024).
 
-    parents: of each node, -1 for the root; nodes come level by level. The k-th child of a node is
+    parents: of each node (-1: the last token); nodes come level by level. A node's k-th child is
     the drafter's k-th choice, or its k-th draw; draws of one node are made without replacement,
     unless `replacement`.
     """
@@ -87,7 +87,7 @@ class StaticTree(Policy):
 
     @cached_property
     def levels(self) -> tuple["Level", ...]:
-        """The levels of the tree, from the children of the root on."""
+        """The levels of the tree, from the children of the last token on."""
         depths = depths_of(self.parents)
         inner = [-1, *sorted({parent for parent in self.parents if parent >= 0})]
         found = []

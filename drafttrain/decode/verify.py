@@ -271,7 +271,7 @@ def verify_block(
 class Walk:
     """The way down a proposal, of all rows at once: each at a place, or stopped there.
 
-    Place 0 is the root, place j + 1 is node j.
+    Place 0 is the last token, place j + 1 is node j.
     """
 
     def __init__(self, proposal: Proposal) -> None:

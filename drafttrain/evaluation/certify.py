@@ -208,14 +208,14 @@ def near_tie(target: Target, text: Sequence[int]) -> tuple[float, float]:
     the whole text and those of passes that read the last few tokens at once, as the loops do.
     """
     tokens = torch.tensor([list(text)], device=target.device)
-    said = last_logits(target, tokens)
+    logits = last_logits(target, tokens)
     noise = 0.0
     for width in (width for width in PASS_WIDTHS if width < len(text)):
         cache = target.begin()
         target.step(cache, tokens[:, :-width], last_only=True)
         stepped, _ = target.step(cache, tokens[:, -width:], last_only=True)
-        noise = max(noise, float((said - stepped[0, -1].float()).abs().max()))
-    return gap_of(said), noise
+        noise = max(noise, float((logits - stepped[0, -1].float()).abs().max()))
+    return gap_of(logits), noise
 
 
 @torch.inference_mode()

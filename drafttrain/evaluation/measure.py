@@ -375,11 +375,11 @@ def _group(
         tokens = [prompt_tokens(messages[p], target.tokenizer, template) for p in places]
         outputs = _decode(target, {name: decode[name](tokens, rows=places) for name in order})
         for name in decode:
-            for (_, prompt), asked, said in zip(members, tokens, outputs[name], strict=True):
+            for (_, prompt), asked, output in zip(members, tokens, outputs[name], strict=True):
                 about = (prompt.id, turn, prompt.task, name, block, len(asked))
-                results.append(PromptResult(*about, said.tokens, said.stats))
-        for place, said in zip(places, outputs[PLAIN], strict=True):
-            answer = target.tokenizer.decode(said.tokens, skip_special_tokens=True)
+                results.append(PromptResult(*about, output.tokens, output.stats))
+        for place, output in zip(places, outputs[PLAIN], strict=True):
+            answer = target.tokenizer.decode(output.tokens, skip_special_tokens=True)
             messages[place].append(Message("assistant", answer))
     return results
 

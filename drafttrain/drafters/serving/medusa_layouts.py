@@ -150,8 +150,8 @@ class FasterDecodingLayout(Layout):
         if not heads or not blocks:
             raise Unfit(["it must hold heads I.J.linear.weight and I.J.weight, found none"])
         values = Values(raw)
-        said = values.integer("num_heads", MAX_LAYERS, 0) if "num_heads" in raw else 0
-        num_heads = max(max(heads) + 1, said)
+        counted = values.integer("num_heads", MAX_LAYERS, 0) if "num_heads" in raw else 0
+        num_heads = max(max(heads) + 1, counted)
         num_layers = values.integer(
             "num_hidden_layers", MAX_LAYERS, 1 + max(layer for _, layer in blocks)
         )
@@ -177,8 +177,9 @@ class FasterDecodingLayout(Layout):
             for i, (place, _) in sorted(heads.items())
             if place != num_layers
         ]
-        if "num_heads" in raw and said < num_heads:
-            reading.notes.append(f"config.json counts {said} heads, the weights hold {num_heads}")
+        if "num_heads" in raw and counted < num_heads:
+            told = f"config.json counts {counted} heads, the weights hold {num_heads}"
+            reading.notes.append(told)
         return reading
 
 

@@ -43,8 +43,8 @@ def answers_to_rewrite(batch: Batch, fraction: float, chance: Chance) -> list[An
                 continue
             places = (document[row] == conversation).nonzero().squeeze(1)
             first, stop = int(places[0]), int(places[-1]) + 1
-            said = mask[row, first:stop]
-            starts = (said[1:] & ~said[:-1]).nonzero().squeeze(1) + 1
+            answer = mask[row, first:stop]
+            starts = (answer[1:] & ~answer[:-1]).nonzero().squeeze(1) + 1
             if len(starts):
                 begins = [first + start for start in starts.tolist()]
                 found.append([Answer(row, conversation, first, at, stop) for at in begins])

@@ -37,11 +37,11 @@ def compare_with_ours(
     neither counts the prefill as a draft.
     """
     found = []
-    for place, (mine, said, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
+    for place, (mine, theirs, counted) in enumerate(zip(ours, tokens, counters, strict=True)):
         position = gap = None
-        if tuple(said) != mine.tokens:
-            position = first_difference(mine.tokens, said)
-            if position < min(len(mine.tokens), len(said)):  # else one of them ended too early
+        if tuple(theirs) != mine.tokens:
+            position = first_difference(mine.tokens, theirs)
+            if position < min(len(mine.tokens), len(theirs)):  # else one of them ended too early
                 gap = gap_at(place, position)
         elif _same(mine.counters, counted):
             continue

@@ -188,10 +188,10 @@ def _measured(events: Sequence[Event], num_prompts: int) -> EngineMeasurement:
             seconds[place].append(event["seconds"] / len(event["prompts"]))
             decode[place].append(event["decode_seconds"][row])
     return EngineMeasurement(
-        tokens=tuple(said[0] for said in tokens),
+        tokens=tuple(each[0] for each in tokens),
         seconds=tuple(map(statistics.median, seconds)),
         decode_seconds=tuple(map(statistics.median, decode)),
-        num_unstable=sum(len(set(said)) > 1 for said in tokens),
+        num_unstable=sum(len(set(each)) > 1 for each in tokens),
     )
 
 

@@ -266,7 +266,7 @@ def _row(
             for accepted in counters.num_accepted_tokens_per_position
         ],
         seconds=BothSeconds(sum(batch.plain.seconds), sum(batch.speculative.seconds)),
-        num_output_tokens=sum(len(said) for said in batch.speculative.tokens),
+        num_output_tokens=sum(len(output) for output in batch.speculative.tokens),
         tokens_per_second=Speeds(speed(rows_of(plain)), speed(rows_of(drafted))),
         speedup=speedup(drafted, plain, resampling),
         outputs_differing=sum(a != b for a, b in pairs),

@@ -310,24 +310,25 @@ def take(dialogue: Dialogue, completion: Completion) -> None:
     choice = completion.choices[0]
     if choice.finish_reason not in ("stop", "length"):
         return dialogue.stop(f"ended by {shown(choice.finish_reason, 40)}", "", final=True)
-    said, tokens = choice.message, choice.token_ids
-    if tokens is None and (said.reasoning_content or said.reasoning):
+    message, tokens = choice.message, choice.token_ids
+    if tokens is None and (message.reasoning_content or message.reasoning):
         return dialogue.stop(
             "reasoning kept apart from the answer, and no tokens",
             "serve without a reasoning parser, or by vLLM, which gives the tokens too",
             final=True,
         )
     count = completion.usage.completion_tokens if completion.usage else len(tokens or [])
-    return dialogue.take(said.content or "", tokens or None, count, choice.finish_reason == "stop")
+    finished = choice.finish_reason == "stop"
+    return dialogue.take(message.content or "", tokens or None, count, finished)
 
 
 def describe(error: BaseException, config: RegenerateSettings) -> str:
     """Return what is wrong with the endpoint's reply, in one line, with the key hidden."""
     status, body = getattr(error, "status_code", None), getattr(error, "body", None)
-    said = str((isinstance(body, dict) and body.get("message")) or error)
+    text = str((isinstance(body, dict) and body.get("message")) or error)
     if key := _key(config):
-        said = said.replace(key, "[the key]")
-    said = shown(" ".join(said.split()), SHOWN)
+        text = text.replace(key, "[the key]")
+    text = shown(" ".join(text.split()), SHOWN)
     if isinstance(error, UntrustedError):
-        return said
-    return f"{status}: {said}" if status else f"{type(error).__name__}: {said}"
+        return text
+    return f"{status}: {text}" if status else f"{type(error).__name__}: {text}"

@@ -132,7 +132,7 @@ def take_tokens(
 ) -> None:
     """Add an answer given as tokens; the stop token is not part of its text."""
     finished = bool(tokens) and tokens[-1] in spec.eos_token_ids
-    said = tokens[:-1] if finished else tokens
+    answer = tokens[:-1] if finished else tokens
     # As an endpoint returns it: without the tokens that mark turns.
-    text = tokenizer.decode(list(said), skip_special_tokens=True)
+    text = tokenizer.decode(list(answer), skip_special_tokens=True)
     dialogue.take(text, tokens, len(tokens), finished)

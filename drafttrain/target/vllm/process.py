@@ -211,9 +211,9 @@ class Process:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
 
-    def failure(self, said: Sequence[Event]) -> ValueError:
+    def failure(self, events: Sequence[Event]) -> ValueError:
         """Return the error of a worker that ended before its work was done."""
-        texts = [event["text"] for event in said if event["event"] == "error"]
+        texts = [event["text"] for event in events if event["event"] == "error"]
         if texts and "No module named 'vllm'" in texts[-1]:
             return ValueError(
                 f"{self.key} must name the python of an environment with vLLM, but there vllm "

@@ -383,12 +383,12 @@ def one_line(error: Exception) -> str:
 
 def main(request_path: str) -> None:
     """Serve the request; an error is printed in one line, and its traceback goes to the log."""
-    said: TextIO = os.fdopen(os.dup(1), "w")
+    output: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints belongs in the log
 
     def say(**event: Any) -> None:
-        said.write(json.dumps(event) + "\n")
-        said.flush()
+        output.write(json.dumps(event) + "\n")
+        output.flush()
 
     request = json.loads(Path(request_path).read_text())
     try:
