@@ -38,12 +38,15 @@ from drafttrain.drafters.base import (
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape
 
+INPUTS = "tokens", "features"  # of `fc`, in this order
+
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(DepthLossConfig, LayerConfig):
     """Shape and loss of EAGLE-1; its width is the target's, because it uses the target's head.
 
     token_weight: the weight of all `losses` together, as feature_weight is of the regression.
+    reads: which of its two inputs it reads; the other one is zero (the paper's ablation).
     unroll: the alignment steps of HASS; 1 trains on the target's features alone.
     """
 
@@ -51,6 +54,7 @@ class EagleConfig(DepthLossConfig, LayerConfig):
     feature_weight: float
     token_weight: float
     feature_noise: float
+    reads: list[str]
     unroll: int
 
     layout = EagleLayout()
@@ -61,6 +65,8 @@ class EagleConfig(DepthLossConfig, LayerConfig):
         self.require("unroll", self.unroll >= 1, "be at least 1")
         more = self.unroll > 1 or not self.until_first_miss
         self.require("until_first_miss", more, "be false with drafter.unroll=1, which drafts once")
+        known = len(set(self.reads)) == len(self.reads) > 0 and {*self.reads} <= {*INPUTS}
+        self.require("reads", known, f"be one or both of {', '.join(INPUTS)}")
         for key in ("feature_weight", "token_weight", "feature_noise"):
             self.require(key, getattr(self, key) >= 0, "be at least 0")
 
@@ -129,7 +135,12 @@ class Eagle(LayerDrafter):
         self, readout: Readout, tokens: Tensor, features: Tensor
     ) -> Float[Tensor, "batch seq hidden"]:
         embedded = self.embed(readout, tokens)
-        return self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
+        both = dict(zip(INPUTS, (embedded, features.to(embedded.dtype)), strict=True))
+        read = [
+            each if name in self.config.reads else torch.zeros_like(each)
+            for name, each in both.items()
+        ]
+        return self.fc(torch.cat(read, dim=-1))
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return feature regression and token losses (equations 2 to 4: soft cross-entropy).
@@ -232,6 +243,7 @@ class Eagle(LayerDrafter):
         SafeAILab's `bias` key is left out: both engines would read it as the attention's bias,
         find none in the file, and draft from uninitialised memory.
         """
+        width = self.spec.hidden_size
         config = {
             # SGLang takes the first name that it knows; vLLM can only wrap the second.
             "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
@@ -239,7 +251,11 @@ class Eagle(LayerDrafter):
             **self.serving_keys(),
         }
         tensors = dict(self.state_dict())
+        for name, columns in zip(INPUTS, (slice(width), slice(width, None)), strict=True):
+            if name not in self.config.reads:  # an engine reads both
+                tensors["fc.weight"] = tensors["fc.weight"].clone()
+                tensors["fc.weight"][:, columns] = 0
         if self.embed_tokens is None:
             tensors = rescaled(tensors, self.spec.embedding_scale)
-        tensors.setdefault("fc.bias", torch.zeros(self.spec.hidden_size, dtype=dtype_of(self)))
+        tensors.setdefault("fc.bias", torch.zeros(width, dtype=dtype_of(self)))
         return config, tensors
