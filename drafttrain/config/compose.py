@@ -53,6 +53,7 @@ STARTED_FROM = ("model", "trainer", "drafter")
 ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
     "learning_rate": ["trainer.lr"],
+    "lr": ["trainer.lr"],
     "epochs": ["trainer.max_steps"],
     "steps": ["trainer.max_steps"],
 }

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from builders import BY_TEMPLATE, drafter_config, model_config
 from paths import ROOT
 from test_evaluate import settings
@@ -24,7 +23,6 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.ngram import NgramConfig
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import (
     Ours,
@@ -385,9 +383,7 @@ def target(tiny_target_dir: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def lookup(target: Target) -> Drafter:
-    values = yaml.safe_load((CONF / "drafter" / "ngram.yaml").read_text())
-    del values["_target_"]
-    return NgramConfig(**values).build(target.spec).eval()
+    return drafter_config("ngram").build(target.spec).eval()
 
 
 PROMPTS = [
@@ -621,11 +617,7 @@ def test_a_drafter_within_its_target_is_served_from_the_directory_of_both(
 
 
 def test_drafts_are_sampled_as_vllm_can(target: Target, lookup: Drafter) -> None:
-    from drafttrain.drafters.medusa import MedusaConfig
-
-    values = yaml.safe_load((CONF / "drafter" / "medusa.yaml").read_text())
-    del values["_target_"]
-    medusa = MedusaConfig(**values).build(target.spec)
+    medusa = drafter_config("medusa").build(target.spec)
     warm: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9}
     heads: dict[str, Any] = {"drafter": medusa, "drafter_name": "medusa", **warm}
     assert checked(target, lookup, **heads, draft_temperature=0.0).greedy_drafts
