@@ -64,7 +64,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     done = export_drafter(
         *(drafter, str(place), out, export_config(), card_of("mtp")),
         partial(getattr, target, "tokenizer"),
-        lambda: place,
+        target_folder=lambda: place,
     )
     _, _, served, *_, speculative = shlex.split(done.commands["vLLM"])  # as a user is told
     assert served == str(out)
