@@ -110,8 +110,8 @@ def test_a_run_says_what_its_trainer_chose_and_resumes_with_it(
     assert "  trainer=auto  optimizer=muon" in said
     chosen = yaml.safe_load((run / "config.yaml").read_text())["trainer"]
     steps, size = chosen["max_steps"], chosen["tokens_per_step"]
-    assert (steps, size, chosen["lr"]) == (4, 256, 4e-3)
-    assert f"trainer=auto chose steps={steps} of {size} tokens  lr=0.004" in said
+    assert (steps, size, chosen["lr"]) == (4, 256, 8e-3)
+    assert f"trainer=auto chose steps={steps} of {size} tokens  lr=0.008" in said
     assert main([*train, "run.resume=true"]) == 0
     assert "nothing is left to train" in capsys.readouterr().out
     assert main([*train, "run.resume=true", "trainer.epochs=40"]) != 0

@@ -28,7 +28,7 @@ def composed(name: str, target: Target) -> Eagle3:
 def test_the_choice_differs_from_eagle3_by_its_two_norms_alone(target: Target) -> None:
     one, other = (vars(load_choice("drafter", name)) for name in ("eagle3_1", "eagle3"))
     differing = {key: one[key] for key in one if one[key] != other[key]}
-    assert differing == {"name": "eagle3_1", "fc_norm": True, "norm_output": True}
+    assert differing == {"name": "eagle3_1", "lr": 4e-3, "fc_norm": True, "norm_output": True}
     theirs, ours = composed("eagle3", target), composed("eagle3_1", target)
     added = {name for name, _ in ours.named_parameters()} - {
         n for n, _ in theirs.named_parameters()
