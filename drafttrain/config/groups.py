@@ -109,6 +109,10 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
     withheld = {key: value for key, value in WITHHELD.items() if key in section}
     found = {**withheld, **now, **kept}
     found.pop("defaults", None)  # Hydra would obey it
+    # Between versions classes of ours move, their names stay: the saved module may be gone.
+    if str(section.get("_target_")).startswith("drafttrain."):
+        today = {_last(one): one for one in (now, {"_target_": SECTIONS[group]})}
+        found["_target_"] = today.get(_last(section), section)["_target_"]
     return found
 
 

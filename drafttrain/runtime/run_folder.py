@@ -23,21 +23,6 @@ CONFIG = "config.yaml"
 DEEPEST = 8  # lists and dicts in one another; DeepSpeed's own keys have four
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a store
-# Where the classes of sections were when earlier versions wrote their runs, and where they are now.
-MOVED = {
-    "drafttrain.run": "drafttrain.runtime.run_folder",
-    "drafttrain.pretrained.models": "drafttrain.target.pretrained.config",
-    "drafttrain.target.store": "drafttrain.target.store.config",
-    "drafttrain.train": "drafttrain.training.config",
-    "drafttrain.hardware": "drafttrain.runtime.config",
-    "drafttrain.engine.config": "drafttrain.training.engine.config",
-    "drafttrain.tracker": "drafttrain.runtime.tracker",
-    "drafttrain.evaluation.tune": "drafttrain.evaluation.config",
-    "drafttrain.export": "drafttrain.formats.write.config",
-    "drafttrain.serving.config": "drafttrain.target.vllm.config",
-    "drafttrain.admit": "drafttrain.formats.read.admit",
-    "drafttrain.admit.admit": "drafttrain.formats.read.admit",
-}
 PROVENANCE = "provenance.json"
 LOG = "train.log"
 PACKAGES = (
@@ -105,9 +90,6 @@ def load_config(folder: Path, key: str = "run.dir") -> dict[str, dict[str, Any]]
         raise ValueError(f"{file} must hold the sections of a run, got something else")
     for name, section in saved.items():
         _check_plain(section, f"{shown(file, 400)}: {shown(name)}", DEEPEST)
-        module, _, kind = str(section.get("_target_", "")).rpartition(".")
-        if module in MOVED:
-            section["_target_"] = f"{MOVED[module]}.{kind}"
     return saved
 
 
