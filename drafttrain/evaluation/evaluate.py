@@ -23,6 +23,7 @@ from drafttrain.evaluation.measure import (
     first_turn,
     measure,
     methods_of,
+    named,
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
@@ -197,7 +198,7 @@ def fastest(results: Sequence[PromptResult], drafter: str, depths: Sequence[int]
     times = PassTimes(results)
 
     def per_token(depth: int) -> float:
-        mine = [result for result in results if result.method == f"{drafter}@{depth}"]
+        mine = [result for result in results if result.method == named(drafter, depth)]
         seconds = sum(times.seconds(result).total for result in mine)
         return seconds / max(sum(len(result.tokens) for result in mine), 1)
 

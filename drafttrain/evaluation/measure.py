@@ -38,12 +38,18 @@ Decode = Callable[..., Passes]  # of prompts, and rows: their names
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """A drafter under a policy, under its name in reports."""
+    """A drafter under a policy, and the name of its results."""
 
     name: str
     drafter: Drafter
     policy: Policy
     of_task: Mapping[str, Policy] = field(default_factory=dict)  # tasks that have one of their own
+    shown: str = ""  # its name in reports, which show one depth
+
+
+def named(drafter: str, depth: int) -> str:
+    """Return the name of a drafter's results at one depth."""
+    return f"{drafter}@{depth}"
 
 
 def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
@@ -57,15 +63,16 @@ def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[Draf
         for name in references
     }
     methods = [
-        DraftMethod(f"{name}@{config.depth}", drafters[name], policy)
+        DraftMethod(named(name, config.depth), drafters[name], policy, shown=name)
         for name, policy in policies.items()
     ]
     return methods + [
         DraftMethod(
-            f"{main}@{depth}",
+            named(main, depth),
             drafters[main],
             config.policy_at(depth),
             config.of_tasks if depth == config.depth else {},
+            shown=main,
         )
         for depth in config.every_depth
     ]
@@ -393,9 +400,8 @@ def at_depth(
     """
     renamed = {PLAIN: PLAIN}
     for method in methods:
-        name = method.name.rpartition("@")[0]
-        if name != main or method.policy.depth == depth:
-            renamed[method.name] = name
+        if method.shown != main or method.policy.depth == depth:
+            renamed[method.name] = method.shown
     return [replace(r, method=renamed[r.method]) for r in results if r.method in renamed]
 
 

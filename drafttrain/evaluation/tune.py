@@ -24,6 +24,7 @@ from drafttrain.evaluation.measure import (
     check_settings,
     first_turn,
     measure,
+    named,
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import (
@@ -118,7 +119,7 @@ def tune_drafter(
 
     costs = measure_costs(target, timed, policies, batches=sizes, **timing)
     measured_depths = depths if settings.measure else depths[-1:]
-    names = {depth: f"{parts.drafter_name}@{depth}" for depth in depths}
+    names = {depth: named(parts.drafter_name, depth) for depth in depths}
     journals: list[Measurements] = []
 
     def results_at(batch_size: int) -> list[PromptResult]:
