@@ -28,16 +28,14 @@ class Prompt:
     task: str
     category: str
     turns: tuple[str, ...]
-    reference: Any = None
-    licence: str | None = None
 
 
 def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
     """Read the prompts of a source; at most the first `source.limit` of each task, None for all.
 
-    A row is `{"id", "task", "turns": [...]}`, with `category`, `reference` and `licence` if there
-    are any, a row of a public suite as it is published, or a conversation as training reads it,
-    whose user turns are the prompts. Unusable rows are skipped and counted. Raises ValueError when
+    A row is `{"id", "task", "turns": [...]}`, with a `category` if there is one, a row of a public
+    suite as it is published, or a conversation as training reads it, whose user turns are the
+    prompts. Unusable rows are skipped and counted. Raises ValueError when
     the source does not exist or nothing in it can be used.
     """
     seen: dict[str, str] = {}
@@ -97,8 +95,6 @@ def _prompt(record: Any, task_by: str) -> Prompt:
         task=task,
         category=category,
         turns=tuple(turns),
-        reference=record.get("reference"),
-        licence=None if record.get("licence") is None else _name(record["licence"], "licence"),
     )
 
 

@@ -101,10 +101,8 @@ def in_our_spelling(record: Any, number: int, task: str | None) -> Any:
         own = _mbpp(record, task)
     elif {"task_id", "prompt"} <= keys:
         own = {"id": record["task_id"], "turns": [record["prompt"]]}
-        own["reference"] = record.get("canonical_solution")
     elif {"question", "answer"} <= keys:
         own = {"id": f"{task}_{number}", "turns": [record["question"]]}
-        own["reference"] = record["answer"]
     elif record.get("turns") is None and first(record, "messages", "conversations") is not None:
         own, task = _conversation(record, number), task or CONVERSATIONS
     return {**own, "task": task} if own.get("task") is None else own
@@ -130,7 +128,6 @@ def _question(record: dict[str, Any], number: Any, turns: Any) -> dict[str, Any]
         "task": "mt_bench" if within else category,
         "category": f"mt_bench/{category}" if within else category,
         "turns": turns,
-        "reference": record.get("reference"),
     }
 
 
@@ -146,8 +143,4 @@ def _mbpp(record: dict[str, Any], task: str | None) -> dict[str, Any]:
         raise Unusable("tests are not a list", type(tests).__name__)
     lines = [words, "Your code should satisfy these tests:", *tests]
     prompt = "\n".join(lines) if tests else words
-    return {
-        "id": f"{task}_{record['task_id']}",
-        "turns": [prompt],
-        "reference": record.get("code"),
-    }
+    return {"id": f"{task}_{record['task_id']}", "turns": [prompt]}

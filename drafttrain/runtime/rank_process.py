@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from drafttrain.runtime.disk import write_whole
+
 TOGETHER = ("train", "capture")  # commands that several ranks run; any other is one process
 LAUNCHER = "DRAFTTRAIN_LAUNCHER"  # in the ranks that `launch` started: the pid of their launcher
 STORE = "DRAFTTRAIN_STORE"  # the file at which these ranks meet, in a folder that is the user's own
@@ -105,9 +107,7 @@ def leave_word(text: str, code: int, foreseen: bool, consequence: bool) -> None:
     place = Path(os.environ[ERROR_FILE])
     word = {"message": text, "timestamp": int(time.time())}  # torch's own reader requires these
     word |= {"time": time.time(), "code": code, "foreseen": foreseen, "consequence": consequence}
-    beside = place.with_suffix(".tmp")
-    beside.write_text(json.dumps(word))
-    os.replace(beside, place)  # torch's reader fails on half a file
+    write_whole(place, json.dumps(word))  # torch's reader fails on half a file
 
 
 def speaks_first() -> bool:

@@ -47,7 +47,6 @@ def test_eight_tasks_of_ten_prompts_ship():
         10,
     )
     assert report.num_skipped == 0
-    assert {prompt.licence for prompt in prompts} == {"Apache-2.0"}
     assert len({prompt.turns for prompt in prompts}) == 80
     two_turns = Counter(prompt.task for prompt in prompts if len(prompt.turns) == 2)
     assert set(two_turns) == {"task_dialogue", "chitchat"}

@@ -25,8 +25,7 @@ from drafttrain.formats.write.rounding import Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
 from drafttrain.formats.write.stitch import add_to_target, config_within
 from drafttrain.report.card import CardData, model_card
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from drafttrain.runtime.hardware import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,9 @@ def export_drafter(
 def _precision(drafter: Drafter, layout: ServedLayout | None, config: ExportSettings) -> Precision:
     """Return how weights are rounded. ValueError for 8 bits where no engine reads them."""
     if config.dtype != FP8:
-        return Precision(dtype_of(drafter) if config.dtype == "auto" else _DTYPES[config.dtype])
+        return Precision(
+            dtype_of(drafter) if config.dtype == "auto" else TORCH_DTYPES[config.dtype]
+        )
     asked, name = f"export.dtype={FP8}", drafter.config.name
     if layout is None or layout.eight_bits is None:
         raise ValueError(
