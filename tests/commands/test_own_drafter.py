@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from drafttrain.__main__ import main
 
@@ -187,6 +188,16 @@ def test_it_is_trained_measured_compared_and_exported(
     settings = json.loads((exported / "config.json").read_text())
     assert settings["drafter"]["width"] == 16
     assert "No engine serves drafter=recurrent" in (exported / "README.md").read_text()
+
+
+def test_it_is_planned_as_it_is_trained(trained: Path, place: Path, tiny_target_dir: Path) -> None:
+    told = training(place, tiny_target_dir)
+    assert run(place, "plan", *told, f"plan.dir={place / 'plan'}") == 0
+    planned = json.loads((place / "plan/plan.json").read_text())["drafter"]
+    weights = load_file(trained / "checkpoints/step-000008/drafter.safetensors")
+    assert planned["name"] == "recurrent"
+    assert planned["num_trained"] == sum(each.numel() for each in weights.values())
+    assert planned["first"]["flops"] > 0
 
 
 def test_what_to_run_next_names_its_folder_too(trained: Path, place: Path) -> None:

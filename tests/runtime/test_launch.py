@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from paths import ROOT
 
@@ -206,13 +207,19 @@ def test_ranks_that_all_end_well_are_silent(ranks: Any, monkeypatch: pytest.Monk
 
 
 def test_nothing_of_the_launcher_listens_while_ranks_run(ranks: Any) -> None:
-    code = """
+    code = f"""
 import psutil
 connections = psutil.Process(os.getppid()).net_connections("inet")
 listening = [c.laddr for c in connections if c.status == "LISTEN"]
-assert not listening, listening
+assert set(listening) <= set({listening(os.getpid())}), listening
 """
     assert ranks(code)[:2] == (0, "")
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Return where a process listens: another test's server may be in this one."""
+    connections = psutil.Process(pid).net_connections("inet")
+    return [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
 
 
 STAYS = "\nelse: signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
