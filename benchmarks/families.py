@@ -22,7 +22,7 @@ ROUND = 10  # steps
 
 def runs_of(sweep: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Return the configuration and the metrics of every run of a sweep."""
-    folders = [file.parent for file in sorted(sweep.glob("*/config.yaml"))]
+    folders = [file.parent for file in sorted(sweep.glob("*/metrics.jsonl"))]
     return [
         (
             yaml.safe_load((folder / "config.yaml").read_text()),

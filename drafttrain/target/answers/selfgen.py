@@ -189,6 +189,7 @@ def write(
                 where = [position] * len(here)
                 chosen = chance.choose(probs, keys[rows[here]].tolist(), where, EMIT)
                 tokens[rows[here], position] = chosen.cpu().numpy()
+        num_written += len(rows)
         now = tokens[rows, position]
         age = position - turn_start[rows]
         phase_now = phase[rows]
@@ -208,7 +209,6 @@ def write(
         over = rows[stops]
         phase[over], length[over] = FINISHED, position + 1
         if len(over):
-            num_written += int(length[over].sum())
             speed = num_written / (time.monotonic() - began)
             tick(len(over), f"{speed:,.0f} tokens/s")
         active = phase[rows] != FINISHED
