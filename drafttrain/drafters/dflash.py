@@ -22,7 +22,7 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import RMSNorm, Rotation
+from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
@@ -40,6 +40,7 @@ from drafttrain.drafters.shared.parallel import (
 from drafttrain.runtime.settings import require
 
 RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
+EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
 
     layers: list[int] | None
     num_captures: int
+    fusion: str
     num_layers: int
     block_size: int
     mask_token_id: int | None
@@ -66,6 +68,8 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
             self.require(key, getattr(self, key) >= 1, "be at least 1")
         self.require("block_size", self.block_size >= 2, "be at least 2")
         self.require("anchors", self.anchors in (RANDOM, FIXED), f"be {RANDOM} or {FIXED}")
+        known = self.fusion in (EVERY_LAYER, INPUT)
+        self.require("fusion", known, f"be {EVERY_LAYER} or {INPUT}")
         self.require("gamma", self.gamma > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DFlash":
@@ -190,8 +194,14 @@ class DFlash(ParallelDrafter):
         # A few blocks at a time: the scores of all pairs of blocks would be computed in vain.
         parts = blocks.columns.tensor_split(min(size, blocks.columns.shape[1]), dim=1)
         masks = [self._mask(batch, part) for part in parts]
+        causal = document_mask(batch.document, host_of(batch).document)
         for layer in self.layers:
-            hidden = recomputed(self._step, layer, hidden, context, turns, masks)
+            if self.config.fusion == INPUT:
+                read = layer.input_layernorm(context)
+                hidden = recomputed(self._step, layer, hidden, read, turns, masks)
+                context = recomputed(self._advance, layer, context, turns[1], causal)
+            else:
+                hidden = recomputed(self._step, layer, hidden, context, turns, masks)
         states = self.norm(hidden).unflatten(1, (-1, size))[blocks.rows, blocks.slots]
         return states[:, self.first_place :]
 
@@ -253,6 +263,20 @@ class DFlash(ParallelDrafter):
             mixed.append(part)
         return compiled(layer.finish, hidden, torch.cat(mixed, dim=2), *kept)
 
+    def _advance(
+        self,
+        layer: BlockLayer,
+        context: Float[Tensor, "batch context hidden"],
+        turn: Rotation,
+        causal: Bool[Tensor, "batch 1 context context"] | None,
+    ) -> Float[Tensor, "batch context hidden"]:
+        """Return what the next layer reads of the context; None: each row is one text."""
+        queries, keys, values = compiled(layer.enter, context, turn)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, causal, is_causal=causal is None, enable_gqa=True
+        )
+        return compiled(layer.finish, context, mixed)
+
     def _sums(
         self,
         states: Float[Tensor, "block depth width"],
@@ -299,7 +323,7 @@ class DFlash(ParallelDrafter):
         return terms
 
     def read(self, features: TargetFeatures) -> Float[Tensor, "batch seq hidden"]:
-        """Return the fused features, which every layer reads as context."""
+        """Return the fused features: the context, of every layer or of the first."""
         dtype = dtype_of(self)
         captured = [features.captured[layer].to(dtype) for layer in self.captures]
         return self.hidden_norm(self.fc(torch.cat(captured, dim=-1)))
@@ -316,9 +340,13 @@ class DFlash(ParallelDrafter):
         turn = state.turn(context.shape[1])
 
         def run(context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+            turn = Rotation(cos, sin)
             for number, layer in enumerate(self.layers):
-                own = layer.self_attn.keys_and_values(context, Rotation(cos, sin))
-                state.cache.update(*own, number)
+                if self.config.fusion == INPUT:
+                    mixed = attend_cached(layer.enter(context, turn), state.cache, number)
+                    context = layer.finish(context, mixed)
+                else:
+                    state.cache.update(*layer.self_attn.keys_and_values(context, turn), number)
             return ()
 
         state.cache.run(run, [context, turn.cos, turn.sin], list(counts))
@@ -370,6 +398,7 @@ class DFlash(ParallelDrafter):
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": [layer - 1 for layer in self.captures],
+                **({} if self.config.fusion == EVERY_LAYER else {"fusion": self.config.fusion}),
             },
         }
         return config, dict(self.state_dict())

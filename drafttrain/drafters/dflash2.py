@@ -23,7 +23,7 @@ from drafttrain.core.ops.layers import Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, quoted
-from drafttrain.drafters.dflash import Blocks, DFlash, DFlashConfig, DFlashState
+from drafttrain.drafters.dflash import EVERY_LAYER, Blocks, DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
 from drafttrain.drafters.shared.layer import LayerShape, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
@@ -44,6 +44,9 @@ class DFlash2Config(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require(
+            "fusion", self.fusion == EVERY_LAYER, f"be {EVERY_LAYER}: blocks are convolved"
+        )
         size = self.block_size
         inside = 1 <= self.conv_kernel_size <= size
         self.require("conv_kernel_size", inside, f"lie in 1..{size}, the block's size")

@@ -153,6 +153,22 @@ def test_a_proposal_takes_one_pass(target: Target, monkeypatch: pytest.MonkeyPat
     assert len(passes) == 1
 
 
+@torch.no_grad()
+def test_where_features_enter_is_seen_from_the_second_layer_on(target: Target) -> None:
+    batch, losses = as_batch(TEXT), {}
+    for fusion in ("every_layer", "input"):
+        for depth in (1, 2):
+            drafter = dflash(target, fusion=fusion, num_layers=depth)
+            # What the first layer reads is the same, but for its norm, which is made the identity.
+            drafter.hidden_norm.weight.fill_(1.0)
+            drafter.layers[0].input_layernorm.weight.fill_(1.0)
+            features = target.features(batch, drafter.captures)
+            term = drafter(batch, features, NoChance())["depth_1"]
+            losses[fusion, depth] = float(term.sum)
+    assert losses["input", 1] == pytest.approx(losses["every_layer", 1], rel=1e-4)
+    assert losses["input", 2] != pytest.approx(losses["every_layer", 2], rel=1e-2)
+
+
 def test_layers_are_spread_as_published() -> None:
     # Those of z-lab's Qwen3-8B (36 layers) and Llama-3.1-8B drafters, in config.json less one.
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34)
@@ -172,3 +188,7 @@ def test_what_does_not_fit_the_target_is_named(target: Target) -> None:
         build("dflash", target.spec, block_size=1)
     with pytest.raises(ValueError, match=r"drafter\.gamma must be above 0"):
         build("dflash", target.spec, gamma=0.0)
+    with pytest.raises(ValueError, match=r"drafter\.fusion must be every_layer or input"):
+        build("dflash", target.spec, fusion="last")
+    with pytest.raises(ValueError, match=r"drafter\.fusion must be every_layer: blocks"):
+        build("dflash2", target.spec, fusion="input")

@@ -27,9 +27,11 @@ from drafttrain.target.model import Target, load_target
 # CONFIG_DIR: a folder of one's own, as --config-dir names it, whose drafters keep the contract too.
 PLACES = [Path(text) / "drafter" for text in (ROOT / "conf", os.environ.get("CONFIG_DIR")) if text]
 YAML = {file.stem: file for place in PLACES for file in sorted(place.glob("*.yaml"))}
-# The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out.
+# The tiny target wants tiny drafters, and a reduced vocabulary that really leaves something out. A
+# name with a slash is another setting of the same yaml.
 TINY: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 5, "num_layers": 2, "gamma": 2.0},
+    "dflash/input": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "fusion": "input"},
     "dflash2": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "selector_rank": 12},
     "dspark": {"block_size": 5, "num_layers": 2, "gamma": 2.0, "markov_rank": 8},
     "eagle3": {"draft_vocab_coverage": 0.85},
@@ -40,7 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
 MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others
 # `admitted` is no family of its own: what a directory holds is (tests/formats/test_read.py).
 OURS = [name for name, file in YAML.items() if file.is_relative_to(ROOT)]
-ALL = sorted(name for name in YAML if name != "admitted")
+ALL = sorted((YAML.keys() - {"admitted"}) | {name for name in TINY if "/" in name})
 STOPS = [50, 51, 52, 53, 54, 55]  # so that rows of a batch end at different places
 PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 3, 6, 70, 71], list(range(10, 40)), [5]]
 POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree(3, 3, 8)]
@@ -48,7 +50,7 @@ POLICIES = [chain(1), chain(2), chain(4), tree_of_widths([3, 2, 1]), DynamicTree
 
 def build(name: str, spec: TargetSpec, **overrides: Any) -> Drafter:
     """Build a drafter as its yaml says, less what TINY and overrides change."""
-    values = content_of("drafter", name)
+    values = content_of("drafter", name.split("/")[0])
     module, cls = values.pop("_target_").rsplit(".", 1)
     if name == "two_model":
         values["path"] = draft_model_dir(spec.vocab_size)
@@ -240,7 +242,7 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
             term = terms[drafter.depth_terms[depth - 1]]
             logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
             expected = expected_loss(name, drafter, target, features, logits, tokens, ahead)
-            if name not in OURS:  # its loss may be on the text, as Medusa's
+            if name.split("/")[0] not in OURS:  # its loss may be on the text, as Medusa's
                 on_text = expected_loss("medusa", drafter, target, features, logits, tokens, ahead)
                 expected = min(expected, on_text, key=lambda loss: abs(loss - term.sum))
             torch.testing.assert_close(term.sum, expected, atol=1e-4, rtol=1e-4)
@@ -256,6 +258,7 @@ def expected_loss(
     ahead: int,
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
+    name = name.split("/")[0]
     if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])

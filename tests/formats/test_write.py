@@ -360,6 +360,13 @@ def test_a_gated_markov_head_is_not_exported_and_the_reason_says_what_to_do(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_features_that_only_the_first_layer_reads_are_not_exported(tmp_path: Path) -> None:
+    drafter = drafter_config("dflash", num_layers=2, fusion="input").build(spec())
+    with pytest.raises(ValueError, match=r"every layer; train with drafter\.fusion=every_layer"):
+        export(drafter, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dspark_is_served_with_as_many_tokens_as_a_block_drafts(tmp_path: Path) -> None:
     done = export(drafter_of("dspark"), tmp_path / "out", num_speculative_tokens=7)
     said = json.loads(shlex.split(done.commands["vLLM"])[-1])

@@ -181,10 +181,15 @@ class DFlashLayout(OneLayer):
     def misread(
         self, config: Config, tensors: Tensors, spec: TargetSpec, captures: tuple[int, ...]
     ) -> list[str]:
-        ids = self.own(config)["target_layer_ids"]
-        if [layer + 1 for layer in ids] == list(captures):
-            return []
-        return [f"engines would read layers {ids} plus one, trained on {list(captures)}"]
+        ids, complaints = self.own(config)["target_layer_ids"], []
+        if [layer + 1 for layer in ids] != list(captures):
+            complaints.append(f"engines would read layers {ids} plus one, not {list(captures)}")
+        if "fusion" in self.own(config):
+            complaints.append(
+                "engines read the features in every layer; train with drafter.fusion=every_layer "
+                "to serve it, or decode with it from its run folder"
+            )
+        return complaints
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
         kind, reason = spec.architecture, super().vllm_refuses(spec)
