@@ -89,7 +89,10 @@ def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity
 def comparison_summary(comparison: Comparison) -> Table:
     """Return the terminal's table: two lines per method, its numbers and its differences."""
     notes = [pair.statement for pair in comparison.differences]
-    notes += [f"{row.method}: {row.lossless.statement}." for row in comparison.rows]
+    checked: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        checked.setdefault(row.lossless.statement, []).append(row.method)
+    notes += [f"{', '.join(methods)}: {text}." for text, methods in checked.items()]
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]
     notes += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
     notes.append("Size: the drafter's parameters.")

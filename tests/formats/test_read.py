@@ -520,7 +520,7 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     ),
     "other speculators": (
         lambda: edited(eagle3("speculators"), speculators_model_type="xpress"),
-        r"has speculators_model_type=xpress, of which dflash, eagle3, peagle, dspark can be",
+        r"has speculators_model_type=xpress, of which dflash, eagle3, peagle, dspark, dflash2 can",
     ),
     "nothing known": (
         lambda: Published(
@@ -649,6 +649,7 @@ def test_layers_are_for_drafters_that_capture(target: Target, tmp_path: Path) ->
 
 
 SPECULATORS_PYTHON = os.environ.get("DRAFTTRAIN_SPECULATORS_PYTHON")
+SELECTOR = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 12}
 
 
 @pytest.mark.slow
@@ -690,6 +691,7 @@ def test_speculators_itself_gives_the_same_logits(
         ("dflash", {"num_layers": 2, "num_captures": 3, "block_size": DEPTH + 1}),
         ("p_eagle", {"num_layers": 2, "unroll": DEPTH, "draft_vocab_size": DRAFTED}),
         ("dspark", {"num_layers": 2, "num_captures": 3, "block_size": DEPTH, "markov_rank": 6}),
+        ("dflash2", {"num_layers": 2, "num_captures": 3, "block_size": DEPTH + 1, **SELECTOR}),
     ],
 )
 def test_speculators_itself_loads_an_export_bit_for_bit(
@@ -734,6 +736,10 @@ GATED = {
         ("dflash", {"num_layers": 2, "draft_vocab_size": VOCAB, "block_size": DEPTH + 1}),
         ("dspark", {"num_layers": 2, "draft_vocab_size": VOCAB, "block_size": DEPTH}),
         ("dspark", GATED),
+        (
+            "dflash2",
+            {"num_layers": 2, "draft_vocab_size": VOCAB, "block_size": DEPTH + 1, **SELECTOR},
+        ),
     ],
 )
 def test_what_speculators_itself_writes_is_admitted_bit_for_bit(
@@ -783,7 +789,7 @@ def compare_with_speculators(
     # Its unroll feeds the text's own tokens, so positions past the features only lend theirs.
     padded = torch.cat([captured, torch.zeros(len(captured), DEPTH + 2, WIDTH)], dim=1)
     kind = json.loads((folder / "config.json").read_text())["speculators_model_type"]
-    block = kind in ("dflash", "dspark")  # whose anchor is a position of the text itself
+    block = kind in ("dflash", "dflash2", "dspark")  # whose anchor is a position of the text itself
     shift = 0 if block else 1
     given = {
         "hidden_states": torch.cat(list(padded[:, : len(tokens) - shift]), dim=-1)[None],
@@ -797,7 +803,7 @@ def compare_with_speculators(
     run_with_speculators(script, folder, place / "in.safetensors", place / "out")
     theirs = load_file(place / "out")
     if kind != "eagle3":  # one pass drafts all; DFlash's anchor itself drafts nothing
-        first = 1 if kind == "dflash" else 0
+        first = 1 if kind in ("dflash", "dflash2") else 0
         expected = theirs["0"][0, first : first + DEPTH]
     else:
         expected = torch.stack([theirs[str(step)][0, count - 1] for step in range(DEPTH)])

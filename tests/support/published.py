@@ -621,16 +621,20 @@ def dflash2(
         "candidate_selector.successor_codebook": normal(VOCAB, rank, std=1.0),
         "candidate_selector.hidden_projection.weight": normal(rank, WIDTH),
     }
-    for number in range(made.config["num_hidden_layers"]):
+    for number in range(2):
         for conv in (f"layers.{number}.attention_conv", f"layers.{number}.mlp_conv"):
             tensors[f"{conv}.base_kernel"] = 0.5 + normal(2, taps, WIDTH)
             shape = 2 * taps * (WIDTH // group), WIDTH
             tensors[f"{conv}.kernel_projection.weight"] = normal(*shape, std=0.1)
-    own = made.config["dflash_config"] | {
+    sizes = {
         "conv_kernel_size": taps, "conv_group_size": group,
         "selector_rank": rank, "selector_top_k": top_k,
     }  # fmt: skip
-    config = made.config | {"architectures": ["DFlash2DraftModel"], "dflash_config": own}
+    config = made.config | {"architectures": ["DFlash2DraftModel"]}
+    if "speculators" in variant:
+        config |= {"speculators_model_type": "dflash2", **sizes}
+    else:
+        config["dflash_config"] = config["dflash_config"] | sizes
     return Published(config, tensors, dflash2_reference(SHAPE, 2, DEPTH + 1, 7, top_k))
 
 
@@ -713,6 +717,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[], Published]]] = {
         "dflash2",
         lambda: dflash2("embedding", taps=3, group=1, top_k=VOCAB),
     ),
+    "DFlash-2 of speculators": ("speculators_dflash2", lambda: dflash2("speculators")),
     "MTP of MiMo": ("mtp", lambda: mtp("mimo", "qkv_bias")),
     "MTP of MiMo, rope llama3": ("mtp", lambda: mtp(kind="llama", scaling=LLAMA3)),
     "MTP named as Qwen3-Next's": ("mtp", lambda: mtp("qwen", "qk_norm", kind="qwen3")),

@@ -18,7 +18,7 @@ algorithm, target, out, options = sys.argv[1:]
 told: dict[str, Any] = json.loads(options)
 torch.manual_seed(0)
 layers: Any = AutoConfig.from_pretrained(target)
-if algorithm in ("dflash", "dspark"):
+if algorithm in ("dflash", "dflash2", "dspark"):
     shape = {key: value for key, value in layers.to_dict().items() if key != "model_type"}
     layers = AutoConfig.for_model("qwen3", **shape)
     layers.layer_types = ["full_attention"] * told["num_layers"]

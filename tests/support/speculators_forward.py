@@ -2,9 +2,9 @@
 
 usage: python speculators_forward.py DRAFTER_DIR INPUTS.safetensors OUTPUTS.safetensors
 
-The outputs are the logits of each step of EAGLE-3's unroll, of the block that DFlash or DSpark
-drafts from the input `anchor`, or of P-EAGLE's slots after it, and `weights.NAME`, every tensor of
-the loaded model.
+The outputs are the logits of each step of EAGLE-3's unroll, of the block that DFlash, DFlash-2 (the
+scores of its candidates) or DSpark drafts from the input `anchor`, or of P-EAGLE's slots after it,
+and `weights.NAME`, every tensor of the loaded model.
 """
 
 import sys
@@ -29,6 +29,19 @@ for name, module in model.named_modules():
         module.register_forward_hook(
             lambda module, args, output, heard=heard[name]: heard.append(output.detach())
         )
+if kind == "dflash2":
+    score = model.candidate_selector.score_candidates
+
+    def hear(
+        unary: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, trained: torch.Tensor
+    ) -> torch.Tensor:
+        """Score the candidates of training; keep those that an engine would score."""
+        likely = unary.topk(model.candidate_selector.top_k, dim=-1).indices
+        scores = torch.full_like(unary, -torch.inf)
+        heard["selector"] = [scores.scatter(-1, likely, score(unary, hidden, before, likely))]
+        return score(unary, hidden, before, trained)
+
+    model.candidate_selector.score_candidates = hear
 common = {
     "hidden_states": given["hidden_states"],
     "input_ids": given["input_ids"],
@@ -57,12 +70,13 @@ with torch.no_grad():
         model(
             **common,
             **training,
-            **(more if kind == "dspark" else {}),
+            **(more if kind in ("dflash2", "dspark") else {}),
             loss_mask=chosen,
             max_anchors=1,
         )
 logits = heard["lm_head"]
 if kind == "dspark":
     logits = [logits[0] + heard["markov_head.markov_w2"][0]]
+logits = heard.get("selector", logits)
 found |= {str(step): values.contiguous() for step, values in enumerate(logits)}
 save_file(found, outputs)

@@ -1,10 +1,10 @@
-"""DFlash-2's files: z-lab's layout, which engines load."""
+"""DFlash-2's files: z-lab's layout, which engines load, and the speculators format."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.dflash_layout import DFlashLayout
+from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
 from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Reading, Unfit
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
@@ -12,6 +12,28 @@ from drafttrain.runtime.untrusted_input import MAX_VOCABULARY
 
 # Targets that scale their logits. vLLM's DFlash-2 takes the scale from output_multiplier instead.
 SCALED = frozenset({"cohere2_moe", "granite", "granite_swa"})
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+class DFlash2Speculators(DFlashSpeculators):
+    """DFlash-2 in the speculators format."""
+
+    kind = "speculators_dflash2"
+    family = speculators_type = "dflash2"
+    title = "DFlash-2 in the speculators format"
+    loaded_by = "DFlash2DraftModel"
+
+    def native(self) -> DFlashLayout:
+        return DFlash2Layout()
+
+    def native_keys(self, config: Config) -> Config:
+        keys = super().native_keys(config)
+        keys["dflash_config"] |= {key: config[key] for key in SIZES if key in config}
+        return keys
+
+    def own_keys(self, native: Config) -> Config:
+        own = native["dflash_config"]
+        return super().own_keys(native) | {key: own[key] for key in SIZES}
 
 
 class DFlash2Layout(DFlashLayout):
@@ -22,7 +44,7 @@ class DFlash2Layout(DFlashLayout):
     title = "DFlash-2 in z-lab's layout"
     sglang = None
     architectures = ("DFlash2DraftModel",)
-    derived: ClassVar = {}
+    derived: ClassVar = {"speculators": DFlash2Speculators()}
     vllm_runners = (V2,)
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:

@@ -33,10 +33,14 @@ class DFlashSpeculators(SpeculatorsLayout):
     loaded_by = "DFlashDraftModel"
     names_layers = True
 
+    def native(self) -> "DFlashLayout":
+        """Return the layout whose keys `native_keys` gives."""
+        return DFlashLayout()
+
     def read_native(
         self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
     ) -> Reading:
-        reading = DFlashLayout().read(view, base, spec, layers)
+        reading = self.native().read(view, base, spec, layers)
         if view.config["sliding_window_non_causal"] is False:
             reading.notes.append(
                 f"{VLLM} would draft causally, by sliding_window_non_causal=false, which it "

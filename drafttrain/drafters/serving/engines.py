@@ -67,7 +67,7 @@ def cannot_serve(
     if kind in VLLM_WRONG:
         vllm = f"{VLLM} does not compute {kind} targets as Transformers does"
     elif kind not in VLLM_TARGETS:
-        vllm = f"{VLLM} has no class of its own for {kind} targets, and none was tried with it"
+        vllm = f"{VLLM} was not tried with {kind} targets"
     else:
         vllm = layout.vllm_refuses(spec)
     if layout.sglang is None:

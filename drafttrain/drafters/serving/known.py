@@ -1,7 +1,7 @@
 """The layouts that this package knows; of equally strong signs, the first layout's decides."""
 
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
-from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
+from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout, DFlash2Speculators
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
 from drafttrain.drafters.serving.dspark_layout import DSparkLayout, DSparkSpeculators
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout, Eagle3Speculators
@@ -16,6 +16,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Eagle3Speculators(),
     PEagleSpeculators(),
     DSparkSpeculators(),
+    DFlash2Speculators(),
     DFlashLayout(),
     DFlash2Layout(),
     DSparkLayout(),
