@@ -2,11 +2,13 @@
 
     python benchmarks/families.py rates SWEEP    # from families_lr: each family's learning rate
     python benchmarks/families.py minutes SWEEP  # from families_tiny: steps of equal time
+    python benchmarks/families.py table COMPARED  # of `compare compare.all_pairs=true`: the result
 
-SWEEP is the folder of `train -m +experiment=... hydra.sweep.dir=SWEEP`.
+SWEEP is the folder of `train -m +experiment=... hydra.sweep.dir=SWEEP`, COMPARED a compare.dir.
 """
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -71,14 +73,72 @@ def minutes(sweep: Path) -> None:
         print(f"| {family} | {listed} | {own} |")
 
 
+# By family, what was published to be shorter and to be longer.
+PUBLISHED = (
+    *(("medusa", "hydra_heads"), ("hydra_heads", "eagle"), ("eagle", "hass"), ("eagle", "eagle3")),
+    *(("dflash", "dspark"), ("dflash", "dflash2"), ("p_eagle", "eagle3"), ("eagle3", "eagle3_1")),
+)
+
+
+def table(compared: Path) -> None:
+    """Print the families by acceptance length, and what the protocol's rule decides."""
+    found = json.loads((compared / "compare.json").read_text())
+    rows = {row["drafter"]: row for row in found["rows"]}
+    family = {row["method"]: row["drafter"] for row in found["rows"]}
+    pairs = {}
+    for pair in found["differences"]:
+        one, other = family[pair["method"]], family[pair["other"]]
+        length = pair["summary"]["acceptance_length"]
+        pairs[one, other] = length["value"], *length["ci95"]
+        pairs[other, one] = -length["value"], *(-end for end in reversed(length["ci95"]))
+
+    def decided(one: str, other: str) -> bool:
+        """Whether the interval leaves out zero, and all seeds lie beyond the other's mean."""
+        _, low, high = pairs[one, other]
+        seeds = rows[one]["summary"]["acceptance_length"]["by_run"]
+        mean = rows[other]["summary"]["acceptance_length"]["value"]
+        above = {seed > mean for seed in seeds}
+        return len(seeds) > 1 and (low > 0 or high < 0) and above == {low > 0}
+
+    def told(one: str, other: str) -> str:
+        value, low, high = pairs[one, other]
+        return f"{value:+.2f} [{low:+.2f}, {high:+.2f}]{'' if decided(one, other) else ', open'}"
+
+    columns = ["family", "parameters", "minutes", "acceptance length", "by seed", "by position"]
+    columns += ["longer than EAGLE-3", "a draft, ms", "a target of 22 ms"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    by_length = sorted(rows.values(), key=lambda row: -row["summary"]["acceptance_length"]["value"])
+    for row in by_length:
+        own, summary = row["drafter"], row["summary"]
+        length = summary["acceptance_length"]
+        seconds = row["training_seconds"]
+        slow = row["slower_targets"][1]["speedup"] if row["slower_targets"] else None
+        cells = [
+            own,
+            f"{row['drafter_parameters'] / 1e6:.1f}M" if row["drafter_parameters"] else "",
+            f"{seconds / 60:.1f}" if seconds else "",
+            "{:.2f} [{:.2f}, {:.2f}]".format(length["value"], *length["ci95"]),
+            " ".join(f"{value:.2f}" for value in length["by_run"]) if row["seeds"] else "",
+            " ".join(f"{value:.2f}" for value in summary["acceptance_per_position"]),
+            "" if own == BASELINE else told(own, BASELINE),
+            f"{summary['draft_ms']:.1f}",
+            "{:.2f} [{:.2f}, {:.2f}]".format(slow["value"], *slow["ci95"]) if slow else "",
+        ]
+        print("| " + " | ".join(cells) + " |")
+    print("\n| published | here |\n|---|---|")
+    for shorter, longer in PUBLISHED:
+        if (longer, shorter) in pairs:
+            print(f"| {longer} longer than {shorter} | {told(longer, shorter)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("rates", "minutes"))
-    parser.add_argument("sweep", type=Path)
+    parser.add_argument("what", choices=("rates", "minutes", "table"))
+    parser.add_argument("folder", type=Path)
     told = parser.parse_args()
-    {"rates": rates, "minutes": minutes}[told.what](told.sweep)
+    {"rates": rates, "minutes": minutes, "table": table}[told.what](told.folder)
 
 
 if __name__ == "__main__":
