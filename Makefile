@@ -8,8 +8,6 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 RUN ?= demo
-# What the demo trains: the family that led among those that engines serve (benchmarks/README.md).
-DRAFTER ?= drafter=eagle3_1 data.num_conversations=2048
 
 # The first Python on the path that the package supports; PYTHON=/path/to/python3.12 chooses another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -49,9 +47,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: install ## train a drafter for the embedded target, then measure it (RUN=another for a second one)
 	@if [ -d outputs/$(RUN)/checkpoints ]; then \
 		echo "outputs/$(RUN) exists already: training resumes where it stopped (make demo RUN=another starts a new run)"; \
-		set -x; $(BIN)/python -m drafttrain train $(DRAFTER) run.name=$(RUN) run.resume=true; \
+		set -x; $(BIN)/python -m drafttrain train +experiment=demo run.name=$(RUN) run.resume=true; \
 	else \
-		set -x; $(BIN)/python -m drafttrain train $(DRAFTER) run.name=$(RUN); \
+		set -x; $(BIN)/python -m drafttrain train +experiment=demo run.name=$(RUN); \
 	fi
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN) model.inflate=200M eval=large
 	$(BIN)/python -m drafttrain evaluate run.dir=outputs/$(RUN)
