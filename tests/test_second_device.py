@@ -12,7 +12,7 @@ from builders import model_config
 from safetensors.torch import load_file
 from second_device import NAME, Capturing, Wait, counted, install
 from second_device import waits as noted
-from test_drafters import ALL, PROMPTS, STOPS, TRAINABLE, build, random_drafter
+from test_drafters import ALL, FAMILIES, PROMPTS, STOPS, TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
 from test_init_from import conversations
 
@@ -306,7 +306,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", TRAINABLE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_trains_and_validates_as_on_the_cpu(family: str, both: list[Place]) -> None:
     assert_same_runs(*(place.train("run", *place.jsonl, f"drafter={family}") for place in both))
 

@@ -78,6 +78,7 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
 
 
 TRAINABLE = [name for name in ALL if name not in ("ensemble", "ngram", "two_model")]
+FAMILIES = [name for name in TRAINABLE if "/" not in name]  # as `drafter=` takes them
 
 
 @pytest.fixture(scope="module")

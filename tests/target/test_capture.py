@@ -22,7 +22,7 @@ import torch
 from builders import drafter_config, model_config
 from paths import PYTHONPATH
 from safetensors.torch import load_file
-from test_drafters import TRAINABLE, build
+from test_drafters import FAMILIES, build
 from test_training import random_samples
 
 from drafttrain.__main__ import main
@@ -371,7 +371,7 @@ def test_several_drafters_are_asked_what_they_read(target: Target, tmp_path: Pat
         asked_by([medusa], settings(tmp_path, final_hidden=False))
 
 
-@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_drafter_is_asked_without_memory_for_its_weights(name: str, target: Target) -> None:
     shape, real = shape_of(drafter_config(name), target.spec), build(name, target.spec)
     assert (shape.captures, shape.reach, shape.text_source) == (real.captures, real.reach, None)
