@@ -82,8 +82,10 @@ BY_ITSELF: dict[str, tuple[str, str]] = {
     "qwen3_block by itself": ("qwen3_block", "alone"),
     "qwen3_block beside its target": ("qwen3_block", "beside"),
 }
-# Cases that are exported in 8 bits too; this CPU's vLLM has a product for them.
+# Cases that are exported in 8 bits too; vLLM's product for them runs on every CPU. Where oneDNN has
+# no such type it takes a second per draft, so vLLM is asked few of the prompts.
 IN_EIGHT_BITS = ("eagle3", "p_eagle", "eagle", "qwen3_eagle", "qwen3_block")
+PROMPTS_IN_EIGHT_BITS = 2
 
 
 @dataclass
@@ -143,7 +145,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
             )
             served.ours[other] = [decode(target, written[0], text.prompt) for text in texts]
             beside = speculative | {"model": str(place)}
-            requests.append(request(other, folders[where], texts, beside))
+            few = texts[:PROMPTS_IN_EIGHT_BITS]
+            requests.append(request(other, folders[where], few, beside))
         for other, (case, how) in BY_ITSELF.items():
             if case == name:
                 place = folder / "exports" / other.replace(" ", "-")
@@ -337,18 +340,18 @@ def test_weights_of_eight_bits_are_served_as_they_are_measured_here(
     served: Served, case: str
 ) -> None:
     """Products are summed in another order, so that a rounded activation may be its neighbour."""
-    other = f"{case} in 8 bits"
-    assert said(served, other) == said(served, f"plain {CASES[case][0]}")
-    ours = sum((counters for _, counters in served.ours[other]), Counters())
+    other, few = f"{case} in 8 bits", PROMPTS_IN_EIGHT_BITS
+    assert said(served, other) == said(served, f"plain {CASES[case][0]}")[:few]
+    assert served.ours[other] != served.ours[case], "nothing was rounded"
+    ours = sum((counters for _, counters in served.ours[other][:few]), Counters())
     counted = served.theirs[other]["counters"]
     drafts, accepted = (
         sum(each[key] for each in counted) for key in ("num_drafts", "num_accepted_tokens")
     )
     print(other, ours, "theirs:", drafts, accepted)
+    # Of some seventy drafts one may differ.
     assert abs(drafts - ours.num_drafts) <= 0.02 * drafts
     assert abs(accepted - ours.num_accepted_tokens) <= 0.02 * drafts
-    full = sum((counters for _, counters in served.ours[case]), Counters())
-    assert ours != full, "nothing was rounded"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ and the answer, per case, the tokens of each prompt and vLLM's own counters *of 
 Prompts run one at a time, so that each one's counters are the difference of two readings.
 """
 
+import faulthandler
 import gc
 import importlib.util
 import json
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0  # of one case
 
 
 def worker_of_the_package() -> Any:
@@ -74,12 +76,15 @@ def main(request_path: str, answer_path: str) -> None:
     answer: dict[str, Any] = {"vllm": vllm.__version__, "cases": {}}
     for case in request["cases"]:
         start = time.monotonic()
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # where a case stands still, in time
         try:
             result = run_case(case, request["max_tokens"])
         except Exception as error:  # a refused drafter is an answer too
             result = {"error": f"{type(error).__name__}: {error}"}
         result["seconds"] = round(time.monotonic() - start, 1)
+        faulthandler.cancel_dump_traceback_later()
         answer["cases"][case["name"]] = result
+        print(case["name"], result["seconds"], file=sys.stderr, flush=True)
     Path(answer_path).write_text(json.dumps(answer))
 
 
