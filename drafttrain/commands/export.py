@@ -37,7 +37,7 @@ from drafttrain.target.pretrained.models import find, load_tokenizer
 class _ToExport:
     drafter: Drafter
     place: Path
-    settings: ExportSettings  # with a depth
+    settings: ExportSettings  # with the depth that `tune` chose, if it is asked for
     card: CardData
 
 
@@ -125,13 +125,13 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     return _ToExport(drafter, place, settings, _card(config, drafter))
 
 
-def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter) -> str:
+def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter, depth: int) -> str:
     """Return what the weights as written cost in acceptance, on held-out prompts.
 
     Both drafters compute in float32, whatever the target does. ValueError for prompts that do not
     fit, and for another target than the drafter was trained on.
     """
-    settings = replace(config.eval, depth=wanted.settings.num_speculative_tokens)
+    settings = replace(config.eval, depth=depth)
     device, template = torch.device(choose_device(config.hardware)), config.data.text_format
     prompts, skipped = load_prompts(settings.source)
     target, _ = load_target_to_decode(config.model, config.hardware, device)

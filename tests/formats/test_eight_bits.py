@@ -199,8 +199,9 @@ def test_an_export_is_measured_as_engines_compute_and_says_it(tmp_path: Path) ->
     drafter = drafter_of("dflash")
     seen: list[Drafter] = []
 
-    def measure(written: Drafter) -> str:
+    def measure(written: Drafter, depth: int) -> str:
         seen.append(written)
+        assert depth == 7, "a whole block"
         return "It cost nothing."
 
     folder = tmp_path / "out"

@@ -367,13 +367,51 @@ def test_features_that_only_the_first_layer_reads_are_not_exported(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dspark_is_served_with_as_many_tokens_as_a_block_drafts(tmp_path: Path) -> None:
-    done = export(drafter_of("dspark"), tmp_path / "out", num_speculative_tokens=7)
+def test_dspark_is_served_by_the_runner_that_has_it(tmp_path: Path) -> None:
+    done = export(drafter_of("dspark"), tmp_path / "out", num_speculative_tokens=6)
     said = json.loads(shlex.split(done.commands["vLLM"])[-1])
-    assert (said["method"], said["num_speculative_tokens"]) == ("dspark", 7)
+    assert (said["method"], said["num_speculative_tokens"]) == ("dspark", 6)
     assert any("V2 alone" in note for note in done.notes)
     with pytest.raises(ValueError, match="num_speculative_tokens must be at most 7"):
         export(drafter_of("dspark"), tmp_path / "other", num_speculative_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [("dspark", 7), ("dflash", 7), ("dflash2", 7), ("p_eagle", 3), ("eagle3", 3), ("medusa", 2)],
+)
+def test_engines_draft_whole_blocks_unless_a_number_is_given(
+    family: str, depth: int, tmp_path: Path
+) -> None:
+    """Of a block each token sees the others: engines that draft fewer draft other tokens."""
+    drafter = drafter_of(family)
+    if family == "medusa":
+        drafter = drafter_config(family, num_heads=2).build(spec())
+    done = export(drafter, tmp_path / "out")
+    said = json.loads(shlex.split(done.commands["vLLM"])[-1])
+    assert said["num_speculative_tokens"] == depth
+    if layout_of(drafter).derived:
+        export(drafter, tmp_path / "named", format="speculators")
+        config = json.loads((tmp_path / "named" / "config.json").read_text())
+        (proposal,) = config["speculators_config"]["proposal_methods"]
+        assert proposal["speculative_tokens"] == depth
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "said"),
+    [
+        ("eagle3", False, "It reads the target's embedding; its head is its own."),
+        ("p_eagle", True, "Embedding and head are its own."),
+        ("dspark", False, "It reads the target's embedding and head."),
+        ("dflash", True, "Its embedding is its own; it reads the target's head."),
+    ],
+)
+def test_whose_embedding_and_head_engines_take_is_told(
+    family: str, own: bool, said: str, tmp_path: Path
+) -> None:
+    done = export(drafter_config(family, own_embedding=own).build(spec()), tmp_path / "out")
+    assert said in done.notes
+    assert said in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_medusa_says_that_its_blocks_have_biases_since_vllm_drops_them_otherwise() -> None:
@@ -537,7 +575,7 @@ def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
         ({"measured_prompts": -1}, "export.measured_prompts must be at least 0, got -1"),
         (
             {"num_speculative_tokens": 0},
-            "export.num_speculative_tokens must be at least 1, or auto, got 0",
+            "export.num_speculative_tokens must be at least 1, auto or null, got 0",
         ),
         ({"push": "tiny"}, "export.push must be user/repo, got 'tiny'; for example"),
         ({"dry_run": True}, "export.dry_run=true must come with export.push=user/repo"),

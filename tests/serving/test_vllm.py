@@ -161,7 +161,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     return served
 
 
-def keep(written: list[Drafter], drafter: Drafter) -> str:
+def keep(written: list[Drafter], drafter: Drafter, depth: int) -> str:
     """Take the drafter that an export's files give, as its measure of them."""
     written.append(drafter)
     return "kept"

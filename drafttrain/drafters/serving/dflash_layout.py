@@ -195,6 +195,10 @@ class DFlashLayout(OneLayer):
             )
         return complaints
 
+    def block(self, config: Config) -> int:
+        size: int = config["block_size"]
+        return size if self.from_anchor else size - 1
+
     def vllm_refuses(self, spec: TargetSpec) -> str:
         kind, reason = spec.architecture, super().vllm_refuses(spec)
         if reason:
@@ -212,5 +216,5 @@ class DFlashLayout(OneLayer):
         size = config["block_size"]
         return (
             f"Trained on blocks of {size}: engines draft blocks of num_speculative_tokens + 1, as "
-            f"measured here only if that is {size - 1}.",
+            f"measured here only if that is {self.block(config)}.",
         )

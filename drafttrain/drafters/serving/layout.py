@@ -191,6 +191,13 @@ class ServedLayout(Layout):
         """
         raise NotImplementedError(f"{type(self).__name__} must define within(config, target)")
 
+    def block(self, config: Config) -> int | None:
+        """Return how many tokens engines must draft at once to draft as in training.
+
+        None: any number, the first of which are the same.
+        """
+        return None
+
     def vllm_refuses(self, spec: TargetSpec) -> str:
         """Return why vLLM cannot serve it with a target that vLLM knows; "" if it can."""
         return ""

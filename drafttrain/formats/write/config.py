@@ -9,6 +9,7 @@ from drafttrain.runtime.settings import require
 FP8 = "fp8"
 DTYPES = ("auto", "float32", "bfloat16", FP8)
 NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT = FORMATS = ("vllm", "speculators", "sglang")
+USUAL_DEPTH = 3  # of chains, where engines may draft any number
 SIZE = re.compile(r"[1-9]\d*(?:\.\d+)?[KMGT]B", re.ASCII)  # as huggingface_hub reads it
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points
 
@@ -22,7 +23,7 @@ class ExportSettings:
     dir: str | None
     dtype: str
     max_shard_size: str
-    num_speculative_tokens: Any  # a number, or "auto" until it is chosen
+    num_speculative_tokens: Any  # a number, or "auto" until it is chosen; None: see `depth`
     measured_prompts: int
     license: str
     overwrite: bool
@@ -38,8 +39,8 @@ class ExportSettings:
         size = "be a number with KB, MB, GB or TB, such as 5GB"
         known = SIZE.fullmatch(self.max_shard_size) is not None
         require(known, "export.max_shard_size", size, repr(self.max_shard_size))
-        known = depth == "auto" or (type(depth) is int and depth >= 1)
-        require(known, "export.num_speculative_tokens", "be at least 1, or auto", depth)
+        known = depth in ("auto", None) or (type(depth) is int and depth >= 1)
+        require(known, "export.num_speculative_tokens", "be at least 1, auto or null", depth)
         measured = self.measured_prompts
         require(measured >= 0, "export.measured_prompts", "be at least 0", measured)
         licence = "be a licence id of the Hub, such as apache-2.0, llama3.1 or other"
@@ -53,3 +54,13 @@ class ExportSettings:
                 "export.dry_run=true must come with export.push=user/repo, got no repo: "
                 "it shows what a push would upload"
             )
+
+    def depth(self, block: int | None, deepest: int | None) -> int:
+        """Return how many tokens engines are told to draft: the number given, or what suits best.
+
+        block: what a drafter drafts at once, None: any number. deepest: the most it can draft.
+        """
+        given: int | None = self.num_speculative_tokens
+        if given is not None:
+            return given
+        return block or (USUAL_DEPTH if deepest is None else min(USUAL_DEPTH, deepest))

@@ -72,21 +72,23 @@ def export_drafter(
     config: ExportSettings,
     card: CardData,
     load_tokenizer: Callable[[], Any] | None = None,
-    measure: Callable[[Drafter], str] | None = None,
+    measure: Callable[[Drafter, int], str] | None = None,
     target_folder: Callable[[], Path | None] | None = None,
 ) -> Exported:
     """Write config.json, weights and README.md into `folder`, all or nothing.
 
     `target` is the target's name in serve commands: a directory or a Hub repository. A drafter that
     is a language model gets the target's tokenizer too, so that Transformers can load the folder.
-    measure: returns a note on the drafter that the written files give, for the output and the card.
+    measure: returns a note on the drafter that the written files give, drafting so many tokens, for
+    the output and the card.
     One that engines read from within its target is added to a copy of the target's own folder.
     Raises ValueError, with nothing written, if the folder is in use, if the format cannot hold the
     drafter, if an engine would misread the weights, or if the written files do not give it back.
     """
     native, trained = drafter.to_serving()
     layout, spec, name = drafter.config.layout, drafter.spec, drafter.config.name
-    deepest, depth = drafter.max_depth, config.num_speculative_tokens
+    deepest, block = drafter.max_depth, None if layout is None else layout.block(native)
+    depth = config.depth(block, deepest)
     if deepest is not None and depth > deepest:
         raise ValueError(
             f"export.num_speculative_tokens must be at most {deepest} for this {name} drafter, got "
@@ -105,7 +107,8 @@ def export_drafter(
     else:
         check(native, tensors, spec, drafter.captures, layout)
         own = "embed_tokens.weight" in tensors
-        told = serving(layout, derived, native, own, spec, target, str(folder), config, card)
+        place = str(folder)
+        told = serving(layout, derived, native, own, spec, target, place, depth, config, card)
     settings = native
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
@@ -134,7 +137,7 @@ def export_drafter(
             add_to_target(draft, inside, precision.stored(tensors), layout.held)
         rounding = read_back(draft, drafter, precision, derived or layout)
         if measure is not None:
-            notes.append(measure(precision.as_engines_compute(rounding.written)))
+            notes.append(measure(precision.as_engines_compute(rounding.written), depth))
         (draft / CARD).write_text(model_card(card, settings, told.published, tuple(notes)))
         if layout is not None and layout.whole_model:
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"

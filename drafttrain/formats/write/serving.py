@@ -66,18 +66,19 @@ def serving(
     spec: TargetSpec,
     target: str,
     place: str,
+    depth: int,
     config: ExportSettings,
     card: CardData,
 ) -> EngineCommands:
     """Return what engines are told of an export to `place`.
 
-    native: its native config.json. target: the target's name in commands. ValueError for a place
-    by whose name vLLM would take it for another kind.
+    native: its native config.json. target: the target's name in commands. depth: drafted tokens per
+    step. ValueError for a place by whose name vLLM would take it for another kind.
     """
     refused = cannot_serve(layout, native, own_embedding, spec)
     if config.dtype == FP8:
         refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
-    model, depth = config.push or place, config.num_speculative_tokens
+    model = config.push or place
     drawn = _with_drawn_drafts(card.reports) if layout.samples_drafts else {}
     if "vLLM" not in refused:
         _check_path("export.dir" if config.push is None else "export.push", model, layout)
@@ -91,7 +92,7 @@ def serving(
         return {engine: line for engine, line in every.items() if engine not in refused}
 
     commands = told(target, model)
-    notes = [*layout.notes(native, spec, bool(commands))]
+    notes = [*_sharing(layout, native, own_embedding), *layout.notes(native, spec, bool(commands))]
     notes += [f"No {engine} command: {reason}." for engine, reason in refused.items()]
     if derived is not None:
         notes += derived.notes(target, refused)
@@ -100,6 +101,22 @@ def serving(
     # A card is read on other machines: it names no folder of this one.
     published = told(card.base_model or TARGET, config.push or DRAFTER)
     return EngineCommands(commands, published, tuple(notes))
+
+
+def _sharing(layout: ServedLayout, native: Config, own_embedding: bool) -> list[str]:
+    """Return a note on whose embedding and head engines take, if the drafter embeds tokens."""
+    names = layout.expected_tensors(native)
+    own_head = "lm_head.weight" in names
+    if layout.whole_model:
+        return ["Embedding and head are its own" + ("." if own_head else ": one matrix (tied).")]
+    if not layout.within_target and "embed_tokens.weight" not in names:
+        return []
+    if own_embedding:
+        own = "Its embedding is its own; it reads the target's head."
+        return ["Embedding and head are its own." if own_head else own]
+    if own_head:
+        return ["It reads the target's embedding; its head is its own."]
+    return ["It reads the target's embedding and head."]
 
 
 def _check_path(key: str, path: str, layout: ServedLayout) -> None:
