@@ -86,6 +86,13 @@ def metrics_on_rank_0(values: Sequence[float], error: float = 0.0) -> Validate:
     return lambda tell: {METRIC: next(rest), METRIC + ERROR: error}
 
 
+# Families that draw what a step trains do draw here, where their texts are short.
+DRAWN: dict[str, dict[str, Any]] = {
+    "p_eagle": {"cod_ratio": 0.6},
+    **{name: {"num_anchors": 2} for name in ("dflash", "dflash2", "dspark")},
+}
+
+
 def start(
     name: str,
     target: Target,
@@ -97,7 +104,7 @@ def start(
     """Do what a process that trains does, from new objects; `validate` None is the real one."""
     torch.manual_seed(0)
     samples = random_samples()
-    drafter = build(name, target.spec)
+    drafter = build(name, target.spec, **DRAWN.get(name, {}))
     drafter.prepare(token_counts(samples, target.spec.vocab_size), target.readout)
     engine = build_engine(
         drafter,
