@@ -176,6 +176,21 @@ def test_layers_are_taken_from_where_vllms_newer_runner_takes_them(
     assert admitted(published.write(tmp_path), deep).drafter.captures == (2, 16, 29)
 
 
+def test_p_eagles_layers_are_taken_from_where_the_only_runner_that_serves_it_takes_them(
+    target: Target, tmp_path: Path
+) -> None:
+    """V1, which reads eagle_config's ids as they are; what V2 would read is nobody's concern."""
+    published = p_eagle()
+    key = "eagle_aux_hidden_state_layer_ids"
+    published.config["eagle_config"] = {key: [0, 2, 4]}
+    assert admitted(published.write(tmp_path), target).drafter.captures == (1, 2, 3)
+    del published.config[key]
+    theirs = admitted(published.write(tmp_path), target)
+    assert theirs.drafter.captures == (0, 2, 4)
+    assert "  reads layers [0, 2, 4], by config.json's eagle_config" in theirs.lines()
+    assert not any("V2" in line for line in theirs.lines())
+
+
 def test_what_was_recognised_is_said_with_its_reason(target: Target, tmp_path: Path) -> None:
     def said(published: Published, name: str) -> str:
         return str(recognise(open_folder(published.write(tmp_path / name), True)))

@@ -181,11 +181,13 @@ def read_eagle3(
     speculators: bool,
     num_layers: int = 1,
     more: Mapping[str, Any] = MappingProxyType({}),
+    by_v1: bool = False,
 ) -> Reading:
     """Return the reading of the native layout; `layers` overrides theirs.
 
     speculators: whether the files are a view of that format, which has defaults of its own.
-    more: settings of a family that builds on EAGLE-3.
+    more: settings of a family that builds on EAGLE-3. by_v1: whether vLLM's V1 runner alone serves
+    it, so that the layers are those that this runner reads.
     """
     top = Values(files.config)
     nested = Values(top.mapping("eagle_config"), top.complaints)
@@ -201,7 +203,7 @@ def read_eagle3(
     )
     read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
     draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
-    ids, notes = _layer_ids(top.raw, spec, layers)
+    ids, notes = _layer_ids(top.raw, spec, layers, by_v1)
     before_fc = nested if "norm_before_fc" in nested.raw else top
     settings |= {"layers": ids, "hidden_size": hidden}
     settings |= {
@@ -242,13 +244,21 @@ def read_eagle3(
 
 
 def _layer_ids(
-    config: Config, spec: TargetSpec, wanted: list[int] | None
+    config: Config, spec: TargetSpec, wanted: list[int] | None, by_v1: bool
 ) -> tuple[list[int], list[str]]:
-    """Return the captured layers as vLLM's V2 runner reads them, and notes where others differ."""
+    """Return the captured layers as vLLM's V2 runner reads them, and notes where others differ.
+
+    by_v1: as its V1 runner does, without such notes.
+    """
     top, usual = f"config.json's {LAYER_IDS}", f"the default for {spec.num_layers} layers"
+    read, elsewhere = (
+        (read_by_v1(config), "config.json's eagle_config")
+        if by_v1
+        else (read_by_v2(config), "config.json's layer_ids")
+    )
     sources: list[tuple[str, Any]] = [
         ("drafter.layers", wanted),
-        (top if config.get(LAYER_IDS) else "config.json's layer_ids", read_by_v2(config)),
+        (top if config.get(LAYER_IDS) else elsewhere, read),
         (f"{usual} (2, L/2, L-3)", usual_layers(spec.num_layers)),
     ]
     where, ids = next(source for source in sources if source[1] is not None)
@@ -256,7 +266,7 @@ def _layer_ids(
         raise Unfit([f"{where} must be a list of integers, got {shown(repr(ids))}"])
     if len(ids) > spec.num_layers + 1 or max(map(abs, ids)) > MAX_WIDTH:
         raise Unfit([f"{where} must be layers of {spec.name}'s, got {shown(ids)}"])
-    differ = runners_differ(config, spec.num_layers)
+    differ = [] if by_v1 else runners_differ(config, spec.num_layers)
     if len(set(ids)) < len(ids):
         raise Unfit(
             [

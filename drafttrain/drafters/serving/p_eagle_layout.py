@@ -128,7 +128,7 @@ def _read(
     }
     if top.complaints:
         raise Unfit(top.complaints)
-    reading = read_eagle3(files, base, spec, layers, speculators, num_layers, more)
+    reading = read_eagle3(files, base, spec, layers, speculators, num_layers, more, by_v1=True)
     reading.tensors = with_own_mask(reading.tensors)
     reading.spelled["mask_hidden.weight"] = "mask_hidden"
     return reading
