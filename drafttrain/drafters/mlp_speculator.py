@@ -39,7 +39,8 @@ class MLPSpeculator(SequentialHeads):
     """state = GELU(LN(proj(state) + w embedding(token))), from the target's hidden state on.
 
     w lets the first state keep half of the last one's variance, if embeddings have the variance
-    1 / width (IBM's fms-extras, from which scale_input and what `tied` shares are taken too).
+    1 / width (IBM's fms-extras, from which scale_input and what `tied` shares are taken too; its
+    norms rescale without centring, where LN, here torch's own, centres too).
     """
 
     about = About("An MLP speculator", "2404.19124")

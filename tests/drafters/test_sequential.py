@@ -78,7 +78,9 @@ def prefixed(drafter: Any, weights: Tensors, hidden: Tensor) -> Tensor:
 def speculator(
     drafter: Any, weights: Tensors, hidden: Tensor, table: Tensor, read: list[int]
 ) -> Tensor:
-    """IBM's forward: both weights as they are written there, though the norm divides one out."""
+    """IBM's forward with a LN that centres: both weights as they are written there, though the norm
+    divides one out.
+    """
     state, depths = hidden[-1], drafter.config.num_heads
     tied = drafter.config.tied
     if drafter.config.scale_input:
