@@ -191,6 +191,14 @@ def test_p_eagles_layers_are_taken_from_where_the_only_runner_that_serves_it_tak
     assert not any("V2" in line for line in theirs.lines())
 
 
+@pytest.mark.parametrize("name", ["DSpark", "DSpark of speculators"])
+def test_a_runner_that_does_not_serve_a_family_gets_no_note(
+    name: str, target: Target, tmp_path: Path
+) -> None:
+    theirs = admitted(LAYOUTS[name][1]().write(tmp_path), target)
+    assert not any("V1 runner" in line for line in theirs.lines())
+
+
 def test_what_was_recognised_is_said_with_its_reason(target: Target, tmp_path: Path) -> None:
     def said(published: Published, name: str) -> str:
         return str(recognise(open_folder(published.write(tmp_path / name), True)))

@@ -9,6 +9,7 @@ from drafttrain.drafters.serving.engines import SGLANG, VLLM, VLLM_EAGLE3, VLLM_
 from drafttrain.drafters.serving.layer_ids import read_by_v2, runners_differ
 from drafttrain.drafters.serving.layout import (
     DECLARED,
+    V1,
     Config,
     Expected,
     Files,
@@ -153,7 +154,8 @@ class DFlashLayout(OneLayer):
             num_layers=max(spec.num_layers, *layers),
         )
         reading = Reading(replace(base, **settings), declared, files.tensors(), {})
-        reading.notes = runners_differ(files.config, spec.num_layers)
+        if V1 in self.vllm_runners:
+            reading.notes = runners_differ(files.config, spec.num_layers)
         reading.complaints = misfits(spec, vocab, hidden)
         reading.complaints += [
             f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
