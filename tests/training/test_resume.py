@@ -61,31 +61,6 @@ def test_with_stored_features_it_goes_on_to_the_bit(ranks: int, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_every_family_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """By the command, with the optimizer that it chooses; what a step draws is drawn again."""
-    block = ("drafter.block_size=5", "drafter.num_layers=2", "drafter.num_anchors=6")
-    own = {
-        "dflash": block,
-        "dflash2": (*block, "drafter.selector_rank=8"),
-        "dspark": (*block, "drafter.markov_rank=8"),
-        "p_eagle": ("drafter.num_layers=2",),
-        "small_lm": ("drafter.hidden_size=32", "drafter.intermediate_size=48"),
-    }
-    folder = ROOT / "conf" / "drafter"
-    untrained = {"admitted", "ensemble", "ngram", "two_model"}
-    families = sorted({file.stem for file in folder.glob("*.yaml")} - untrained)
-    few = "trainer.max_steps=14"
-    lives(
-        "kill",
-        tmp_path,
-        1,
-        1,
-        1,
-        *((few, f"drafter={name}", *own.get(name, ())) for name in families),
-    )
-
-
-@pytest.mark.slow
 def test_every_engine_killed_on_two_ranks_goes_on_to_the_bit(
     tmp_path: Path, tiny_target_dir: Path
 ) -> None:
