@@ -54,6 +54,12 @@ CHAT_TEMPLATE = (
 gc.disable()
 
 
+def pytest_configure() -> None:
+    own = os.environ.get("CONFIG_DIR")
+    if own and not any(Path(own).glob("drafter/*.yaml")):
+        raise pytest.UsageError(f"CONFIG_DIR must name a folder with drafter/NAME.yaml, got {own}")
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
@@ -69,6 +75,15 @@ def _one_thread() -> Iterator[None]:
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_choices() -> Iterator[None]:
+    """Take the choices of CONFIG_DIR too, as a command takes those of --config-dir."""
+    from drafttrain.config.groups import own_choices
+
+    with own_choices(os.environ.get("CONFIG_DIR")):
+        yield
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from drafttrain.config.groups import (
     keys_of,
     offer_saved,
     own_dir,
+    own_file,
     own_groups,
 )
 from drafttrain.config.overrides import (
@@ -272,13 +273,17 @@ def _check_key(override: Override, config: DictConfig) -> None:
         if key not in keys:
             name = config[path[0]].get("name") if depth == 1 and choices(path[0]) else None
             section = f"{path[0]}={name}" if name else ".".join(path[:depth])
-            own = f"; another dict replaces it: {section}='{{{key}: ...}}'"
-            if path[0] == "deepspeed":
+            own = ""
+            if isinstance(node, DictConfig) and path[0] == "deepspeed" and depth > 1:
                 own = f"; a key of DeepSpeed's own takes a plus: +{dotted}=..."
+            elif isinstance(node, DictConfig) and depth > 1:
+                own = f"; another dict replaces it: {section}='{{{key}: ...}}'"
+            elif name and (file := own_file(path[0], name)):
+                own = f"; a yaml lists what can be set: {file}"
             raise UsageError(
                 f"{section} has no key {key}{did_you_mean(key, keys)} "
                 f"keys: {', '.join(k for k in keys if k != '_target_') or 'none'}"
-                f"{own if isinstance(node, DictConfig) and depth > 1 else ''}"
+                f"{own}"
             )
         node = None if OmegaConf.is_missing(node, key) else node[key]
 

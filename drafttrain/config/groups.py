@@ -62,6 +62,12 @@ def own_dir() -> Path | None:
     return _own[0] if _own else None
 
 
+def own_file(group: str, name: str) -> Path | None:
+    """Return the yaml of a choice that the user's own folder adds; None: it is none of these."""
+    file = choices(group).get(name)
+    return file if file and file.parent.parent in _own else None
+
+
 def follow_up(command: str, *arguments: str) -> str:
     """Return the command line of what comes next, with the --config-dir of this one."""
     own = [f"--config-dir={folder}"] if (folder := own_dir()) else []

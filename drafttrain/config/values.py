@@ -35,7 +35,9 @@ def check_target(section: str, target: Any) -> None:
             "drafter begins with _target_: MODULE.CLASS"
         )
     is_text = isinstance(target, str)
-    if target is not None and not (is_text and (OURS.fullmatch(target) or target in _own(section))):
+    if target is not None and not (
+        is_text and (OURS.fullmatch(target) or _is_own(section, target))
+    ):
         raise UsageError(
             f"{section}._target_ must name a class of drafttrain or of a yaml of yours, "
             f"got {shown(target)}; add its yaml with --config-dir FOLDER "
@@ -55,11 +57,16 @@ def class_of(section: str, target: Any) -> Any:
     return kind
 
 
-def _own(section: str) -> set[str]:
-    """Return the names of the classes that the user's yaml names, also where they are defined."""
-    named = {name for name in targets(section) if not OURS.fullmatch(name)}
-    kinds = [_load(section, name) for name in named]
-    return named | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+def _is_own(section: str, target: str) -> bool:
+    """Return whether the user's yaml names a class, there or where it is defined.
+
+    What other yamls of the folder name is imported only where this one's name alone does not tell.
+    """
+    named = sorted(name for name in targets(section) if not OURS.fullmatch(name))
+    kinds = (_load(section, name) for name in named)
+    return target in named or any(
+        target == f"{kind.__module__}.{kind.__qualname__}" for kind in kinds
+    )
 
 
 def _load(section: str, path: str) -> Any:

@@ -1,12 +1,15 @@
 """A drafter of the user's own, one file and one yaml outside the package, through every command."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from paths import PYTHONPATH, ROOT
 from safetensors.torch import load_file
 
 from drafttrain.__main__ import main
@@ -200,6 +203,24 @@ def test_it_is_planned_as_it_is_trained(trained: Path, place: Path, tiny_target_
     assert planned["first"]["flops"] > 0
 
 
+@pytest.mark.slow
+def test_it_keeps_the_contract(place: Path) -> None:
+    chosen = "recurrent and not overfitting and not replay"  # these train every family
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/drafters/test_drafters.py", "-k", chosen],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{place}:{PYTHONPATH}",
+            "CONFIG_DIR": f"{place / 'conf'}",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
 def test_what_to_run_next_names_its_folder_too(trained: Path, place: Path) -> None:
     said = (trained / "train.log").read_text().splitlines()
     told = f"--config-dir={place / 'conf'} run.dir={trained}"
@@ -223,6 +244,28 @@ def test_a_yaml_that_leads_to_no_class_says_what_it_must_name(
     said = capsys.readouterr().err
     assert said.startswith("error: drafter._target_ must name ")
     assert message in said
+
+
+def test_another_yaml_of_the_folder_may_be_broken(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "recurrent.yaml").write_text(YAML)
+    (tmp_path / "drafter" / "begun.yaml").write_text("_target_: nowhere.Config\nname: begun\n")
+    told = ["drafter=recurrent", "trainer.tokens_per_step=256", *QUICK]
+    assert run_with(tmp_path, "plan", *told, f"plan.dir={tmp_path / 'plan'}") == 0
+    assert run_with(tmp_path, "plan", "drafter=begun") == 2
+    assert "got nowhere.Config: No module named 'nowhere'" in capsys.readouterr().err
+
+
+def test_a_key_that_its_yaml_does_not_list_is_told_where_keys_are_listed(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(place, "plan", "drafter=recurrent", "drafter.lr=1.0e-2") == 2
+    file = place / "conf" / "drafter" / "recurrent.yaml"
+    assert f"has no key lr; keys: name, width; a yaml lists what can be set: {file}\n" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_folder_without_the_choice_is_named(
