@@ -34,13 +34,10 @@ def conf_dir() -> Path:
 
 def command_groups(command: str) -> dict[str, str]:
     """Return the groups that a command composes, with the default choice of each."""
-    primary = _parsed((conf_dir() / f"{command}.yaml").read_text())
-    return {
-        group: choice
-        for entry in primary["defaults"]
-        if isinstance(entry, dict)
-        for group, choice in entry.items()
-    }
+    primary = read_choice(choices("")[command])
+    found = [command_groups(base) for base in bases(primary)]
+    found += [entry for entry in primary["defaults"] if isinstance(entry, dict)]
+    return {group: choice for groups in found for group, choice in groups.items()}
 
 
 @contextmanager
@@ -81,7 +78,10 @@ def own_groups() -> list[str]:
 
 
 def choices(group: str) -> dict[str, Path]:
-    """Return the yaml files of a group by name; ours before the user's own of the same name."""
+    """Return the yaml files of a group by name; ours before the user's own of the same name.
+
+    The group "" is the commands' own yaml.
+    """
     folders = [conf_dir(), *_own]
     files = [file for folder in folders for file in sorted((folder / group).glob("*.yaml"))]
     return {file.stem: file for file in reversed(files)}
@@ -163,7 +163,7 @@ def file_of(group: str, name: str) -> Path | None:
 def keys_of(command: str, section: str, chosen: dict[str, str]) -> list[str]:
     """Return the keys of a section of a command, from its choice, or else from another one."""
     if section not in chosen:
-        return list(read_choice(conf_dir() / f"{command}.yaml").get(section, {}))
+        return list(content_of("", command).get(section, {}))
     known, name = choices(section), chosen[section]
     return list(content_of(section, name if name in known else next(iter(known), None)))
 

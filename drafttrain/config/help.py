@@ -130,9 +130,9 @@ Rows are paired by prompt, and so are the intervals of their differences; seeds 
 grouped. Runs must have been evaluated on the same prompts.""",
     "tune": """\
 It times passes of target and drafter on this machine, predicts the speedup of every depth and
-batch size, measures it as well, and writes the choice where eval.depth=auto and
-export.num_speculative_tokens=auto find it. With eval.policy=optimal_tree it makes the
-fastest tree of each depth first.""",
+batch size, measures it as well, and writes the choice to the run's tuned.json, where
+eval.depth=auto and export.num_speculative_tokens=auto find it. With eval.policy=optimal_tree it
+makes the fastest tree of each depth first.""",
     "chat": """\
 Text comes as it is verified; what was drafted and accepted is bold and green, what the target wrote
 itself is plain. Under it stand the tokens, tokens per second, tokens per pass of the target, and
@@ -267,8 +267,9 @@ def documented(file: Path) -> dict[str, tuple[str, str]]:
     Below the first level only keys with a comment count: DeepSpeed's own have none.
     """
     below: dict[str, tuple[str, str]] = {}
+    group = "" if file.parent == conf_dir() else file.parent.name
     for base in bases(read_choice(file)):
-        place = file_of(file.parent.name, base)
+        place = file_of(group, base)
         below |= documented(place) if place else {}
     found: dict[str, tuple[str, str]] = {}
     comment: list[str] = []

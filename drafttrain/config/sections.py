@@ -65,48 +65,42 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """The configuration of `evaluate`: the saved run, with `eval` of its own."""
+class SavedRunConfig:
+    """What a command takes from a saved run, with `eval` of its own."""
 
     run: RunConfig
     model: "ModelConfig"
     data: "DataConfig"
     drafter: "DrafterConfig"
     hardware: "HardwareConfig"
-    tracker: "TrackerConfig"
     eval: "EvalConfig"
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(SavedRunConfig):
+    """The configuration of `evaluate`."""
+
+    tracker: "TrackerConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuneConfig(EvaluateConfig):
-    """The configuration of `tune`: that of `evaluate`, with `tune` of its own."""
+    """The configuration of `tune`."""
 
     tune: "TuneSettings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
-    """The configuration of `chat` and `generate`: the saved run, how to decode, what is said."""
+class ChatConfig(SavedRunConfig):
+    """The configuration of `chat` and `generate`: how to decode, and what is asked."""
 
-    run: RunConfig
-    model: "ModelConfig"
-    data: "DataConfig"
-    drafter: "DrafterConfig"
-    hardware: "HardwareConfig"
-    eval: "EvalConfig"
     chat: "ChatSettings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """The configuration of `export`: the saved run, and the format to write."""
+class ExportConfig(SavedRunConfig):
+    """The configuration of `export`, with the format to write."""
 
-    run: RunConfig
-    model: "ModelConfig"
-    data: "DataConfig"
-    drafter: "DrafterConfig"
-    hardware: "HardwareConfig"
-    eval: "EvalConfig"
     export: "ExportSettings"
 
 

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import PromptSource, in_our_spelling, suite_records
 from drafttrain.runtime.disk import sha256_of
 from drafttrain.runtime.untrusted_input import Count, Sha256, read_object, read_typed
-
-OVERLAP_WORDS = 8  # words per n-gram of the shipped record: too many to be shared by chance
 
 MAX_NAME = 200  # characters of an id or a task
 
@@ -106,61 +103,6 @@ def _name(value: Any, key: str) -> str:
     if len(text) > MAX_NAME or not text.isprintable():
         raise Unusable(f"{key} is no line of at most {MAX_NAME} characters")
     return text
-
-
-def normalised(text: str) -> str:
-    """Return the text in the form that overlap is counted on: lower-case words, single spaces."""
-    return " ".join(re.findall(r"\w+", text.casefold()))
-
-
-def _word_grams(text: str) -> Iterator[tuple[str, ...]]:
-    words = normalised(text).split()
-    for start in range(len(words) - OVERLAP_WORDS + 1):
-        yield tuple(words[start : start + OVERLAP_WORDS])
-
-
-def count_overlap(
-    prompts: Sequence[Prompt], conversations: Iterable[Sequence[str]]
-) -> dict[str, Any]:
-    """Count what prompts share with training text: equal first prompts, and 8-grams of words.
-
-    `conversations` are the texts of the turns in order. Case, spacing and punctuation do not count.
-    """
-    first = {normalised(prompt.turns[0]) for prompt in prompts}
-    grams = {
-        prompt.id: {g for turn in prompt.turns for g in _word_grams(turn)} for prompt in prompts
-    }
-    wanted = set().union(*grams.values())
-    equal: set[str] = set()
-    shared: set[tuple[str, ...]] = set()
-    num_conversations = 0
-    for turns in conversations:
-        num_conversations += 1
-        opening = normalised(turns[0])
-        if opening in first:
-            equal.add(opening)
-        for turn in turns:
-            shared.update(gram for gram in _word_grams(turn) if gram in wanted)
-
-    def counts(group: Sequence[Prompt]) -> dict[str, Any]:
-        own = set().union(*(grams[prompt.id] for prompt in group))
-        return {
-            "num_prompts": len(group),
-            "num_equal_prompts": sum(normalised(prompt.turns[0]) in equal for prompt in group),
-            "num_ngrams": len(own),
-            "num_shared_ngrams": len(own & shared),
-            "shared_ngram_share": len(own & shared) / len(own) if own else None,
-        }
-
-    tasks: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        tasks.setdefault(prompt.task, []).append(prompt)
-    return {
-        "ngram_words": OVERLAP_WORDS,
-        "num_training_conversations": num_conversations,
-        **counts(prompts),
-        "tasks": {task: counts(group) for task, group in tasks.items()},
-    }
 
 
 def overlap_path(path: str | Path) -> Path:

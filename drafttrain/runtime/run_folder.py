@@ -17,6 +17,7 @@ import yaml
 
 import drafttrain
 from drafttrain.runtime.disk import append_text, require_writable, write_whole
+from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.untrusted_input import folder_name, read_yaml, shown
 
 CONFIG = "config.yaml"
@@ -32,8 +33,10 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """The name and seed of a run, its folder, and what it starts or resumes from."""
+
+    section = "run"
 
     name: str
     dir: str
@@ -47,8 +50,7 @@ class RunConfig:
         folder_name(self.name, "run.name")
         if not self.dir:
             raise ValueError("run.dir must name a folder, got nothing")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"run.seed must be in [0, 2**63), got {self.seed}")
+        self.require("seed", 0 <= self.seed < 2**63, "be in [0, 2**63)")
 
 
 def call(*arguments: str) -> str:

@@ -22,6 +22,7 @@ import yaml
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import alone
+from drafttrain.runtime.settings import Settings
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import shown
 
@@ -31,8 +32,10 @@ MODES = ("auto", "online", "offline")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerConfig:
+class TrackerConfig(Settings):
     """Where curves go besides metrics.jsonl; subclasses are the choices."""
+
+    section = "tracker"
 
     name: str
 
@@ -54,8 +57,7 @@ class WandbConfig(TrackerConfig):
     artifacts: bool
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"tracker.mode must be one of {', '.join(MODES)}, got {self.mode}")
+        self.require("mode", self.mode in MODES, f"be one of {', '.join(MODES)}")
         if not self.project:
             raise ValueError("tracker.project must name a project, got nothing")
 

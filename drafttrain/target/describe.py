@@ -96,10 +96,6 @@ def read_out(model: Any) -> Readout:
     )
 
 
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
-
-
 def _gain(norm: nn.Module, like: torch.Tensor) -> torch.Tensor | None:
     # The norm's gain, however it is stored (Gemma stores it minus 1): an input of alternating
     # signs has mean 0 and root mean square 1, so normalising does not change it.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from rich import filesize
 
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.target.describe import gigabytes
 from drafttrain.target.device_map import load_spread
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
@@ -50,7 +50,7 @@ def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
     if isinstance(config, RandomModelConfig) or config.inflate is not None:
         return Placement("device", "random or inflated weights allow no other placement")
     size, free = weight_bytes(config, dtype), free_bytes(ranks.device)
-    told = f"{gigabytes(size)} of weights, {gigabytes(free)} free on {ranks.device}"
+    told = f"{filesize.decimal(size)} of weights, {filesize.decimal(free)} free on {ranks.device}"
     if size <= TARGET_SHARE * free:
         return Placement("device", told)
     told += f", of which the target may take {TARGET_SHARE:.0%}"

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich import filesize
 from torch import Tensor, nn
 
 from drafttrain.core.types import Batch, TargetFeatures, TargetSpec
 from drafttrain.runtime.deepspeed import import_deepspeed, quiet
 from drafttrain.runtime.ranks import Ranks
-from drafttrain.target.describe import gigabytes, open_target, with_fingerprint
+from drafttrain.target.describe import open_target, with_fingerprint
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.inflate import count_parameters
@@ -143,11 +144,11 @@ class ShardedTarget(Target):
         self._engine = engine  # its hooks gather
         self._counting = False
         parts = [p for p in self.decoder.parameters() if hasattr(p, "ds_numel")]
-        held = sum(p.ds_tensor.nbytes for p in parts)
+        held = filesize.decimal(sum(p.ds_tensor.nbytes for p in parts))
+        layers = filesize.decimal(sum(p.ds_numel * p.element_size() for p in parts))
         self.where = (
-            f"zero3: each of {ranks.world_size} ranks holds {gigabytes(held)} of the layers'"
-            f" {gigabytes(sum(p.ds_numel * p.element_size() for p in parts))}, and the readout's"
-            f" {gigabytes(self.readout.nbytes)} whole"
+            f"zero3: each of {ranks.world_size} ranks holds {held} of the layers' {layers}, and the"
+            f" readout's {filesize.decimal(self.readout.nbytes)} whole"
         )
 
     def features(self, batch: Batch, captures: tuple[int, ...]) -> TargetFeatures:

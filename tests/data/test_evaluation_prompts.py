@@ -9,7 +9,6 @@ import pytest
 
 from drafttrain.data.evaluation_prompts import (
     Prompt,
-    count_overlap,
     load_prompts,
     overlap_line,
     overlap_path,
@@ -19,10 +18,6 @@ from drafttrain.data.evaluation_prompts import (
 from drafttrain.data.skips import NothingUsable
 from drafttrain.data.suites import BUILTIN_PROMPTS, PromptSource
 from drafttrain.runtime.disk import sha256_of
-
-
-def prompt(text: str, task: str = "math") -> Prompt:
-    return Prompt(text, task, task, (text,))
 
 
 def written(folder: Path, *lines: str) -> Path:
@@ -156,38 +151,12 @@ def test_a_file_without_prompts_is_an_error_that_says_what_to_do(tmp_path: Path)
         read_prompts(path, None)
 
 
-def test_overlap_counts_equal_prompts_and_shared_ngrams_of_words():
-    text = "One two three, four five six seven eight nine ten."
-    prompts = [prompt(text), prompt("An entirely other prompt.", "story")]
-    record = count_overlap(
-        prompts,
-        [
-            ["  one TWO three four five six seven eight nine ten", "answer"],
-            ["so: two three four five six seven eight nine", "an entirely other prompt"],
-        ],
-    )
-    assert record["num_training_conversations"] == 2
-    assert record["num_equal_prompts"] == 1
-    assert (record["num_ngrams"], record["num_shared_ngrams"]) == (3, 3)
-    assert record["tasks"]["story"] == {
-        "num_prompts": 1,
-        "num_equal_prompts": 0,
-        "num_ngrams": 0,
-        "num_shared_ngrams": 0,
-        "shared_ngram_share": None,
-    }
-    partly = count_overlap(prompts, [["x", "zero one two three four five six seven eight"]])
-    assert (partly["num_equal_prompts"], partly["num_shared_ngrams"]) == (0, 1)
-
-
 def test_the_shipped_record_is_of_the_shipped_prompts():
     record = overlap_record(BUILTIN_PROMPTS)
     assert record is not None
     assert record["num_prompts"] == 80
     assert record["num_equal_prompts"] == 0
     assert record["shared_ngram_share"] < 0.05
-    prompts, _ = read_prompts(BUILTIN_PROMPTS, None)
-    assert record["num_ngrams"] == count_overlap(prompts, [])["num_ngrams"]
     assert "0 of 80 prompts equal a first prompt" in overlap_line(record)
 
 

@@ -198,7 +198,7 @@ def test_auto_takes_the_first_place_with_room_and_says_why(
     assert size == 4 * parameters == 2 * weight_bytes(config, torch.bfloat16)
     chosen = choose_placement("auto", config, torch.float32, ALONE)
     assert chosen.kind == "device"
-    assert str(chosen).startswith("target placement: device (0.2 MB of weights, ")
+    assert str(chosen).startswith(f"target placement: device ({size / 1e3:.1f} kB of weights, ")
     monkeypatch.setattr(placing, "free_bytes", lambda device: size)
     half = choose_placement("auto", config, torch.bfloat16, ALONE)
     assert half.kind == "device"

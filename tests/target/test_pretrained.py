@@ -98,7 +98,7 @@ def test_a_target_from_nowhere_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention": "flash"}, "model.attention must be one of auto, sdpa, eager, got 'flash'"),
+        ({"attention": "flash"}, "model.attention must be one of auto, sdpa, eager, got flash"),
         ({"max_positions": 0}, "model.max_positions must be at least 1, got 0; null takes"),
         ({"path": "/x"}, "model=random draws its weights, so model.path=/x must not be set"),
         ({"architecture": "gpt"}, "model.architecture must be one of llama, qwen3, mistral, got"),

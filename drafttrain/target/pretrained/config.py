@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from drafttrain.runtime.untrusted_input import shown
+from drafttrain.runtime.settings import Settings
 from drafttrain.target.pretrained.quantize import SCHEMES
 from drafttrain.target.pretrained.size import parse_size
 
@@ -17,8 +17,10 @@ PORTABLE_PARAMETERS = 2_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """Which target: a local directory, else the embedded one, else a Hub repository."""
+
+    section = "model"
 
     name: str
     path: str | None
@@ -34,24 +36,15 @@ class ModelConfig:
     shape: dict[str, Any] | None  # read by `plan` alone: weights come with their own config.json
 
     def __post_init__(self) -> None:
-        if self.attention not in ATTENTION:
-            raise ValueError(
-                f"model.attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}"
-            )
-        if self.max_positions is not None and self.max_positions < 1:
-            raise ValueError(
-                f"model.max_positions must be at least 1, got {self.max_positions};"
-                " null takes the model's own limit"
-            )
+        self.require("attention", self.attention in ATTENTION, f"be one of {', '.join(ATTENTION)}")
+        enough = self.max_positions is None or self.max_positions >= 1
+        self.require("max_positions", enough, "be at least 1", "; null takes the model's own limit")
         if self.inflate is not None:
             parse_size(self.inflate)
-        if self.quantization is not None and self.quantization not in SCHEMES:
-            raise ValueError(
-                f"model.quantization must be null or one of {', '.join(SCHEMES)},"
-                f" got {self.quantization!r}"
-            )
-        if self.repo is not None and not REPO.fullmatch(self.repo):
-            raise ValueError(f"model.repo must be like owner/name, got {shown(repr(self.repo))}")
+        known = self.quantization in (None, *SCHEMES)
+        self.require("quantization", known, f"be null or one of {', '.join(SCHEMES)}")
+        named = self.repo is None or bool(REPO.fullmatch(self.repo))
+        self.require("repo", named, "be like owner/name")
         random = isinstance(self, RandomModelConfig)
         if not (random or self.path or self.repo or self.embedded):
             raise ValueError(
@@ -95,31 +88,21 @@ class RandomModelConfig(ModelConfig):
                 f"model={self.name} draws its weights, so {self.origin} must not be set;"
                 " choose another model= to load weights"
             )
-        if self.quantization is not None:
-            raise ValueError(
-                f"model.quantization must be null for model={self.name}, whose weights are drawn,"
-                f" got {self.quantization}"
-            )
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"model.architecture must be one of {', '.join(ARCHITECTURES)},"
-                f" got {self.architecture!r}"
-            )
-        if self.max_positions is None:
-            raise ValueError("model.max_positions must be a number for a random target, got null")
+        whole = f"be null for model={self.name}, whose weights are drawn"
+        self.require("quantization", self.quantization is None, whole)
+        known = self.architecture in ARCHITECTURES
+        self.require("architecture", known, f"be one of {', '.join(ARCHITECTURES)}")
+        limited = self.max_positions is not None
+        self.require("max_positions", limited, "be a number for a random target")
         for field in (
             *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
             *("num_attention_heads", "num_key_value_heads", "head_dim"),
         ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"model.{field} must be at least 1, got {getattr(self, field)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"model.num_key_value_heads must divide model.num_attention_heads"
-                f" ({self.num_attention_heads}), got {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"model.head_dim must be even (rotary pairs), got {self.head_dim}")
+            self.require(field, getattr(self, field) >= 1, "be at least 1")
+        heads = self.num_attention_heads
+        divides = f"divide model.num_attention_heads ({heads})"
+        self.require("num_key_value_heads", heads % self.num_key_value_heads == 0, divides)
+        self.require("head_dim", self.head_dim % 2 == 0, "be even (rotary pairs)")
 
     @property
     def num_parameters(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import filesize
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -166,16 +167,16 @@ def prepare(
         some = "" if asked.reach is None else f", features of {sum(rows):,} of them"
         say(
             f"store: {len(samples):,} conversations of {num_tokens:,} tokens{some}, {size:,} bytes "
-            f"each: {_size_of(whole)} in {len(plan):,} shards"
-            + ("" if needed == whole else f"; {_size_of(needed)} of it still to write")
+            f"each: {filesize.decimal(whole)} in {len(plan):,} shards"
+            + ("" if needed == whole else f"; {filesize.decimal(needed)} of it still to write")
         )
         beside = 0 if earlier else sum(t.nbytes for t in (*head.values(), *tensors.values()))
         needed, free = needed + beside + int(SPARE_BYTES), shutil.disk_usage(folder).free
         if needed > free:
             raise ValueError(
-                f"store.dir must have {_size_of(needed)} free for what is to be written, got "
-                f"{_size_of(free)} free in {folder}; use another disk, store.dtype=float8, or "
-                "fewer conversations"
+                f"store.dir must have {filesize.decimal(needed)} free for what is to be written, "
+                f"got {filesize.decimal(free)} free in {folder}; use another disk, "
+                "store.dtype=float8, or fewer conversations"
             )
     for name, content in ((shards.READOUT, head), (shards.CONVERSATIONS, tensors)):
         problem = shards.problem_of(folder, files[name], config.verify) if name in files else None
@@ -252,10 +253,10 @@ def _disk_full_explained(folder: Path) -> Iterator[None]:
         full = getattr(cause, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         if not full:
             raise
+        free = filesize.decimal(shutil.disk_usage(folder).free)
         raise DiskError(
-            f"the disk of store.dir={folder} is full "
-            f"({_size_of(shutil.disk_usage(folder).free)} free): make room there; the same command "
-            "then resumes where it stopped"
+            f"the disk of store.dir={folder} is full ({free} free): make room there; the same "
+            "command then resumes where it stopped"
         ) from error
 
 
@@ -350,13 +351,6 @@ class Writer:
         path.unlink()
         per_byte = (time.perf_counter() - started) / (held * times)
         return elapsed / sum(self.lengths[i] for i in chosen), per_byte
-
-
-def _size_of(count: int | float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count / 1e3:.1f} kB"
 
 
 def _duration(seconds: int | float) -> str:
