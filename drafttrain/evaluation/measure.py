@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -263,7 +262,6 @@ def measure(
     batch_size: int,
     seed: int,
     journal: Measurements | None = None,
-    show: bool = True,
 ) -> MeasuredPoint:
     """Decode every turn of every prompt by every method; return one result each.
 
@@ -280,7 +278,7 @@ def measure(
     warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
     own = {task for method in methods for task in method.of_task}
     # First calls pay for allocations that later ones do not.
-    with working("warming up") if show else nullcontext():
+    with working("warming up"):
         for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
             _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
     measured: dict[Key, list[PromptResult]] = {}
@@ -312,7 +310,7 @@ def measure(
     try:
         known = journal.known if journal else {}
         measured |= {key: known[key] for key in work if key in known}
-        with progress(label, len(work), len(measured), show=show) as tick:
+        with progress(label, len(work), len(measured)) as tick:
             for done, key in enumerate(work):
                 if key not in known:
                     keep(key, take(done, key))
@@ -325,7 +323,7 @@ def measure(
                 f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
                 "kept the machine busy meanwhile"
             )
-            with progress(f"{label}, again", len(again), show=show) as tick:
+            with progress(f"{label}, again", len(again)) as tick:
                 for key in again:
                     taken = take(work.index(key), key)
                     if _delay(taken, times) < _delay(measured[key], times):

@@ -93,13 +93,6 @@ def tune_drafter(
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
     check_settings(prompts, target, timed, template, replace(config, depths=depths))
-    timing: dict[str, Any] = {
-        "sampling": config.sampling,
-        "draft_sampling": config.draft_sampling,
-        "rule": config.acceptance_rule,
-        "contexts": sorted(settings.contexts),
-        "rounds": settings.rounds,
-    }
     sizes = sorted(settings.batch_sizes)
     point = {**conditions, **config.conditions, "depths": depths}
     trees: TreesBySize = {}
@@ -108,7 +101,7 @@ def tune_drafter(
         kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
         every = sorted({1, *sizes})  # acceptance is measured at batch size 1
         trees = kept.of(depths, every) or optimal_trees(
-            target, timed, prompts, template, config, depths, every, timing, seed
+            target, timed, prompts, template, config, settings, depths, every, seed
         )
         kept.write(trees)
 
@@ -117,7 +110,7 @@ def tune_drafter(
             return {depth: config.policy_at(depth) for depth in depths}
         return {depth: found.tree for depth, found in trees[size].items()}
 
-    costs = measure_costs(target, timed, policies, batches=sizes, **timing)
+    costs = measure_costs(target, timed, policies, sizes, config, settings)
     measured_depths = depths if settings.measure else depths[-1:]
     names = {depth: named(parts.drafter_name, depth) for depth in depths}
     journals: list[Measurements] = []
@@ -170,9 +163,9 @@ def optimal_trees(
     prompts: Sequence[Prompt],
     template: Template,
     config: EvalConfig,
+    settings: TuneSettings,
     depths: Sequence[int],
     sizes: Sequence[int],
-    timing: Mapping[str, Any],
     seed: int,
 ) -> TreesBySize:
     """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
@@ -181,7 +174,7 @@ def optimal_trees(
     known = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
     kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
-    costs = measure_costs(target, drafter, lambda _: numbered, batches=sizes, **timing)
+    costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)
     lengths = [len(first_turn(prompt, target, template)) for prompt in prompts]
     context = sum(lengths) / len(lengths) + config.max_new_tokens / 2
     return {

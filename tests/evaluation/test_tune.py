@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import model_config
 from test_drafters import random_drafter
+from test_evaluate import settings
 
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
@@ -135,6 +136,11 @@ def test_the_answer_names_a_tree(nodes: str, told: str) -> None:
     assert re.search(f"Batch 1: speculate at {told} times as fast", headline(chosen))
 
 
+def tune_settings(**changes: Any) -> TuneSettings:
+    values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
+    return TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+
+
 TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
 
 
@@ -147,10 +153,9 @@ def test_costs_are_measured_for_every_cell(
     name: str, policies: dict[int, Policy], tiny_target_dir: Path
 ) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-    settings: dict[str, Any] = {"batches": [1, 3], "contexts": [8, 16], "rounds": 2}
-    costs = measure_costs(
-        target, random_drafter(name, target), lambda _: policies, show=False, **settings
-    )
+    tuned = tune_settings(contexts=[8, 16], rounds=2)
+    drafter = random_drafter(name, target)
+    costs = measure_costs(target, drafter, lambda _: policies, [1, 3], settings(), tuned)
     assert set(costs.plain) == {(1, 8), (1, 16), (3, 8), (3, 16)}
     assert set(costs.verify) == {(d, *cell) for d in (1, 3) for cell in costs.plain}
     assert set(costs.draft) == set(costs.verify)
@@ -166,6 +171,5 @@ def test_costs_are_measured_for_every_cell(
     ],
 )
 def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
     with pytest.raises(ValueError, match=message):
-        TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+        tune_settings(**changes)

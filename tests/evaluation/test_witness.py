@@ -475,7 +475,6 @@ def section_of(
         folder=folder,
         seed=0,
         ours_by_batch={},
-        show=False,
     )
 
 

@@ -155,7 +155,6 @@ def witness_section(
     folder: Path,
     seed: int,
     ours_by_batch: Mapping[int, MethodRow],
-    show: bool = True,
 ) -> WitnessSection:
     """Run vLLM on the prompts that our loop decoded, and return the section of the report.
 
@@ -183,7 +182,6 @@ def witness_section(
             repeats=REPEATS if drawn == sampling else 1,
             device=target.device.type,
             max_positions=target.spec.max_positions,
-            show=show,
         )
 
     def decoded(one: WitnessPrompt) -> Decoded:
