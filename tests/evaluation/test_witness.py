@@ -75,7 +75,6 @@ def ask(python: str, folder: Path, **changes: Any) -> Any:
         "threads": 1,
         "folder": folder / "vllm",
         "batch_sizes": (1, 2),
-        "show": False,
     }
     served = ServedDrafter(folder, None, "ngram", changes.pop("lookup", None), True, python)
     return witness(served, [[1, 2, 3], [1, 2], [4]], **{**asked, **changes})
