@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, held_setup
+from drafttrain.commands.setup.evaluation import held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tuned import TUNED, write_tuned
@@ -26,16 +27,7 @@ def tune(config: TuneConfig) -> None:
 
 def tune_held(config: TuneConfig, setup: Setup) -> None:
     """Predict, measure and choose from what is set up, while this command holds the lock."""
-    found = tune_drafter(
-        setup.parts,
-        setup.prompts,
-        setup.template,
-        setup.settings,
-        config.tune,
-        folder=setup.folder / "tune",
-        conditions=setup.conditions,
-        seed=config.run.seed,
-    )
+    found = tune_drafter(setup, config.tune)
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
     choices = choose(found.predictions)

@@ -17,7 +17,7 @@ from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig, TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
-from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import (
     PLAIN,
     DraftMethod,
@@ -58,22 +58,14 @@ class Tuning:
     acceptance: list[float]
 
 
-def tune_drafter(
-    parts: Parts,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    settings: TuneSettings,
-    *,
-    folder: Path,
-    conditions: Mapping[str, Any],
-    seed: int,
-) -> Tuning:
+def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     """Predict, and if requested measure, the speedup of every depth and batch size.
 
     The prompts are decoded one at a time at the greatest depth for the acceptance of all depths;
     with settings.measure also at every depth and batch size. A stopped measurement resumes.
     """
+    config, prompts, template, seed = setup.settings, setup.prompts, setup.template, setup.seed
+    parts, folder = setup.parts, setup.folder / "tune"
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
     if config.policy == "adaptive":
@@ -94,7 +86,7 @@ def tune_drafter(
         )
     check_settings(prompts, target, timed, template, replace(config, depths=depths))
     sizes = sorted(settings.batch_sizes)
-    point = {**conditions, **config.conditions, "depths": depths}
+    point = {**setup.conditions, **config.conditions, "depths": depths}
     trees: TreesBySize = {}
     kept: Kept | None = None
     if config.policy == "optimal_tree":

@@ -78,7 +78,6 @@ def results_of(
         "sampling": config.sampling,
         "batch_size": config.batch_size,
         "seed": 0,
-        "show": False,
     }
     values |= more
     prompts = values.pop("prompts", PROMPTS)
