@@ -11,11 +11,10 @@ from typing import Any
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.template import Template
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
-from drafttrain.evaluation.config import EvalConfig, TuneSettings
+from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
 from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import (
@@ -39,7 +38,6 @@ from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import read_typed
-from drafttrain.target.model import Target
 
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
 
@@ -92,9 +90,7 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     if config.policy == "optimal_tree":
         kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
         every = sorted({1, *sizes})  # acceptance is measured at batch size 1
-        trees = kept.of(depths, every) or optimal_trees(
-            target, timed, prompts, template, config, settings, depths, every, seed
-        )
+        trees = kept.of(depths, every) or optimal_trees(setup, settings, depths, every)
         kept.write(trees)
 
     def policies(size: int) -> dict[int, Policy]:
@@ -150,24 +146,17 @@ def position_by_position(counters: Counters) -> list[float]:
 
 
 def optimal_trees(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    settings: TuneSettings,
-    depths: Sequence[int],
-    sizes: Sequence[int],
-    seed: int,
+    setup: Setup, settings: TuneSettings, depths: Sequence[int], sizes: Sequence[int]
 ) -> TreesBySize:
     """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
+    config, target, drafter = setup.settings, setup.parts.target, setup.parts.timed_drafter
     deepest, most = depths[-1], config.tree_nodes
-    counts = count_ranks(target, drafter, prompts, template, config, depth=deepest, seed=seed)
+    counts = count_ranks(setup, deepest)
     known = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
     kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
     costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)
-    lengths = [len(first_turn(prompt, target, template)) for prompt in prompts]
+    lengths = [len(first_turn(prompt, target, setup.template)) for prompt in setup.prompts]
     context = sum(lengths) / len(lengths) + config.max_new_tokens / 2
     return {
         size: fastest_trees(
