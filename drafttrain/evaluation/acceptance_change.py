@@ -9,7 +9,8 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import first_turn
-from drafttrain.report.metrics import Pairs, Resampling, length_difference, ratio
+from drafttrain.report.bootstrap import Resampling
+from drafttrain.report.metrics import Pairs, length_difference, ratio
 from drafttrain.report.results import BeforeAfter, Estimate
 from drafttrain.report.wording import bounds, number, signed, things
 from drafttrain.runtime.terminal import followed

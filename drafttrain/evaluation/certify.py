@@ -23,7 +23,7 @@ from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
-from drafttrain.report.metrics import Resampling, interval
+from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.results import PLAIN, Check
 from drafttrain.report.wording import bounds
 from drafttrain.runtime.hardware import dtype_name

@@ -8,9 +8,10 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.drafters.base import Published
 from drafttrain.drafters.references import LOOKUP
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
-from drafttrain.report.metrics import Resampling, method_row, plain_row, rows_of, speedup_difference
+from drafttrain.report.metrics import SPEEDUP, columns_of, method_row, plain_row, rows_of
 from drafttrain.report.outputs import along_output
 from drafttrain.report.pairs import adaptation
 from drafttrain.report.results import (
@@ -221,7 +222,8 @@ def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampl
         why = "the drafter is prompt lookup itself" if drafter == LOOKUP else "it was not measured"
         return NgramAnswer(None, NOT_COMPARED, f"{unknown}: {why}.")
     mine, theirs, plain = (rows_of(totals[method].values()) for method in (drafter, LOOKUP, PLAIN))
-    difference = speedup_difference(mine, theirs, plain, resampling)
+    sides = ([columns_of(rows, plain)] for rows in (mine, theirs))
+    difference = SPEEDUP.difference(*sides, resampling)
     if difference.value is None:
         return NgramAnswer(None, difference, f"{unknown}: nothing timed.")
     answer = difference.decides("yes", "no", "undecided")

@@ -6,7 +6,7 @@ import numpy as np
 
 from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
 from drafttrain.report.document import Document, Listing, flagged, notes
-from drafttrain.report.pairs import Spread
+from drafttrain.report.metrics import Spread
 from drafttrain.report.results import Cell, Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed

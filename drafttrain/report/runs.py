@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from drafttrain.report.pairs import Columns, Measured
+from drafttrain.report.metrics import Columns
+from drafttrain.report.pairs import Measured
 from drafttrain.report.results import Measurement, Report
 from drafttrain.report.totals import Key
 

@@ -23,8 +23,9 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predict
 from drafttrain.evaluation.witness.engine import BatchWitness, ServedDrafter, Witness, witness
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import row_of
-from drafttrain.report.metrics import Resampling, acceptance_length, rows_of, speed, speedup
+from drafttrain.report.metrics import acceptance_length, rows_of, speed, speedup
 from drafttrain.report.results import (
     PLAIN,
     BothSeconds,
