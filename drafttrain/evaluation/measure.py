@@ -86,23 +86,6 @@ def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
     return config if fits else replace(config, policy="chain")
 
 
-def check_settings(
-    prompts: Sequence[Prompt],
-    target: Target,
-    drafter: Drafter,
-    template: Template,
-    config: EvalConfig,
-) -> None:
-    """Raise ValueError, before anything is decoded, for an impossible depth or prompt."""
-    check_depths(drafter, config)
-    for prompt in prompts:
-        if complaint := too_long(prompt, target, template, config, [drafter]):
-            raise ValueError(
-                f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
-                "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
-            )
-
-
 def check_depths(drafter: Drafter, config: EvalConfig) -> None:
     """Raise ValueError for a depth that the drafter cannot draft or the contexts cannot hold.
 
@@ -140,55 +123,46 @@ def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]
     return min([(spec.max_positions, spec.name), *stated])
 
 
-def too_long(
-    prompt: Prompt,
-    target: Target,
-    template: Template,
-    config: EvalConfig,
-    drafters: Sequence[Drafter] = (),
-) -> str:
-    """Return why a prompt may not fit the target's and drafters' contexts, "" if it fits."""
-    deepest = config.deepest
-    positions, who = context_of(target.spec, drafters)
-    room = positions - config.max_new_tokens - deepest
-    # Later turns carry the answers before them, each at its longest.
-    needed = len(first_turn(prompt, target, template)) + sum(
-        len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
-        for turn in prompt.turns[1:]
-    )
-    if needed <= room:
-        return ""
-    return (
-        f"may need {needed} tokens before its last answer, but {who} has "
-        f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
-        f"eval.depth={deepest} leave {room}"
-    )
-
-
-def skip_long(
+def fitting(
     prompts: Sequence[Prompt],
     report: SkipReport,
     target: Target,
     template: Template,
     config: EvalConfig,
-    drafters: Sequence[Drafter] = (),
+    drafters: Sequence[Drafter],
 ) -> list[Prompt]:
-    """Return the prompts that fit all contexts; count the others in `report`.
+    """Return the prompts that fit the contexts of the target and the drafters.
 
-    Returns all if `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
+    ValueError for one that may not; with eval.skip_long_prompts it is counted in `report`.
     """
-    if not config.skip_long_prompts:
-        return list(prompts)
-    fitting = []
+    deepest = config.deepest
+    positions, who = context_of(target.spec, drafters)
+    room = positions - config.max_new_tokens - deepest
+    found = []
     for prompt in prompts:
-        if complaint := too_long(prompt, target, template, config, drafters):
-            report.skip("too long for the context", prompt.id, complaint)
-        else:
-            fitting.append(prompt)
-    if not fitting:
+        # Later turns carry the answers before them, each at its longest.
+        needed = len(first_turn(prompt, target, template)) + sum(
+            len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
+            for turn in prompt.turns[1:]
+        )
+        if needed <= room:
+            found.append(prompt)
+            continue
+        complaint = (
+            f"may need {needed} tokens before its last answer, but {who} has "
+            f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
+            f"eval.depth={deepest} leave {room}"
+        )
+        if not config.skip_long_prompts:
+            raise ValueError(
+                f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
+                "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
+            )
+        report.skip("too long for the context", prompt.id, complaint)
+    if not found:
         what = f"eval.prompts must hold prompts that fit {target.spec.name}, got none"
         raise NothingUsable(what, report, "shorten them, or lower eval.max_new_tokens")
-    return fitting
+    return found
 
 
 def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:

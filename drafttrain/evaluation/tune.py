@@ -11,6 +11,7 @@ from typing import Any
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.data.skips import SkipReport
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
@@ -20,8 +21,9 @@ from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import (
     PLAIN,
     DraftMethod,
-    check_settings,
+    check_depths,
     first_turn,
+    fitting,
     measure,
     named,
 )
@@ -82,15 +84,17 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
             f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
-    check_settings(prompts, target, timed, template, replace(config, depths=depths))
+    every = replace(config, depths=depths, skip_long_prompts=False)
+    check_depths(timed, every)
+    fitting(prompts, SkipReport(), target, template, every, [timed])
     sizes = sorted(settings.batch_sizes)
     point = {**setup.conditions, **config.conditions, "depths": depths}
     trees: TreesBySize = {}
     kept: Kept | None = None
     if config.policy == "optimal_tree":
         kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
-        every = sorted({1, *sizes})  # acceptance is measured at batch size 1
-        trees = kept.of(depths, every) or optimal_trees(setup, settings, depths, every)
+        timed_at = sorted({1, *sizes})  # acceptance is measured at batch size 1
+        trees = kept.of(depths, timed_at) or optimal_trees(setup, settings, depths, timed_at)
         kept.write(trees)
 
     def policies(size: int) -> dict[int, Policy]:

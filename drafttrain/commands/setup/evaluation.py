@@ -36,9 +36,8 @@ from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import Parts, Setup
 from drafttrain.evaluation.measure import (
     check_depths,
-    check_settings,
+    fitting,
     reference_settings,
-    skip_long,
 )
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
@@ -158,7 +157,10 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format
-    prompts = skip_long(prompts, skipped, target, template, settings, everyone)
+    check_depths(drafter, settings)
+    for each in references.values():
+        check_depths(each, reference_settings(settings, each))
+    prompts = fitting(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
     if settings.of_tasks:
@@ -174,9 +176,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     lines += spoilt
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
-    check_settings(prompts, target, drafter, template, settings)
-    for each in references.values():
-        check_settings(prompts, target, each, template, reference_settings(settings, each))
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
