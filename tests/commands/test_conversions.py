@@ -87,8 +87,8 @@ def test_a_directory_is_converted_and_back_bit_for_bit(
         (
             lambda: medusa("bias"),
             ("export=speculators",),
-            "export.format=speculators must be one of dflash, dflash2, dspark, eagle3, p_eagle, got "
-            "medusa",
+            "export.format=speculators must be one of dflash, dflash2, dspark, eagle3, p_eagle, "
+            "got medusa",
         ),
         (
             eagle,
