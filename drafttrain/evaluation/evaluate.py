@@ -1,7 +1,6 @@
 """The whole evaluation: certificate, measurements at every point of the sweep, the report."""
 
 import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from drafttrain.evaluation.footprint import extra_memory
 from drafttrain.evaluation.measure import (
     at_depth,
     first_turn,
+    in_tasks,
     measure,
     methods_of,
     named,
@@ -211,12 +211,7 @@ def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:
     """
     if len(config.every_depth) == 1:
         return set()
-    seen: Counter[str] = Counter()
-    chosen = set()
-    for prompt in prompts:
-        if seen[prompt.task] % 3 == 0:
-            chosen.add(prompt.id)
-        seen[prompt.task] += 1
+    chosen = {prompt.id for members in in_tasks(prompts) for _, prompt in members[::3]}
     return chosen if len(prompts) - len(chosen) >= len(chosen) >= FEWEST_PROMPTS else set()
 
 

@@ -203,17 +203,21 @@ def of_task(
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
     """Return prompts, with their places, in batches of one task; a task's last may be smaller."""
-    placed = list(enumerate(prompts))
     if size == 1:  # in the given order, tasks mixed
-        return [[one] for one in placed]
-    by_task: dict[str, list[tuple[int, Prompt]]] = {}
-    for place, prompt in placed:
-        by_task.setdefault(prompt.task, []).append((place, prompt))
+        return [[one] for one in enumerate(prompts)]
     return [
         members[start : start + size]
-        for members in by_task.values()
+        for members in in_tasks(prompts)
         for start in range(0, len(members), size)
     ]
+
+
+def in_tasks(prompts: Sequence[Prompt]) -> list[list[tuple[int, Prompt]]]:
+    """Return the prompts of each task, with their places."""
+    tasks: dict[str, list[tuple[int, Prompt]]] = {}
+    for place, prompt in enumerate(prompts):
+        tasks.setdefault(prompt.task, []).append((place, prompt))
+    return list(tasks.values())
 
 
 @dataclass(frozen=True)
@@ -379,8 +383,5 @@ def at_depth(
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` prompts, taken from the tasks in turn."""
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    rounds = zip_longest(*by_task.values())
-    return [prompt for found in rounds for prompt in found if prompt is not None][:count]
+    rounds = zip_longest(*in_tasks(prompts))
+    return [placed[1] for found in rounds for placed in found if placed is not None][:count]

@@ -139,14 +139,10 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
         journal.finish()
     if kept is not None:
         kept.finish()
-    deepest = [result for result in alone if result.method == names[depths[-1]]]
-    return Tuning(predictions, costs, trees, position_by_position(_accepted(deepest)))
-
-
-def position_by_position(counters: Counters) -> list[float]:
-    """Return how often each position was accepted, where the one before it was."""
-    reached = [counters.num_drafts, *counters.num_accepted_tokens_per_position]
-    return [after / before if before else 0.0 for before, after in pairwise(reached)]
+    found = _accepted([result for result in alone if result.method == names[depths[-1]]])
+    reached = [found.num_drafts, *found.num_accepted_tokens_per_position]
+    acceptance = [after / before if before else 0.0 for before, after in pairwise(reached)]
+    return Tuning(predictions, costs, trees, acceptance)
 
 
 def optimal_trees(

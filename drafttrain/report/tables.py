@@ -1,7 +1,6 @@
 """The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from drafttrain.report.outputs import WRITERS
@@ -237,7 +236,7 @@ def examples_table(examples: Sequence[Example]) -> Table:
     columns: list[Column[Example]] = [
         ("prompt", lambda example: example.prompt),
         ("output", lambda example: "".join(piece.text for piece in example.pieces)),
-        *((writer, partial(_num_tokens, writer)) for writer in WRITERS),
+        *((writer, lambda example, by=writer: count(example.num_tokens(by))) for writer in WRITERS),
     ]
     caption = (
         "The first answers to the prompts on which drafts were accepted least, at the median, and "
@@ -246,10 +245,6 @@ def examples_table(examples: Sequence[Example]) -> Table:
     notes = [f"{writer}: {meaning}" for writer, meaning in WRITERS.items()]
     lines = [(f"{example.task}, {example.prompt_id}", example) for example in examples]
     return table("Example outputs", caption, "example", columns, lines, notes)
-
-
-def _num_tokens(writer: str, example: Example) -> str:
-    return count(example.num_tokens(writer))
 
 
 def along_table(bins: Sequence[OutputBin]) -> Table:
