@@ -164,7 +164,4 @@ def _card(config: ExportConfig, drafter: Drafter) -> CardData:
         target=config.model.name,
         base_model=None if config.model.path else config.model.repo,
         license=config.export.license,
-        training={},
-        provenance={},
-        reports={},
     )

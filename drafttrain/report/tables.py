@@ -30,6 +30,7 @@ from drafttrain.report.wording import (
     NOTHING,
     cell,
     count,
+    drawn,
     memory,
     money,
     number,
@@ -261,10 +262,10 @@ def along_table(bins: Sequence[OutputBin]) -> Table:
 def published_table(report: Report) -> Table:
     """Return the family's published measurements below this report's, with what differs."""
     row = report.drafting[report.drafter].summary
-    sampling, shape = report.sampling, report.tree or f"chain of {report.verdicts['all'].depth}"
-    drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    shape = report.tree or f"chain of {report.verdicts['all'].depth}"
     hardware = f"{report.timing.device}, {report.timing.dtype}"
-    prompts = f"{things(row.num_prompts, 'prompt')}, {drawn}, batch {report.batch_size}"
+    prompts = f"{things(row.num_prompts, 'prompt')}, {drawn(report.sampling.temperature)}"
+    prompts += f", batch {report.batch_size}"
     ours: list[Cell] = [report.target, shape, "see Provenance", prompts, hardware]
     rows = [["this report", *ours, row.speedup, row.acceptance_length.estimate]]
     rows += [
@@ -387,12 +388,11 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
 
 def witness_table(section: WitnessSection) -> Table:
     """Return a table of vLLM's numbers and ours: a row per batch size."""
-    temperature = section.sampling.temperature
-    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     turns = "in turns" if section.interleaved else "one after the other: memory holds but one"
     caption = (
-        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, {how}, "
-        f"{section.dtype} on {section.device}, {things(section.threads, 'thread')}; "
+        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, "
+        f"{drawn(section.sampling.temperature)}, {section.dtype} on {section.device}, "
+        f"{things(section.threads, 'thread')}; "
         f"{section.num_outputs} outputs, both engines {turns}; drafts: {section.draft_sampling}. "
         "Tokens per second are vLLM's."
     )

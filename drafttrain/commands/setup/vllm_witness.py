@@ -57,8 +57,6 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
             base_model=None,
             license="other",
             training={"drafter": asdict(drafter)},
-            provenance={},
-            reports={},
         )
         place.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = parts.target.tokenizer
