@@ -14,7 +14,7 @@ from drafttrain.config.groups import choices, conf_dir
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
-from drafttrain.plan.accelerator import Accelerator, find_accelerator
+from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
 from drafttrain.plan.advice import Plan, build_plan
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.fit import refuse_unless_fitting
@@ -168,16 +168,19 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
         )
     dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
     entry = partial(load_choice, "accelerator")
-    found = find_accelerator(
-        name,
-        device,
-        dtype,
-        entry,
-        lambda: {each: entry(each) for each in choices("accelerator")},
-        measure_s,
-    )
-    if here and gpu:
-        place = torch.device("cuda" if device == "auto" else device)
+    place = torch.device(device.replace("auto", "cuda"))
+    if name == "cpu" or (name is None and not gpu):
+        found = processor(entry("cpu"), dtype, measure_s)
+    elif name is not None:
+        found = accelerator(entry(name), f"Peaks of conf/accelerator/{name}.yaml")
+    else:
+        device_name = torch.cuda.get_device_properties(place).name
+        known = matching(device_name, {each: entry(each) for each in choices("accelerator")})
+        config, how = known or entry("a100_80gb"), f"{device_name}, found here"
+        if known is None:
+            how += f"; not in conf/accelerator: peaks of {config.name} are assumed"
+        found = accelerator(config, how)
+    if gpu and (here or name is None):
         found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
     return found
 
