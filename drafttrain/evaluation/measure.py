@@ -30,7 +30,7 @@ from drafttrain.target.model import Target
 
 TRIES_AGAIN = 2  # how often delayed batches are measured again
 DELAYED = 1.5  # times as long as usual: something else kept the machine busy
-TURN = 8  # tokens that a method decodes before another goes on with the same prompt
+TURN = 8  # tokens that a method decodes before another continues with the same prompt
 
 Decode = Callable[..., Passes]  # of prompts, and rows: their names
 

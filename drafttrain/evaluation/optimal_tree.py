@@ -121,7 +121,7 @@ def predicted_times(
 ) -> Times:
     """Return the seconds of a cycle by its tree, from the costs of `samples`, numbered by `kinds`.
 
-    A target pass goes by the number of nodes, a drafter pass by how many nodes it reads.
+    A target pass takes as long as its number of nodes asks, a drafter pass as those that it reads.
     """
     draft: dict[str, dict[int, float]] = {"wide": {}, "after": {}, "chain": {}}
     verify: dict[str, dict[int, float]] = {"wide": {}, "after": {}, "chain": {}}

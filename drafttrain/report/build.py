@@ -39,7 +39,7 @@ from drafttrain.report.totals import Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, handicap, headline, verdicts_of
 from drafttrain.report.wording import bounds, number, percent, rule_statement
 
-BUSY_CORES = 0.25  # that other processes kept busy, from which a report says so
+BUSY_CORES = 0.25  # that other processes kept busy, from which a report flags it
 BUSY_SHARE = 0.02  # of the time, or of the decodings
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; with fewer, the ratio contains the machine's noise
 
