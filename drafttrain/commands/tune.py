@@ -34,17 +34,11 @@ def tune_held(config: TuneConfig, setup: Setup) -> None:
     file = write_tuned(
         setup.folder,
         choices,
-        found.predictions,
-        found.costs.records(),
+        found,
         setup.conditions,
         policy=setup.settings.policy_settings,
         weights=setup.weights,
         temperature=setup.settings.temperature,
-        trees={
-            size: {depth: each.paths for depth, each in trees.items()}
-            for size, trees in found.trees.items()
-        },
-        acceptance=found.acceptance,
     )
     console.print(headline(choices))
     for table in tune_tables(found.predictions, choices):

@@ -18,7 +18,8 @@ from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import measure_costs
-from drafttrain.evaluation.tune import acceptance_lengths, choose, in_order, predict
+from drafttrain.evaluation.optimal_tree import OptimalTree
+from drafttrain.evaluation.tune import Tuning, acceptance_lengths, choose, in_order, predict
 from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned, write_tuned
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, headline
 from drafttrain.target.model import load_target
@@ -106,8 +107,9 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
     assert read_tuned(tmp_path, 1) is None
     told: dict[str, Any] = {"policy": CHAIN, "weights": "step-000010", "temperature": 0.0}
-    told |= {"trees": {1: {2: [[0], [1], [0, 0]]}}, "acceptance": [0.7, 0.5]}
-    write_tuned(tmp_path, chosen, predictions, COSTS.records(), {"threads": 1}, **told)
+    trees = {1: {2: OptimalTree([[0], [1], [0, 0]], {})}}
+    found = Tuning(predictions, COSTS, trees, [0.7, 0.5])
+    write_tuned(tmp_path, chosen, found, {"threads": 1}, **told)
     rest: tuple[Any, ...] = ([0.7, 0.5], COSTS.records())
     expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]}, *rest)
     assert read_tuned(tmp_path, 1) == expected
