@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
-from drafttrain.report.metrics import Resampling, interval, length_statistic
+from drafttrain.report.bootstrap import Resampling, interval
+from drafttrain.report.metrics import length_statistic
 
 TRIALS, RESAMPLES = 2000, 1000
 SIZES = (5, 10, 80)

@@ -37,7 +37,7 @@ class ChatLoop:
     def __init__(self, talk: Talk, config: ChatConfig) -> None:
         self.talk, self.marks = talk, config.chat.marks
         self.asked = sys.stdin.isatty()  # somebody types
-        self.system, self.said = config.chat.system, list[Message]()
+        self.system, self.messages = config.chat.system, list[Message]()
         self.plain: float | None = None  # tokens per second of the target alone
         talk.tokens(self._with(Message("user", "Hello")))  # a base model has no chat template
 
@@ -90,10 +90,10 @@ class ChatLoop:
         name, _, rest = text.partition(" ")
         told = COMMANDS
         if name == "/new" and not rest:
-            self.said.clear()
+            self.messages.clear()
             told = "a new conversation"
         elif name == "/system":
-            self.said.clear()
+            self.messages.clear()
             self.system = rest.strip() or None
             told = (
                 f"a new conversation, {'with this' if self.system else 'without a'} system's turn"
@@ -102,7 +102,7 @@ class ChatLoop:
 
     def _with(self, turn: Message) -> list[Message]:
         system = [Message("system", self.system)] if self.system else []
-        return [*system, *self.said, turn]
+        return [*system, *self.messages, turn]
 
     def _answer(self, text: str) -> None:
         turn = Message("user", text)
@@ -123,4 +123,4 @@ class ChatLoop:
                 raise
             sys.stderr.write("stopped\n")
         if stream.text.strip():  # else it was stopped before it began
-            self.said += [turn, Message("assistant", stream.text)]
+            self.messages += [turn, Message("assistant", stream.text)]

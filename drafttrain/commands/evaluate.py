@@ -3,10 +3,11 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, held_setup, measured
+from drafttrain.commands.setup.evaluation import held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.commands.setup.vllm_witness import served_by_vllm, witnessed
 from drafttrain.config.sections import EvaluateConfig
+from drafttrain.evaluation.evaluate import Setup, evaluate_drafter
 from drafttrain.evaluation.record import SETTINGS, keep, settings_of
 from drafttrain.report.pages import REPORT_FILES, pictures, write_report
 from drafttrain.report.results import Report
@@ -33,7 +34,7 @@ def evaluate_held(config: EvaluateConfig, setup: Setup, place: Path) -> None:
     settings = setup.settings
     served = served_by_vllm(config, setup) if settings.engine == "vllm" else None
     record_evaluation(config)
-    report, results, journals = measured(config, setup, place, provenance())
+    report, results, journals = evaluate_drafter(setup, place, provenance())
     keep(place, settings_of(config, setup.subject))
     write_report(report, place)
     if served is not None:  # our own measurements are on disk even if vLLM fails

@@ -19,7 +19,7 @@ from drafttrain.config.sections import ExportConfig
 from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
-from drafttrain.evaluation.measure import check_settings, skip_long, spread
+from drafttrain.evaluation.measure import check_depths, fitting, spread
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
@@ -142,9 +142,9 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     for drafter in (trained, written_drafter):
         drafter.attach(target.tokenizer)
         drafter.to(device, torch.float32).eval()
-    prompts = skip_long(prompts, skipped, target, template, settings, [trained])
+    check_depths(trained, settings)
+    prompts = fitting(prompts, skipped, target, template, settings, [trained])
     prompts = spread(prompts, wanted.settings.measured_prompts)
-    check_settings(prompts, target, trained, template, settings)
     seed = config.run.seed
     found = acceptance_change(target, trained, written_drafter, prompts, template, settings, seed)
     return change_statement(found, len(prompts), settings)
@@ -164,7 +164,4 @@ def _card(config: ExportConfig, drafter: Drafter) -> CardData:
         target=config.model.name,
         base_model=None if config.model.path else config.model.repo,
         license=config.export.license,
-        training={},
-        provenance={},
-        reports={},
     )

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup, held_setup
+from drafttrain.commands.setup.evaluation import held_setup
 from drafttrain.commands.setup.target_and_drafter import record_evaluation
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import TuneConfig
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.record import keep, settings_of
 from drafttrain.evaluation.tune import choose, tune_drafter
 from drafttrain.evaluation.tuned import TUNED, write_tuned
@@ -26,33 +27,18 @@ def tune(config: TuneConfig) -> None:
 
 def tune_held(config: TuneConfig, setup: Setup) -> None:
     """Predict, measure and choose from what is set up, while this command holds the lock."""
-    found = tune_drafter(
-        setup.parts,
-        setup.prompts,
-        setup.template,
-        setup.settings,
-        config.tune,
-        folder=setup.folder / "tune",
-        conditions=setup.conditions,
-        seed=config.run.seed,
-    )
+    found = tune_drafter(setup, config.tune)
     record_evaluation(config)
     keep(setup.folder / "tune", settings_of(config, setup.subject))
     choices = choose(found.predictions)
     file = write_tuned(
         setup.folder,
         choices,
-        found.predictions,
-        found.costs.records(),
+        found,
         setup.conditions,
         policy=setup.settings.policy_settings,
         weights=setup.weights,
         temperature=setup.settings.temperature,
-        trees={
-            size: {depth: each.paths for depth, each in trees.items()}
-            for size, trees in found.trees.items()
-        },
-        acceptance=found.acceptance,
     )
     console.print(headline(choices))
     for table in tune_tables(found.predictions, choices):

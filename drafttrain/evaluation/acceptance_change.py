@@ -9,9 +9,10 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import first_turn
-from drafttrain.report.metrics import Pairs, Resampling, length_difference, ratio
+from drafttrain.report.bootstrap import Resampling
+from drafttrain.report.metrics import Pairs, length_difference, ratio
 from drafttrain.report.results import BeforeAfter, Estimate
-from drafttrain.report.wording import bounds, number, signed, things
+from drafttrain.report.wording import bounds, drawn, number, signed, things
 from drafttrain.runtime.terminal import followed
 from drafttrain.target.model import Target
 
@@ -59,11 +60,10 @@ def acceptance_change(
 
 def change_statement(found: BeforeAfter, num_prompts: int, config: EvalConfig) -> str:
     """Return the sentence of a card on what was found."""
-    drawn = "greedy" if config.sampling.greedy else f"temperature {config.temperature:g}"
     policy = config.policy_at(config.depth).describe()
     return (
         f"Acceptance length {number(found.before.value, 3)} with the weights as trained, "
         f"{number(found.after.value, 3)} as written: {signed(found.difference.value, 3)} "
         f"({bounds(found.difference.ci95, 3)}), on {things(num_prompts, 'held-out prompt')}, "
-        f"{drawn}, {policy}, both decoded by drafttrain's own loop."
+        f"{drawn(config.temperature)}, {policy}, both decoded by drafttrain's own loop."
     )

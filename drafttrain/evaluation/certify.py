@@ -23,7 +23,9 @@ from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
+from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.results import PLAIN, Check
+from drafttrain.report.wording import bounds
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import Ticker, progress, silent
 from drafttrain.target.model import Target
@@ -120,7 +122,6 @@ def certify(
     timed: tuple[Target, Drafter] | None,
     seed: int,
     policies: Mapping[str, Policy] | None = None,
-    show: bool = True,
 ) -> list[Check]:
     """Return the checks of the certificate, made on these prompts.
 
@@ -133,7 +134,7 @@ def certify(
         sampling = Sampling(SAMPLED_AT, config.top_k, config.top_p)
     checks = []
     pairs = [(target, drafter), *([timed] if timed is not None else [])]
-    with progress("certificate", (2 * len(pairs) + 2) * len(prompts), show=show) as tick:
+    with progress("certificate", (2 * len(pairs) + 2) * len(prompts)) as tick:
         for pair in pairs:
             checks.append(greedy_check(*pair, prompts, config, policies, tick))
         audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
@@ -144,7 +145,8 @@ def certify(
         checks.append(cache_check(target, prompts, drafted, audit))
         plainly = decoders(target, [], config, sampling, seed + 1)[PLAIN]
         plain = _decoded(plainly, prompts, tick=tick)
-        checks += text_checks(target, prompts, drafted, plain, config.acceptance_rule, sampling)
+        resampling = Resampling(config.resamples, seed)
+        checks += text_checks(target, prompts, drafted, plain, audit, resampling)
         if config.batch_size > 1:
             rows = _decoded(speculate, prompts[: config.batch_size], together=True)
             alone = not isinstance(method.policy, Adaptive) and not policies
@@ -271,13 +273,13 @@ def cache_check(
         scale = max(scale, float(whole.float().abs().max()))
     worst = float(np.max(distances)) if distances else 0.0  # numpy's: a NaN stays one
     relative = worst / max(scale, 1e-9)
-    text_ = (
+    told = (
         f"logits of {len(distances):,} verified positions against one pass without a cache: "
         f"{relative:.2g} of the largest logit at most"
     )
     bound = f"at most {SAME_LOGITS:g}"
     passed = relative <= SAME_LOGITS if distances else None
-    return Check("cache and positions", passed, relative, bound, text_, [])
+    return Check("cache and positions", passed, relative, bound, told, [])
 
 
 @torch.inference_mode()
@@ -286,15 +288,15 @@ def text_checks(
     prompts: Prompts,
     drafted: Sequence[Decoded],
     plain: Sequence[Decoded],
-    rule: Rule,
-    sampling: Sampling,
+    audit: Audit,
+    resampling: Resampling,
 ) -> list[Check]:
     """Compare sampled text with the target's own distribution, and with text sampled plainly.
 
     If the target's distribution function is F, u = F(x-) + v p(x) with v uniform is uniform for
     tokens x drawn from it (Rosenblatt, 1952, randomised): this tests the whole loop.
     """
-    lossless = is_lossless(rule, sampling)
+    lossless = is_lossless(audit.rule, audit.sampling)
     generator = np.random.default_rng(0)
     uniforms: list[float] = []
     likelihood: list[list[float]] = [[], []]
@@ -303,7 +305,7 @@ def text_checks(
         for (_, prompt), decoded in zip(prompts, outputs, strict=True):
             text = torch.tensor([[*prompt, *decoded.tokens]], device=target.device)
             logits, _ = target.step(target.begin(), text[:, :-1])  # one pass without a cache
-            probs = probabilities(logits[0, len(prompt) - 1 :], sampling).double()
+            probs = probabilities(logits[0, len(prompt) - 1 :], audit.sampling).double()
             tokens = text[0, len(prompt) :, None].to(probs.device)
             chosen = probs.gather(1, tokens)[:, 0]
             likelihood[place].append(float(chosen.clamp(min=1e-30).log().mean()))
@@ -322,16 +324,14 @@ def text_checks(
     passed = bool(test.pvalue >= SMALLEST_P) if lossless else None
     bound = f"p >= {SMALLEST_P:g}" if lossless else "none: the rule is not lossless"
     uniform = Check("distribution of the sampled text", passed, float(test.pvalue), bound, told, [])
-    ours, theirs = (np.array(values) for values in likelihood)
-    difference = ours - theirs
-    low, high = _interval(difference)
+    ours, theirs = (float(np.mean(values)) for values in likelihood)
+    ci95 = interval(np.subtract, likelihood, resampling)
     told = (
-        f"mean log-probability of a sampled token under the target: {ours.mean():.3f}, of plain "
-        f"decoding {theirs.mean():.3f}; difference {difference.mean():+.3f} "
-        f"(95 % interval {low:.3f} to {high:.3f})"
+        f"mean log-probability of a sampled token under the target: {ours:.3f}, of plain decoding "
+        f"{theirs:.3f}; difference {ours - theirs:+.3f} ({bounds(ci95, 3)})"
     )
     # By chance alone, one interval in twenty excludes zero: this check is reported, not judged.
-    quality = Check("quality", None, float(difference.mean()), "reported", told, [])
+    quality = Check("quality", None, ours - theirs, "reported", told, [])
     return [uniform, quality]
 
 
@@ -367,15 +367,6 @@ def _decoded(
         found += at_once(decode([tokens], rows=[row], **own))
         tick(1)
     return found
-
-
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    if len(values) < 2 or not np.ptp(values):
-        return float(values.mean()), float(values.mean())
-    found = stats.bootstrap(
-        (values,), np.mean, n_resamples=2000, rng=np.random.default_rng(0), method="percentile"
-    ).confidence_interval
-    return float(found.low), float(found.high)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -4,19 +4,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from statistics import median
+from typing import Any
 
 import torch
 
 from drafttrain.core.chance import SeededChance
-from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.decode.autoregressive import emit
 from drafttrain.decode.clock import clock_of
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.draft import draft
 from drafttrain.decode.loop import keep_path, verify
 from drafttrain.decode.policy import Policy
-from drafttrain.decode.verify import LOSSLESS, Rule
 from drafttrain.drafters.base import Drafter
+from drafttrain.evaluation.config import EvalConfig, TuneSettings
 from drafttrain.runtime.terminal import progress
 from drafttrain.target.model import Target
 
@@ -31,37 +31,26 @@ def measure_costs(
     target: Target,
     drafter: Drafter,
     policies: Callable[[int], Mapping[int, Policy]],
-    *,
-    sampling: Sampling = GREEDY,
-    draft_sampling: Sampling = GREEDY,
-    rule: Rule = LOSSLESS,
     batches: Sequence[int],
-    contexts: Sequence[int],
-    rounds: int,
-    show: bool = True,
+    config: EvalConfig,
+    settings: TuneSettings,
 ) -> Costs:
     """Return the costs of target passes and drafter cycles, each timed in turn, `rounds` times.
 
-    policies: those to time at a batch size, by depth.
+    policies: those to time at a batch size, by depth. config: how tokens are drawn and accepted.
 
     The context is random tokens: the cost of a pass does not depend on the text, except for a
     drafter that looks up suffixes.
     """
-    plain: dict[tuple[int, int], list[float]] = defaultdict(list)
-    verify: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    draft: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    read: dict[tuple[int, int], list[float]] = defaultdict(list)
-    now = clock_of(target.device)
-    with progress("tune: costs", len(batches) * len(contexts), show=show) as tick:
+    contexts = sorted(settings.contexts)
+    plain, verify, draft, read = (defaultdict[Any, list[float]](list) for _ in range(4))
+    with progress("tune: costs", len(batches) * len(contexts)) as tick:
         for batch, context in product(batches, contexts):
             timed = policies(batch)
-            cell = Cell(target, drafter, batch, context, list(timed.values()))
-            for turn in range(WARM_UP + rounds):
-                steps = cell.steps(sampling, now)
-                cycles = {
-                    depth: cell.cycles(policy, sampling, draft_sampling, rule, now)
-                    for depth, policy in timed.items()
-                }
+            cell = Cell(target, drafter, config, batch, context, list(timed.values()))
+            for turn in range(WARM_UP + settings.rounds):
+                steps = cell.steps()
+                cycles = {depth: cell.cycles(policy) for depth, policy in timed.items()}
                 if turn < WARM_UP:
                     continue
                 plain[batch, context] += steps
@@ -70,14 +59,11 @@ def measure_costs(
                     verify[depth, batch, context] += [verified for _, verified in cycles[depth]]
             read[batch, context] = cell.reading
             tick(1)
-    return Costs(
-        batches,
-        contexts,
-        {key: median(values) for key, values in plain.items()},
-        {key: median(values) for key, values in verify.items()},
-        {key: median(values) for key, values in draft.items()},
-        {key: median(values) for key, values in read.items()},
+    medians = (
+        {key: median(values) for key, values in seconds.items()}
+        for seconds in (plain, verify, draft, read)
     )
+    return Costs(batches, contexts, *medians)
 
 
 class Cell:
@@ -88,11 +74,13 @@ class Cell:
         self,
         target: Target,
         drafter: Drafter,
+        config: EvalConfig,
         batch: int,
         context: int,
         policies: Sequence[Policy],
     ) -> None:
-        self.target, self.drafter, self.batch, self.context = target, drafter, batch, context
+        self.target, self.drafter, self.config, self.context = target, drafter, config, context
+        self.now = clock_of(target.device)
         self.rows, self.starts = range(batch), [context] * batch
         generator = torch.Generator().manual_seed(0)
         most = max(policy.num_nodes for policy in policies)
@@ -106,9 +94,9 @@ class Cell:
         self.reading: list[float] = []  # seconds of the drafter's reading of the context
 
     @torch.inference_mode()
-    def steps(self, sampling: Sampling, now: Callable[[], float]) -> list[float]:
+    def steps(self) -> list[float]:
         """Return the seconds of plain steps, taken one after another as in the plain loop."""
-        seconds = []
+        now, sampling, seconds = self.now, self.config.sampling, []
         for place in range(BURST):
             new = self.tokens[:, self.context + place, None]
             started = now()
@@ -119,18 +107,13 @@ class Cell:
         return seconds[SETTLING:]
 
     @torch.inference_mode()
-    def cycles(
-        self,
-        policy: Policy,
-        sampling: Sampling,
-        draft_sampling: Sampling,
-        rule: Rule,
-        now: Callable[[], float],
-    ) -> list[tuple[float, float]]:
+    def cycles(self, policy: Policy) -> list[tuple[float, float]]:
         """Return the drafter's and the target's seconds of cycles, taken one after another.
 
         Rows accept unequally, from nothing to the longest path, as in decoding.
         """
+        now, sampling, draft_sampling = self.now, self.config.sampling, self.config.draft_sampling
+        rule = self.config.acceptance_rule
         # One state for all rounds would grow; a new one reads the context.
         capacity = self.context + (BURST + 1) * (self.deepest + 1)
         began = now()

@@ -1,7 +1,6 @@
 """The whole evaluation: certificate, measurements at every point of the sweep, the report."""
 
 import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from drafttrain.core.types import PromptResult
-from drafttrain.data.evaluation_prompts import Prompt
+from drafttrain.data.evaluation_prompts import Prompt, prompts_sha256
 from drafttrain.data.template import Template
 from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.drafters.base import Drafter
@@ -21,6 +20,7 @@ from drafttrain.evaluation.footprint import extra_memory
 from drafttrain.evaluation.measure import (
     at_depth,
     first_turn,
+    in_tasks,
     measure,
     methods_of,
     named,
@@ -36,6 +36,7 @@ from drafttrain.report.results import (
     Point,
     Report,
     TimingInfo,
+    TrainingCurves,
 )
 from drafttrain.report.tables import certificate_table, sweep_table
 from drafttrain.report.totals import FEWEST_PROMPTS
@@ -61,37 +62,53 @@ class Parts:
         return copy.deepcopy(self.drafter).to(self.draft_dtype)
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a measurement needs, checked before anything is decoded."""
+
+    folder: Path  # of the run
+    settings: EvalConfig
+    seed: int
+    label: str  # of the target
+    parts: Parts
+    prompts: list[Prompt]
+    template: Template
+    checkpoint: Path | None  # of the run that trained the drafter
+    origin: str  # identifies the drafter's weights
+    weights: str  # names them
+    conditions: dict[str, Any]  # what a measurement depends on besides `settings`
+    timing: TimingInfo
+    about_prompts: dict[str, Any]
+    notes: list[str]
+    training: TrainingCurves | None  # of the run that trained the drafter
+
+    @property
+    def subject(self) -> dict[str, str]:
+        """Names of the very weights and prompts: a file's content may change under its name."""
+        return {"the drafter": self.weights, "the prompts": prompts_sha256(self.prompts)[:12]}
+
+
 def evaluate_drafter(
-    parts: Parts,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    *,
-    folder: Path,
-    conditions: Mapping[str, Any],
-    timing: TimingInfo,
-    report_settings: Mapping[str, Any],
-    seed: int,
+    setup: Setup, place: Path, record: Mapping[str, Any]
 ) -> tuple[Report, list[PromptResult], list[Measurements]]:
-    """Certify and measure a drafter after `check_settings`; return report, results and journals.
+    """Certify and measure a drafter; return the report, the results behind its headline, journals.
 
-    The results are those behind the headline; the caller finishes the journals when the report is
-    on the disk.
-
-    conditions: what a measurement depends on besides `config`; after a stop, measurements made
-    under other conditions are not reused. report_settings: passed to `build_report` as they are.
+    place: folder of the journals, which the caller finishes once the report is on the disk; after a
+    stop, measurements made under other conditions are not reused. record: provenance.
     """
-    lossless, section = losslessness(parts, prompts, template, config, seed)
+    parts, prompts, config, seed = setup.parts, setup.prompts, setup.settings, setup.seed
+    timing = setup.timing
+    lossless, section = losslessness(setup)
     timed, name = parts.timed_drafter, parts.drafter_name
     methods = methods_of({**parts.references, name: timed}, config)
     choosing = choosing_prompts(prompts, config)
     points: list[Point] = []
     base: list[PromptResult] = []
     main_depth, journals = config.depth, []
-    told = {**conditions, **config.conditions, "references": list(parts.references)}
+    told = {**setup.conditions, **config.conditions, "references": list(parts.references)}
     for temperature, batch_size in config.points:
         journal = Measurements(
-            folder,
+            place,
             f"temperature{temperature:g}-batch{batch_size}",
             told | {"point": [temperature, batch_size]},
         )
@@ -107,7 +124,7 @@ def evaluate_drafter(
             parts.target,
             methods,
             prompts,
-            template,
+            setup.template,
             config,
             sampling=config.sampling_at(temperature),
             batch_size=batch_size,
@@ -152,6 +169,7 @@ def evaluate_drafter(
         tables.append(sweep_table(points, rules))
     report = build_report(
         base,
+        target=setup.label,
         drafter=name,
         depth=main_depth,
         of_depths=config.every_depth if choosing else [],
@@ -170,7 +188,16 @@ def evaluate_drafter(
         seed=seed,
         verdict=config.verdict,
         memory=extra_memory(parts.target, timed),
-        **report_settings,
+        provenance={
+            **record,
+            "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
+            "drafter": setup.origin,
+            "target_fingerprint": parts.target.spec.fingerprint,
+        },
+        prompts=setup.about_prompts,
+        notes=setup.notes,
+        training=setup.training,
+        published=parts.drafter.published,
     )
     examples = examples_of(base, name, prompts, parts.target.tokenizer)
     return replace(report, examples=examples), base, journals
@@ -184,12 +211,7 @@ def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:
     """
     if len(config.every_depth) == 1:
         return set()
-    seen: Counter[str] = Counter()
-    chosen = set()
-    for prompt in prompts:
-        if seen[prompt.task] % 3 == 0:
-            chosen.add(prompt.id)
-        seen[prompt.task] += 1
+    chosen = {prompt.id for members in in_tasks(prompts) for _, prompt in members[::3]}
     return chosen if len(prompts) - len(chosen) >= len(chosen) >= FEWEST_PROMPTS else set()
 
 
@@ -205,21 +227,18 @@ def fastest(results: Sequence[PromptResult], drafter: str, depths: Sequence[int]
     return min(depths, key=per_token)
 
 
-def losslessness(
-    parts: Parts, prompts: Sequence[Prompt], template: Template, config: EvalConfig, seed: int
-) -> tuple[LosslessCheck, Certificate | None]:
+def losslessness(setup: Setup) -> tuple[LosslessCheck, Certificate | None]:
     """Return the greedy check of every report, and the certificate if it is requested.
 
     A rule that is not lossless at every temperature measured is always certified: its distance from
     the target's distribution must accompany its numbers.
     """
+    parts, config = setup.parts, setup.settings
     rule, exact = config.acceptance_rule, parts.exact
-    name, lossless = (
-        describe_rule(config.sampling, rule, config.shape),
-        is_lossless(rule, config.sampling),
-    )
-    some, of_tasks = spread(prompts, config.lossless_prompts), config.of_tasks
-    chosen = [(prompt.id, first_turn(prompt, exact, template)) for prompt in some]
+    name = describe_rule(config.sampling, rule, config.shape)
+    lossless = is_lossless(rule, config.sampling)
+    some, of_tasks = spread(setup.prompts, config.lossless_prompts), config.of_tasks
+    chosen = [(prompt.id, first_turn(prompt, exact, setup.template)) for prompt in some]
     own = {prompt.id: of_tasks[prompt.task] for prompt in some if prompt.task in of_tasks}
     if not chosen:
         return LosslessCheck(name, lossless, "not checked", 0, 0, [], ""), None
@@ -227,7 +246,7 @@ def losslessness(
     if config.certify or config.lossy:
         narrow = None if exact is parts.target else (parts.target, parts.timed_drafter)
         checks = certify(
-            exact, parts.drafter, chosen, config, timed=narrow, seed=seed, policies=own
+            exact, parts.drafter, chosen, config, timed=narrow, seed=setup.seed, policies=own
         )
         greedy = checks[0]
         section = certified(checks, rule=name, lossless=lossless, dtype=dtype, num_prompts=total)

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -31,7 +30,7 @@ from drafttrain.target.model import Target
 
 TRIES_AGAIN = 2  # how often delayed batches are measured again
 DELAYED = 1.5  # times as long as usual: something else kept the machine busy
-TURN = 8  # tokens that a method decodes before another goes on with the same prompt
+TURN = 8  # tokens that a method decodes before another continues with the same prompt
 
 Decode = Callable[..., Passes]  # of prompts, and rows: their names
 
@@ -87,23 +86,6 @@ def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
     return config if fits else replace(config, policy="chain")
 
 
-def check_settings(
-    prompts: Sequence[Prompt],
-    target: Target,
-    drafter: Drafter,
-    template: Template,
-    config: EvalConfig,
-) -> None:
-    """Raise ValueError, before anything is decoded, for an impossible depth or prompt."""
-    check_depths(drafter, config)
-    for prompt in prompts:
-        if complaint := too_long(prompt, target, template, config, [drafter]):
-            raise ValueError(
-                f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
-                "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
-            )
-
-
 def check_depths(drafter: Drafter, config: EvalConfig) -> None:
     """Raise ValueError for a depth that the drafter cannot draft or the contexts cannot hold.
 
@@ -141,55 +123,46 @@ def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]
     return min([(spec.max_positions, spec.name), *stated])
 
 
-def too_long(
-    prompt: Prompt,
-    target: Target,
-    template: Template,
-    config: EvalConfig,
-    drafters: Sequence[Drafter] = (),
-) -> str:
-    """Return why a prompt may not fit the target's and drafters' contexts, "" if it fits."""
-    deepest = config.deepest
-    positions, who = context_of(target.spec, drafters)
-    room = positions - config.max_new_tokens - deepest
-    # Later turns carry the answers before them, each at its longest.
-    needed = len(first_turn(prompt, target, template)) + sum(
-        len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
-        for turn in prompt.turns[1:]
-    )
-    if needed <= room:
-        return ""
-    return (
-        f"may need {needed} tokens before its last answer, but {who} has "
-        f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
-        f"eval.depth={deepest} leave {room}"
-    )
-
-
-def skip_long(
+def fitting(
     prompts: Sequence[Prompt],
     report: SkipReport,
     target: Target,
     template: Template,
     config: EvalConfig,
-    drafters: Sequence[Drafter] = (),
+    drafters: Sequence[Drafter],
 ) -> list[Prompt]:
-    """Return the prompts that fit all contexts; count the others in `report`.
+    """Return the prompts that fit the contexts of the target and the drafters.
 
-    Returns all if `config.skip_long_prompts` is false: `check_settings` refuses the long ones.
+    ValueError for one that may not; with eval.skip_long_prompts it is counted in `report`.
     """
-    if not config.skip_long_prompts:
-        return list(prompts)
-    fitting = []
+    deepest = config.deepest
+    positions, who = context_of(target.spec, drafters)
+    room = positions - config.max_new_tokens - deepest
+    found = []
     for prompt in prompts:
-        if complaint := too_long(prompt, target, template, config, drafters):
-            report.skip("too long for the context", prompt.id, complaint)
-        else:
-            fitting.append(prompt)
-    if not fitting:
+        # Later turns carry the answers before them, each at its longest.
+        needed = len(first_turn(prompt, target, template)) + sum(
+            len(target.tokenizer(turn)["input_ids"]) + config.max_new_tokens + 16
+            for turn in prompt.turns[1:]
+        )
+        if needed <= room:
+            found.append(prompt)
+            continue
+        complaint = (
+            f"may need {needed} tokens before its last answer, but {who} has "
+            f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
+            f"eval.depth={deepest} leave {room}"
+        )
+        if not config.skip_long_prompts:
+            raise ValueError(
+                f"eval.prompts: {prompt.id} {complaint}; shorten the prompt, lower "
+                "eval.max_new_tokens, or leave such prompts out with eval.skip_long_prompts=true"
+            )
+        report.skip("too long for the context", prompt.id, complaint)
+    if not found:
         what = f"eval.prompts must hold prompts that fit {target.spec.name}, got none"
         raise NothingUsable(what, report, "shorten them, or lower eval.max_new_tokens")
-    return fitting
+    return found
 
 
 def first_turn(prompt: Prompt, target: Target, template: Template) -> list[int]:
@@ -230,17 +203,21 @@ def of_task(
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
     """Return prompts, with their places, in batches of one task; a task's last may be smaller."""
-    placed = list(enumerate(prompts))
     if size == 1:  # in the given order, tasks mixed
-        return [[one] for one in placed]
-    by_task: dict[str, list[tuple[int, Prompt]]] = {}
-    for place, prompt in placed:
-        by_task.setdefault(prompt.task, []).append((place, prompt))
+        return [[one] for one in enumerate(prompts)]
     return [
         members[start : start + size]
-        for members in by_task.values()
+        for members in in_tasks(prompts)
         for start in range(0, len(members), size)
     ]
+
+
+def in_tasks(prompts: Sequence[Prompt]) -> list[list[tuple[int, Prompt]]]:
+    """Return the prompts of each task, with their places."""
+    tasks: dict[str, list[tuple[int, Prompt]]] = {}
+    for place, prompt in enumerate(prompts):
+        tasks.setdefault(prompt.task, []).append((place, prompt))
+    return list(tasks.values())
 
 
 @dataclass(frozen=True)
@@ -263,7 +240,6 @@ def measure(
     batch_size: int,
     seed: int,
     journal: Measurements | None = None,
-    show: bool = True,
 ) -> MeasuredPoint:
     """Decode every turn of every prompt by every method; return one result each.
 
@@ -280,7 +256,7 @@ def measure(
     warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
     own = {task for method in methods for task in method.of_task}
     # First calls pay for allocations that later ones do not.
-    with working("warming up") if show else nullcontext():
+    with working("warming up"):
         for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
             _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
     measured: dict[Key, list[PromptResult]] = {}
@@ -312,7 +288,7 @@ def measure(
     try:
         known = journal.known if journal else {}
         measured |= {key: known[key] for key in work if key in known}
-        with progress(label, len(work), len(measured), show=show) as tick:
+        with progress(label, len(work), len(measured)) as tick:
             for done, key in enumerate(work):
                 if key not in known:
                     keep(key, take(done, key))
@@ -325,7 +301,7 @@ def measure(
                 f"measuring {len(again)} of {len(work)} batches of prompts again: something else "
                 "kept the machine busy meanwhile"
             )
-            with progress(f"{label}, again", len(again), show=show) as tick:
+            with progress(f"{label}, again", len(again)) as tick:
                 for key in again:
                     taken = take(work.index(key), key)
                     if _delay(taken, times) < _delay(measured[key], times):
@@ -407,8 +383,5 @@ def at_depth(
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """Return `count` prompts, taken from the tasks in turn."""
-    by_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    rounds = zip_longest(*by_task.values())
-    return [prompt for found in rounds for prompt in found if prompt is not None][:count]
+    rounds = zip_longest(*in_tasks(prompts))
+    return [placed[1] for found in rounds for placed in found if placed is not None][:count]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.template import Template
 from drafttrain.decode.loop import Cycle
 from drafttrain.decode.policy import (
     Policy,
@@ -22,13 +20,11 @@ from drafttrain.decode.policy import (
     tree_of_ranks,
     tree_of_widths,
 )
-from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.certify import accepted_paths
-from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.cost import Costs
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
 from drafttrain.runtime.terminal import followed
-from drafttrain.target.model import Target
 
 Times = Callable[[StaticTree], float]  # seconds of a cycle
 
@@ -88,24 +84,16 @@ class RankCounts:
         return [[count / max(tries, 1) for count in counts] for counts, tries in pairs]
 
 
-def count_ranks(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    *,
-    depth: int,
-    seed: int,
-) -> dict[str, RankCounts]:
+def count_ranks(setup: Setup, depth: int) -> dict[str, RankCounts]:
     """Decode each prompt's first turn with a `spine`, and count what is accepted, by task."""
+    config, target = setup.settings, setup.parts.target
     width = config.tree_width
-    method = DraftMethod("spine", drafter, spine(depth, width))
-    decode = decoders(target, [method], config, config.sampling, seed)["spine"]
+    method = DraftMethod("spine", setup.parts.timed_drafter, spine(depth, width))
+    decode = decoders(target, [method], config, config.sampling, setup.seed)["spine"]
     counts: dict[str, RankCounts] = {}
-    for place, prompt in enumerate(followed("tune: acceptance by rank", prompts)):
+    for place, prompt in enumerate(followed("tune: acceptance by rank", setup.prompts)):
         here = counts.setdefault(prompt.task, RankCounts.empty(depth, width))
-        tokens = first_turn(prompt, target, template)
+        tokens = first_turn(prompt, target, setup.template)
         decode([tokens], rows=[place], record=here.add)
     return counts
 
@@ -113,8 +101,8 @@ def count_ranks(
 def samples(depth: int, num_nodes: int, most_children: int) -> dict[tuple[str, int], Policy]:
     """Return the proposals to time, from which the seconds of any tree are predicted.
 
-    wide n: n children of the root. after n: the same, with a child each; the difference is a pass
-    of the drafter over n nodes. chain n: so deep. most_children: no node can have more.
+    wide n: n children of the last token. after n: the same, with a child each; the difference is a
+    pass of the drafter over n nodes. chain n: so deep. most_children: no node can have more.
     """
     widest = min(num_nodes, most_children)
     widths = sorted({*(2**k for k in range(1, 11) if 2**k < widest), widest} - {1})
@@ -133,7 +121,7 @@ def predicted_times(
 ) -> Times:
     """Return the seconds of a cycle by its tree, from the costs of `samples`, numbered by `kinds`.
 
-    A target pass goes by the number of nodes, a drafter pass by how many nodes it reads.
+    A target pass takes as long as its number of nodes asks, a drafter pass as those that it reads.
     """
     draft: dict[str, dict[int, float]] = {"wide": {}, "after": {}, "chain": {}}
     verify: dict[str, dict[int, float]] = {"wide": {}, "after": {}, "chain": {}}

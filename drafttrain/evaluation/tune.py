@@ -11,18 +11,19 @@ from typing import Any
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.template import Template
+from drafttrain.data.skips import SkipReport
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
-from drafttrain.evaluation.config import EvalConfig, TuneSettings
+from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
-from drafttrain.evaluation.evaluate import Parts
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import (
     PLAIN,
     DraftMethod,
-    check_settings,
+    check_depths,
     first_turn,
+    fitting,
     measure,
     named,
 )
@@ -39,7 +40,6 @@ from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import read_typed
-from drafttrain.target.model import Target
 
 TreesBySize = dict[int, dict[int, OptimalTree]]  # by batch size and depth
 
@@ -58,22 +58,14 @@ class Tuning:
     acceptance: list[float]
 
 
-def tune_drafter(
-    parts: Parts,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    settings: TuneSettings,
-    *,
-    folder: Path,
-    conditions: Mapping[str, Any],
-    seed: int,
-) -> Tuning:
+def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     """Predict, and if requested measure, the speedup of every depth and batch size.
 
     The prompts are decoded one at a time at the greatest depth for the acceptance of all depths;
     with settings.measure also at every depth and batch size. A stopped measurement resumes.
     """
+    config, prompts, template, seed = setup.settings, setup.prompts, setup.template, setup.seed
+    parts, folder = setup.parts, setup.folder / "tune"
     timed, target = parts.timed_drafter, parts.target
     depths = settings.fitting(timed.max_depth)
     if config.policy == "adaptive":
@@ -92,24 +84,17 @@ def tune_drafter(
             f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
             f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
         )
-    check_settings(prompts, target, timed, template, replace(config, depths=depths))
-    timing: dict[str, Any] = {
-        "sampling": config.sampling,
-        "draft_sampling": config.draft_sampling,
-        "rule": config.acceptance_rule,
-        "contexts": sorted(settings.contexts),
-        "rounds": settings.rounds,
-    }
+    every = replace(config, depths=depths, skip_long_prompts=False)
+    check_depths(timed, every)
+    fitting(prompts, SkipReport(), target, template, every, [timed])
     sizes = sorted(settings.batch_sizes)
-    point = {**conditions, **config.conditions, "depths": depths}
+    point = {**setup.conditions, **config.conditions, "depths": depths}
     trees: TreesBySize = {}
     kept: Kept | None = None
     if config.policy == "optimal_tree":
         kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
-        every = sorted({1, *sizes})  # acceptance is measured at batch size 1
-        trees = kept.of(depths, every) or optimal_trees(
-            target, timed, prompts, template, config, depths, every, timing, seed
-        )
+        timed_at = sorted({1, *sizes})  # acceptance is measured at batch size 1
+        trees = kept.of(depths, timed_at) or optimal_trees(setup, settings, depths, timed_at)
         kept.write(trees)
 
     def policies(size: int) -> dict[int, Policy]:
@@ -117,7 +102,7 @@ def tune_drafter(
             return {depth: config.policy_at(depth) for depth in depths}
         return {depth: found.tree for depth, found in trees[size].items()}
 
-    costs = measure_costs(target, timed, policies, batches=sizes, **timing)
+    costs = measure_costs(target, timed, policies, sizes, config, settings)
     measured_depths = depths if settings.measure else depths[-1:]
     names = {depth: named(parts.drafter_name, depth) for depth in depths}
     journals: list[Measurements] = []
@@ -154,35 +139,24 @@ def tune_drafter(
         journal.finish()
     if kept is not None:
         kept.finish()
-    deepest = [result for result in alone if result.method == names[depths[-1]]]
-    return Tuning(predictions, costs, trees, position_by_position(_accepted(deepest)))
-
-
-def position_by_position(counters: Counters) -> list[float]:
-    """Return how often each position was accepted, where the one before it was."""
-    reached = [counters.num_drafts, *counters.num_accepted_tokens_per_position]
-    return [after / before if before else 0.0 for before, after in pairwise(reached)]
+    found = _accepted([result for result in alone if result.method == names[depths[-1]]])
+    reached = [found.num_drafts, *found.num_accepted_tokens_per_position]
+    acceptance = [after / before if before else 0.0 for before, after in pairwise(reached)]
+    return Tuning(predictions, costs, trees, acceptance)
 
 
 def optimal_trees(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Prompt],
-    template: Template,
-    config: EvalConfig,
-    depths: Sequence[int],
-    sizes: Sequence[int],
-    timing: Mapping[str, Any],
-    seed: int,
+    setup: Setup, settings: TuneSettings, depths: Sequence[int], sizes: Sequence[int]
 ) -> TreesBySize:
     """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
+    config, target, drafter = setup.settings, setup.parts.target, setup.parts.timed_drafter
     deepest, most = depths[-1], config.tree_nodes
-    counts = count_ranks(target, drafter, prompts, template, config, depth=deepest, seed=seed)
+    counts = count_ranks(setup, deepest)
     known = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
     kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
-    costs = measure_costs(target, drafter, lambda _: numbered, batches=sizes, **timing)
-    lengths = [len(first_turn(prompt, target, template)) for prompt in prompts]
+    costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)
+    lengths = [len(first_turn(prompt, target, setup.template)) for prompt in setup.prompts]
     context = sum(lengths) / len(lengths) + config.max_new_tokens / 2
     return {
         size: fastest_trees(

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.report.tuning import DepthPrediction, TunedChoice
+from drafttrain.evaluation.tune import Tuning
+from drafttrain.report.tuning import TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import (
@@ -44,20 +45,16 @@ class Chosen:
 def write_tuned(
     folder: Path,
     choices: Mapping[str, TunedChoice],
-    predictions: Sequence[DepthPrediction],
-    costs_ms: Mapping[str, Any],
+    found: Tuning,
     conditions: Mapping[str, Any],
     *,
     policy: str,
     weights: str,
     temperature: float,
-    trees: Mapping[int, Mapping[int, Paths]],
-    acceptance: Sequence[float],
 ) -> Path:
     """Write the choice and the data behind it where `evaluate` and `export` find it.
 
-    policy: its settings, as on the command line. weights: names those of the drafter. trees: by
-    batch size and depth, where `tune` made them. acceptance: of the positions of a chain.
+    policy: its settings, as on the command line. weights: names those of the drafter.
     """
     file = folder / TUNED
     record = {
@@ -65,10 +62,13 @@ def write_tuned(
         "weights": weights,
         "temperature": temperature,
         "batches": as_data(choices),
-        "trees": as_data(trees),
-        "acceptance": list(acceptance),
-        "predictions": [asdict(p) | {"error": p.error} for p in predictions],
-        "costs_ms": costs_ms,
+        "trees": {
+            size: {depth: tree.paths for depth, tree in trees.items()}
+            for size, trees in found.trees.items()
+        },
+        "acceptance": found.acceptance,
+        "predictions": [asdict(p) | {"error": p.error} for p in found.predictions],
+        "costs_ms": found.costs.records(),
         "conditions": dict(conditions),
     }
     write_whole(file, json.dumps(record, indent=2) + "\n")

@@ -11,6 +11,7 @@ import torch
 
 from drafttrain.plan.config import PEAKS, AcceleratorConfig
 from drafttrain.plan.units import GIB
+from drafttrain.report.wording import things
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -36,38 +37,19 @@ class Accelerator:
     is_cpu: bool
 
 
-def find_accelerator(
-    name: str | None,
-    device: str,
-    dtype: torch.dtype,
-    entry: Callable[[str], AcceleratorConfig],
-    entries: Callable[[], Mapping[str, AcceleratorConfig]],
-    measure_s: float,
-) -> Accelerator:
-    """Return the accelerator called `name`, or what this machine has for hardware.device.
+def processor(config: AcceleratorConfig, dtype: torch.dtype, measure_s: float) -> Accelerator:
+    """Return this machine's processor as an accelerator: what `config` leaves open is measured.
 
-    entry, entries: read one, and all, of conf/accelerator. measure_s: how long a CPU's products
-    are timed, and its memory as long again.
+    measure_s: how long its products are timed, and its memory as long again.
     """
-    if name is not None and name != "cpu":
-        return _known(entry(name), f"Peaks of conf/accelerator/{name}.yaml")
-    if name is None and device != "cpu" and torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(torch.device(device.replace("auto", "cuda")))
-        found, how = matching(properties.name, entries()), f"{properties.name}, found here"
-        if found is None:
-            found = entry("a100_80gb")
-            how += f"; not in conf/accelerator: peaks of {found.name} are assumed"
-        return _known(replace(found, memory_gib=properties.total_memory / GIB), how)
-    config = entry("cpu")
     flops, bandwidth = measured_peaks(dtype, measure_s)
-    threads = torch.get_num_threads()
     here = (host_memory() / GIB, flops / 1e12, flops / 1e12, bandwidth / 1e9)
     peaks = dict(zip(PEAKS, here, strict=True))
     stated: dict[str, Any] = {key: getattr(config, key) or peaks[key] for key in PEAKS}
-    return _known(
+    return accelerator(
         replace(config, **stated),
         f"This machine's processor, measured now in {str(dtype).removeprefix('torch.')} with "
-        f"{threads} thread{'s' if threads > 1 else ''}: {flops / 1e9:,.0f} GFLOP/s, "
+        f"{things(torch.get_num_threads(), 'thread')}: {flops / 1e9:,.0f} GFLOP/s, "
         f"{bandwidth / 1e9:.0f} GB/s",
     )
 
@@ -78,7 +60,8 @@ def matching(name: str, entries: Mapping[str, AcceleratorConfig]) -> Accelerator
     return marks[max(marks, key=len)] if marks else None
 
 
-def _known(config: AcceleratorConfig, how: str) -> Accelerator:
+def accelerator(config: AcceleratorConfig, how: str) -> Accelerator:
+    """Return an entry of conf/accelerator in bytes and seconds; how: the source of its numbers."""
     for key in PEAKS:
         if getattr(config, key) is None:
             raise ValueError(f"accelerator={config.name} must state {key}, got null")

@@ -12,9 +12,7 @@ from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB
 from drafttrain.report.document import Document, Figure
 from drafttrain.report.document import notes as listed
-from drafttrain.report.html import html
-from drafttrain.report.markdown import markdown
-from drafttrain.report.write import as_json, write_texts
+from drafttrain.report.write import write_pages
 
 
 def write_plan(plan: Plan, folder: Path, source: str) -> None:
@@ -51,12 +49,7 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
         "dashed line is what there is.",
         memory_plot(parts, plan.chosen.memory.limit / GIB),
     )
-    texts = {
-        "plan.json": as_json(as_data(plan)),
-        "plan.md": markdown(document),
-        "plan.html": html(document, [figure]),
-    }
-    write_texts(texts, folder)
+    write_pages(folder, "plan", document, [figure], as_data(plan))
 
 
 SHAPE = (

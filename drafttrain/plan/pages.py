@@ -54,7 +54,7 @@ def headline(plan: Plan) -> str:
         f"{'Fits' if memory.fits else 'Does NOT fit'}: {gib(memory.total)} of the "
         f"{gib(memory.limit)} of {plan.job.machine}, {_held(memory.placement)}, "
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
-        f"Serving {first.batch} request{'s' * (first.batch > 1)} is then {speedup:.2f} times as "
+        f"Serving {things(first.batch, 'request')} is then {speedup:.2f} times as "
         f"fast at depth {depth}, predicted. The acceptance length, "
         f"{first.acceptance_length:.2f} at depth {plan.depth}, is assumed: plan.acceptance_length "
         "takes a measured one."
@@ -294,9 +294,8 @@ def notes(plan: Plan, source: str) -> list[str]:
 
 
 def _ranks(job: Job) -> str:
-    number, here = job.load.ranks, job.load.ranks_here
-    told = f"{number} rank{'s' if number > 1 else ''}"
-    return f"{told}, {here} on each machine" if here < number else told
+    told, here = things(job.load.ranks, "rank"), job.load.ranks_here
+    return f"{told}, {here} on each machine" if here < job.load.ranks else told
 
 
 def _gib(value: float) -> str:

@@ -7,6 +7,7 @@ from rich.live import Live
 from rich.text import Text
 
 from drafttrain.decode.stream import ACCEPTED, Piece, Stream
+from drafttrain.report.wording import things
 from drafttrain.runtime.untrusted_input import escaped
 
 DRAFTED = "bold green"  # bold stays where a terminal has no colours
@@ -82,7 +83,7 @@ def show(stream: Stream, console: Console, marks: bool, plain: float | None = No
 
 def numbers_of(stream: Stream, plain: float | None) -> str:
     """Return what an answer has cost so far, and whether it was cut."""
-    told = [f"{len(stream.tokens)} token{'s' * (len(stream.tokens) != 1)}"]
+    told = [things(len(stream.tokens), "token")]
     if stream.tokens_per_second is not None and stream.tokens_per_pass is not None:
         told.append(f"{stream.tokens_per_second:.1f} a second")
         told.append(f"{stream.tokens_per_pass:.2f} a pass")

@@ -8,9 +8,10 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.drafters.base import Published
 from drafttrain.drafters.references import LOOKUP
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
-from drafttrain.report.metrics import Resampling, method_row, plain_row, rows_of, speedup_difference
+from drafttrain.report.metrics import SPEEDUP, columns_of, method_row, plain_row, rows_of
 from drafttrain.report.outputs import along_output
 from drafttrain.report.pairs import adaptation
 from drafttrain.report.results import (
@@ -38,7 +39,7 @@ from drafttrain.report.totals import Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, handicap, headline, verdicts_of
 from drafttrain.report.wording import bounds, number, percent, rule_statement
 
-BUSY_CORES = 0.25  # that other processes kept busy, from which a report says so
+BUSY_CORES = 0.25  # that other processes kept busy, from which a report flags it
 BUSY_SHARE = 0.02  # of the time, or of the decodings
 ENOUGH_BLOCKS = 5  # interleaved timing blocks; with fewer, the ratio contains the machine's noise
 
@@ -221,7 +222,8 @@ def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampl
         why = "the drafter is prompt lookup itself" if drafter == LOOKUP else "it was not measured"
         return NgramAnswer(None, NOT_COMPARED, f"{unknown}: {why}.")
     mine, theirs, plain = (rows_of(totals[method].values()) for method in (drafter, LOOKUP, PLAIN))
-    difference = speedup_difference(mine, theirs, plain, resampling)
+    sides = ([columns_of(rows, plain)] for rows in (mine, theirs))
+    difference = SPEEDUP.difference(*sides, resampling)
     if difference.value is None:
         return NgramAnswer(None, difference, f"{unknown}: nothing timed.")
     answer = difference.decides("yes", "no", "undecided")

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class CardData:
     target: str
     base_model: str | None
     license: str
-    training: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-    reports: Mapping[str, Report]
+    training: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
 
 
 def served_as(model: ModelConfig) -> str:

@@ -5,16 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.definitions import comparison_definitions
-from drafttrain.report.metrics import Resampling
-from drafttrain.report.pairs import (
-    ACCEPTANCE_LENGTH,
-    SPEEDUP,
-    Spread,
-    at_pass_time,
-    by_scope,
-    mean_ratio,
-)
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, mean_ratio
+from drafttrain.report.pairs import at_pass_time, by_scope
 from drafttrain.report.results import ByTask, Change, Flag, Rates, Speeds, TimingInfo
 from drafttrain.report.runs import (
     Method,

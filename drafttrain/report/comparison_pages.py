@@ -6,7 +6,7 @@ import numpy as np
 
 from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
 from drafttrain.report.document import Document, Listing, flagged, notes
-from drafttrain.report.pairs import Spread
+from drafttrain.report.metrics import Spread
 from drafttrain.report.results import Cell, Table
 from drafttrain.report.tables import Column, table
 from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed
@@ -158,7 +158,8 @@ def _slower_targets_table(comparison: Comparison) -> list[Table]:
     times = [at.pass_ms for at in comparison.rows[0].slower_targets]
     if len(times) == 1:
         return []
-    columns = ["method", *("free drafting" if ms is None else _pass_time(ms) for ms in times)]
+    shown = [None if ms is None else f"{ms:,.{0 if ms >= 100 else 1}f} ms" for ms in times]
+    columns = ["method", *(each or "free drafting" for each in shown)]
     rows: list[list[Cell]] = [
         [row.method, *(at.speedup.estimate for at in row.slower_targets)] for row in comparison.rows
     ]
@@ -168,11 +169,6 @@ def _slower_targets_table(comparison: Comparison) -> list[Table]:
         "taken to last as long as a plain one."
     )
     return [Table("At the cost of slower targets", caption, columns, rows, [])]
-
-
-def _pass_time(ms: float) -> str:
-    """Return a time in milliseconds with three digits or more."""
-    return f"{ms:,.{0 if ms >= 100 else 1}f} ms"
 
 
 def _positions_table(comparison: Comparison) -> list[Table]:

@@ -1,18 +1,21 @@
-"""Compute the rows of a report from totals, and their intervals by bootstrap over prompts."""
+"""Compute the quantities of a report from measurements, and its rows from totals."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from drafttrain.core.types import Counters
+from drafttrain.report.bootstrap import Resampling, Statistic, Values, interval, of_sides
 from drafttrain.report.results import (
     NOT_COMPARED,
     AcceptanceLength,
     Change,
     Differences,
     Differing,
+    Estimate,
     Interval,
     Measurement,
     MethodRow,
@@ -25,98 +28,15 @@ from drafttrain.report.results import (
     Times,
     Untrimmed,
 )
-from drafttrain.report.totals import FEWEST_PROMPTS, PromptTotals
+from drafttrain.report.totals import PromptTotals
 
-CONFIDENCE = 0.95
-MOST_DRAWN = 500  # resamples at a time
-STEP = 1e-6  # of a column's mean, for slopes
-
-Values = np.ndarray | np.float64  # one value per resample, or the statistic of the data itself
-Statistic = Callable[..., Values]  # of the sum of each column
-Columns = Sequence[Sequence[float] | np.ndarray]  # values by prompt
+Columns = dict[str, list[float]]  # by prompt
 Pairs = list[tuple[int, int]]  # by prompt: tokens, and the drafts or passes that yielded them
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """How often the bootstrap resamples the prompts, and with which seed."""
-
-    resamples: int
-    seed: int
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:
     """Return the quotient, or None if the denominator is 0."""
     return numerator / denominator if denominator > 0 else None
-
-
-def interval(statistic: Statistic, columns: Columns, resampling: Resampling) -> Interval | None:
-    """Return the 95 % interval of a statistic of whole prompts, or None for too few of them.
-
-    `columns` are values by prompt; prompts are resampled whole, so that columns stay paired. The
-    interval is that of the studentized bootstrap (bootstrap-t; Efron and Tibshirani, 1993, 12.5):
-    how far resamples are off, each in its own standard errors. With few or skewed prompts it
-    covers what percentiles and BCa do not (benchmarks/README.md).
-    """
-    data = np.asarray(columns, dtype=np.float64)
-    num_prompts = data.shape[1]
-    if num_prompts < FEWEST_PROMPTS:
-        return None
-    rng = np.random.default_rng(resampling.seed)
-    value, error = _with_error(statistic, data, np.ones((1, num_prompts)))
-    off = []
-    for start in range(0, resampling.resamples, MOST_DRAWN):
-        size = min(MOST_DRAWN, resampling.resamples - start)
-        drawn = rng.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)
-        values, errors = _with_error(statistic, data, drawn.astype(np.float64))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            off.append((values - value) / errors)
-    # Resamples of one prompt alone, or of none that drafted, have no error.
-    every = np.concatenate(off)
-    every = every[np.isfinite(every)]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(every, [tail, 1 - tail]) if every.size else (0.0, 0.0)
-    return [float(value[0] - high * error[0]), float(value[0] - low * error[0])]
-
-
-def _with_error(
-    statistic: Statistic, data: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a statistic of each sample and its standard error, by the delta method.
-
-    data: columns x prompts; weights: samples x prompts, how often each prompt is in a sample.
-    """
-    num_columns, num_prompts = data.shape
-    means = (weights @ data.T).T / num_prompts
-    steps = STEP * np.maximum(np.abs(means), STEP)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        value = np.asarray(statistic(*means))
-        slopes = [
-            (statistic(*(means + step)) - statistic(*(means - step))) / (2 * step[place])
-            for place, step in enumerate(np.eye(num_columns)[:, :, None] * steps)
-        ]
-        variance = sum(
-            slopes[one]
-            * slopes[two]
-            * ((weights @ (data[one] * data[two])) / num_prompts - means[one] * means[two])
-            for one in range(num_columns)
-            for two in range(num_columns)
-        )
-    return value, np.sqrt(np.maximum(variance, 0.0) / (num_prompts - 1))
-
-
-def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statistic:
-    """Return a statistic's mean over the runs of one side, or that minus the other side's mean.
-
-    sides: how many runs each side has; every run has `width` columns, one run after the other.
-    """
-
-    def combined(*sums: Values) -> Values:
-        values = [statistic(*sums[start : start + width]) for start in range(0, len(sums), width)]
-        mean = np.mean(values[: sides[0]], axis=0)
-        return mean - np.mean(values[sides[0] :], axis=0) if len(sides) > 1 else mean
-
-    return combined
 
 
 def length_statistic(yielded: Values, drafts: Values) -> Values:
@@ -136,28 +56,108 @@ def speedup_statistic(
     return tokens / seconds / (plain_tokens / plain_seconds)
 
 
+def columns_of(rows: Sequence[Measurement], plain: Sequence[Measurement] = ()) -> Columns:
+    """Return the columns of a method's measurements, and of the plain loop's on these prompts."""
+    return {
+        "accepted": [float(row.num_accepted_tokens) for row in rows],
+        "yielded": [float(row.yielded) for row in rows],
+        "drafts": [float(row.num_drafts) for row in rows],
+        "drafted": [float(row.num_draft_tokens) for row in rows],
+        "passes": [float(row.num_target_passes) for row in rows],
+        "draft_seconds": [row.seconds.draft for row in rows],
+        "tokens": [float(row.num_output_tokens) for row in rows],
+        "seconds": [row.seconds.total for row in rows],
+        "plain_passes": [float(row.num_target_passes) for row in plain],
+        "plain_tokens": [float(row.num_output_tokens) for row in plain],
+        "plain_seconds": [row.seconds.total for row in plain],
+    }
+
+
+@dataclass(frozen=True)
+class Spread(Estimate):
+    """The mean over several runs with its interval over prompts, their range and each run's own."""
+
+    range: Interval | None
+    by_run: list[float | None]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured quantity with an interval: the columns it is computed from, and how."""
+
+    columns: tuple[str, ...]
+    statistic: Statistic
+    positive: tuple[str, ...]  # columns that must be positive: their sum, or on every prompt
+    every_prompt: bool
+
+    def of(self, run: Columns) -> float | None:
+        """Return the quantity of one run, None if it cannot be computed."""
+        enough: Callable[[Any], bool] = all if self.every_prompt else any
+        if not all(enough(value > 0 for value in run[name]) for name in self.positive):
+            return None
+        return float(self.statistic(*(sum(run[name]) for name in self.columns)))
+
+    def mean(self, runs: Sequence[Columns], resampling: Resampling) -> Spread:
+        """Return the mean over runs, its interval over prompts, the range and each run's own."""
+        values = [self.of(run) for run in runs]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return Spread(None, None, None, values)
+        ci95 = self._interval([runs], resampling)
+        return Spread(sum(known) / len(known), ci95, [min(known), max(known)], values)
+
+    def difference(
+        self, runs: Sequence[Columns], others: Sequence[Columns], resampling: Resampling
+    ) -> Change:
+        """Return the mean over `runs` minus the mean over `others`, paired by prompt."""
+        values = [self.of(run) for run in (*runs, *others)]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return Change(None, None)
+        mine, theirs = known[: len(runs)], known[len(runs) :]
+        value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
+        return Change(value, self._interval([runs, others], resampling))
+
+    def _interval(self, sides: list[Sequence[Columns]], resampling: Resampling) -> Interval | None:
+        """Return the interval of the first side's mean, minus the second's if there is one."""
+        columns = [run[name] for side in sides for run in side for name in self.columns]
+        if not self.every_prompt:
+            # A prompt on which no run drafted is left out, as in the report of one run.
+            drafted = [row for row in zip(*columns, strict=True) if any(row)]
+            columns = [list(column) for column in zip(*drafted, strict=True)]
+        statistic = of_sides(self.statistic, [len(side) for side in sides], len(self.columns))
+        return interval(statistic, columns, resampling)
+
+
+ACCEPTANCE_LENGTH = Quantity(
+    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False
+)
+SPEEDUP = Quantity(
+    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
+    speedup_statistic,
+    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
+    every_prompt=True,
+)
+
+
+def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
+    """Return the mean over runs of one column's sum over another's, None if one run lacks it."""
+    sums = [(sum(run[above]), sum(run[below])) for run in runs]
+    if not all(divisor > 0 for _, divisor in sums):
+        return None
+    return sum(scale * value / divisor for value, divisor in sums) / len(sums)
+
+
 def acceptance_length(rows: Sequence[Measurement], resampling: Resampling) -> AcceptanceLength:
     """Return micro and macro acceptance length, and the interval of the micro one."""
-    drafted = [(row.yielded, row.num_drafts) for row in rows if row.num_drafts]
-    if not drafted:
-        return AcceptanceLength(None, None, None)
-    yielded, drafts = zip(*drafted, strict=True)
-    macro = statistics.fmean(tokens / of for tokens, of in drafted)
-    ci95 = interval(length_statistic, [yielded, drafts], resampling)
-    return AcceptanceLength(sum(yielded) / sum(drafts), macro, ci95)
+    micro = ACCEPTANCE_LENGTH.mean([columns_of(rows)], resampling)
+    own = [row.yielded / row.num_drafts for row in rows if row.num_drafts]
+    return AcceptanceLength(micro.value, statistics.fmean(own) if own else None, micro.ci95)
 
 
 def speed(rows: Sequence[Measurement]) -> float | None:
     """Return tokens per second: all tokens over all seconds."""
     return ratio(sum(row.num_output_tokens for row in rows), sum(row.seconds.total for row in rows))
-
-
-def _tokens_and_seconds(rows: Sequence[Measurement]) -> Columns:
-    return [[row.num_output_tokens for row in rows], [row.seconds.total for row in rows]]
-
-
-def _timed(rows: Sequence[Measurement]) -> bool:
-    return all(row.num_output_tokens and row.seconds.total > 0 for row in rows)
 
 
 def rows_of(prompts: Iterable[PromptTotals]) -> list[Measurement]:
@@ -169,40 +169,19 @@ def speedup(
     prompts: Sequence[PromptTotals], plain: Sequence[PromptTotals], resampling: Resampling
 ) -> Speedup:
     """Return the speedup over plain decoding: value, interval, and value by block."""
-    mine, theirs = rows_of(prompts), rows_of(plain)
-    fast, slow = speed(mine), speed(theirs)
-    if not (fast and slow and _timed(mine) and _timed(theirs)):
+    columns = columns_of(rows_of(prompts), rows_of(plain))
+    found = SPEEDUP.mean([columns], resampling)
+    if found.value is None:
         return Speedup(None, None, [])
-    columns = [*_tokens_and_seconds(mine), *_tokens_and_seconds(theirs)]
-    tokens, plain_tokens = (sum(row.num_output_tokens for row in rows) for rows in (mine, theirs))
 
     def in_block(block: int) -> float | None:
         seconds, plain_seconds = (
             sum(prompt.block_seconds[block] for prompt in each) for each in (prompts, plain)
         )
+        tokens, plain_tokens = sum(columns["tokens"]), sum(columns["plain_tokens"])
         return ratio(tokens * plain_seconds, seconds * plain_tokens)
 
-    return Speedup(
-        fast / slow,
-        interval(speedup_statistic, columns, resampling),
-        [in_block(block) for block in plain[0].block_seconds],
-    )
-
-
-def speedup_difference(
-    mine: Sequence[Measurement],
-    theirs: Sequence[Measurement],
-    plain: Sequence[Measurement],
-    resampling: Resampling,
-) -> Change:
-    """Return speedup minus the other method's speedup, paired by prompt."""
-    fast, other, slow = speed(mine), speed(theirs), speed(plain)
-    if not (fast and other and slow and all(map(_timed, (mine, theirs, plain)))):
-        return NOT_COMPARED
-    base = _tokens_and_seconds(plain)
-    columns = [*_tokens_and_seconds(mine), *base, *_tokens_and_seconds(theirs), *base]
-    statistic = of_sides(speedup_statistic, [1, 1], width=4)
-    return Change((fast - other) / slow, interval(statistic, columns, resampling))
+    return Speedup(found.value, found.ci95, [in_block(block) for block in plain[0].block_seconds])
 
 
 def length_difference(mine: Pairs | None, theirs: Pairs | None, resampling: Resampling) -> Change:

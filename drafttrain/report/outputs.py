@@ -8,7 +8,8 @@ from drafttrain.core.types import Decoded, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, pieces_of
 from drafttrain.decode.stream import PLAIN as UNDRAFTED
-from drafttrain.report.metrics import Resampling, interval, length_statistic
+from drafttrain.report.bootstrap import Resampling, interval
+from drafttrain.report.metrics import length_statistic
 from drafttrain.report.results import (
     PLAIN,
     Estimate,

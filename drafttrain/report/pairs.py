@@ -1,28 +1,15 @@
 """Methods on shared prompts: means over training seeds, and differences paired by prompt."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from drafttrain.report.metrics import (
-    Resampling,
-    Statistic,
-    Values,
-    interval,
-    length_statistic,
-    of_sides,
-    speedup_statistic,
-)
+from drafttrain.report.bootstrap import Resampling, Values
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Columns, Quantity, columns_of
 from drafttrain.report.results import (
     PLAIN,
     Adaptation,
     AdaptationRow,
     BeforeAfter,
-    Change,
-    Estimate,
-    Interval,
     Measurement,
 )
 from drafttrain.report.totals import Key
@@ -35,8 +22,6 @@ ADAPTATION = (
     "before; ci95: bootstrap over prompts, paired, so that a prompt is drawn with both."
 )
 
-Columns = dict[str, list[float]]  # by prompt
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -47,20 +32,7 @@ class Measured:
 
     def on(self, keys: Sequence[Key]) -> Columns:
         """Return the columns of these prompts, in their order."""
-        mine, theirs = [self.drafted[key] for key in keys], [self.plain[key] for key in keys]
-        return {
-            "accepted": [float(row.num_accepted_tokens) for row in mine],
-            "yielded": [float(row.yielded) for row in mine],
-            "drafts": [float(row.num_drafts) for row in mine],
-            "drafted": [float(row.num_draft_tokens) for row in mine],
-            "passes": [float(row.num_target_passes) for row in mine],
-            "draft_seconds": [row.seconds.draft for row in mine],
-            "tokens": [float(row.num_output_tokens) for row in mine],
-            "seconds": [row.seconds.total for row in mine],
-            "plain_passes": [float(row.num_target_passes) for row in theirs],
-            "plain_tokens": [float(row.num_output_tokens) for row in theirs],
-            "plain_seconds": [row.seconds.total for row in theirs],
-        }
+        return columns_of([self.drafted[key] for key in keys], [self.plain[key] for key in keys])
 
 
 def measured_of(rows: Iterable[Measurement]) -> dict[str, Measured]:
@@ -91,73 +63,6 @@ def by_scope(keys: Iterable[Key]) -> dict[str, list[Key]]:
     return {"all": every, **tasks}
 
 
-@dataclass(frozen=True)
-class Spread(Estimate):
-    """The mean over several runs with its interval over prompts, their range and each run's own."""
-
-    range: Interval | None
-    by_run: list[float | None]
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A measured quantity with an interval: the columns it is computed from, and how."""
-
-    columns: tuple[str, ...]
-    statistic: Statistic
-    positive: tuple[str, ...]  # columns that must be positive: their sum, or on every prompt
-    every_prompt: bool
-
-    def of(self, run: Columns) -> float | None:
-        """Return the quantity of one run, None if it cannot be computed."""
-        enough: Callable[[Any], bool] = all if self.every_prompt else any
-        if not all(enough(value > 0 for value in run[name]) for name in self.positive):
-            return None
-        return float(self.statistic(*(np.sum(run[name]) for name in self.columns)))
-
-    def mean(self, runs: Sequence[Columns], resampling: Resampling) -> Spread:
-        """Return the mean over runs, its interval over prompts, the range and each run's own."""
-        values = [self.of(run) for run in runs]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
-            return Spread(None, None, None, values)
-        ci95 = self._interval([runs], resampling)
-        return Spread(sum(known) / len(known), ci95, [min(known), max(known)], values)
-
-    def difference(
-        self, runs: Sequence[Columns], others: Sequence[Columns], resampling: Resampling
-    ) -> Change:
-        """Return the mean over `runs` minus the mean over `others`, paired by prompt."""
-        values = [self.of(run) for run in (*runs, *others)]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
-            return Change(None, None)
-        mine, theirs = known[: len(runs)], known[len(runs) :]
-        value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
-        return Change(value, self._interval([runs, others], resampling))
-
-    def _interval(self, sides: list[Sequence[Columns]], resampling: Resampling) -> Interval | None:
-        """Return the interval of the first side's mean, minus the second's if there is one."""
-        columns = [run[name] for side in sides for run in side for name in self.columns]
-        if not self.every_prompt:
-            # A prompt on which no run drafted is left out, as in the report of one run.
-            drafted = [row for row in zip(*columns, strict=True) if any(row)]
-            columns = [list(column) for column in zip(*drafted, strict=True)]
-        statistic = of_sides(self.statistic, [len(side) for side in sides], len(self.columns))
-        return interval(statistic, columns, resampling)
-
-
-ACCEPTANCE_LENGTH = Quantity(
-    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False
-)
-SPEEDUP = Quantity(
-    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
-    speedup_statistic,
-    ("tokens", "seconds", "plain_tokens", "plain_seconds"),
-    every_prompt=True,
-)
-
-
 def at_pass_time(seconds: float) -> Quantity:
     """Return the speedup beside a target whose every pass takes this long, drafting as measured.
 
@@ -170,14 +75,6 @@ def at_pass_time(seconds: float) -> Quantity:
 
     columns = ("plain_passes", "passes", "draft_seconds")
     return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=True)
-
-
-def mean_ratio(runs: Sequence[Columns], above: str, below: str, scale: float = 1.0) -> float | None:
-    """Return the mean over runs of one column's sum over another's, None if one run lacks it."""
-    sums = [(sum(run[above]), sum(run[below])) for run in runs]
-    if not all(divisor > 0 for _, divisor in sums):
-        return None
-    return sum(scale * value / divisor for value, divisor in sums) / len(sums)
 
 
 def adaptation(

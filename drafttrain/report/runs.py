@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from drafttrain.report.pairs import Columns, Measured
+from drafttrain.report.metrics import Columns
+from drafttrain.report.pairs import Measured
 from drafttrain.report.results import Measurement, Report
 from drafttrain.report.totals import Key
+from drafttrain.report.wording import things
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def training_statement(method: Method) -> str:
     """Return a phrase for the number of training runs behind a row."""
     count = len(method.runs)
     if method.reference:
-        return f"reference, measured beside {count} run{'s' * (count > 1)}"
+        return f"reference, measured beside {things(count, 'run')}"
     seeds = [run.seed for run in method.runs]
     if None in seeds:
         return "single run, no training on record"

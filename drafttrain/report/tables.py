@@ -1,7 +1,6 @@
 """The tables of a report, laid out once each: terminal, Markdown and HTML show the same cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from drafttrain.report.outputs import WRITERS
@@ -31,6 +30,7 @@ from drafttrain.report.wording import (
     NOTHING,
     cell,
     count,
+    drawn,
     memory,
     money,
     number,
@@ -237,7 +237,7 @@ def examples_table(examples: Sequence[Example]) -> Table:
     columns: list[Column[Example]] = [
         ("prompt", lambda example: example.prompt),
         ("output", lambda example: "".join(piece.text for piece in example.pieces)),
-        *((writer, partial(_num_tokens, writer)) for writer in WRITERS),
+        *((writer, lambda example, by=writer: count(example.num_tokens(by))) for writer in WRITERS),
     ]
     caption = (
         "The first answers to the prompts on which drafts were accepted least, at the median, and "
@@ -246,10 +246,6 @@ def examples_table(examples: Sequence[Example]) -> Table:
     notes = [f"{writer}: {meaning}" for writer, meaning in WRITERS.items()]
     lines = [(f"{example.task}, {example.prompt_id}", example) for example in examples]
     return table("Example outputs", caption, "example", columns, lines, notes)
-
-
-def _num_tokens(writer: str, example: Example) -> str:
-    return count(example.num_tokens(writer))
 
 
 def along_table(bins: Sequence[OutputBin]) -> Table:
@@ -266,10 +262,10 @@ def along_table(bins: Sequence[OutputBin]) -> Table:
 def published_table(report: Report) -> Table:
     """Return the family's published measurements below this report's, with what differs."""
     row = report.drafting[report.drafter].summary
-    sampling, shape = report.sampling, report.tree or f"chain of {report.verdicts['all'].depth}"
-    drawn = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    shape = report.tree or f"chain of {report.verdicts['all'].depth}"
     hardware = f"{report.timing.device}, {report.timing.dtype}"
-    prompts = f"{things(row.num_prompts, 'prompt')}, {drawn}, batch {report.batch_size}"
+    prompts = f"{things(row.num_prompts, 'prompt')}, {drawn(report.sampling.temperature)}"
+    prompts += f", batch {report.batch_size}"
     ours: list[Cell] = [report.target, shape, "see Provenance", prompts, hardware]
     rows = [["this report", *ours, row.speedup, row.acceptance_length.estimate]]
     rows += [
@@ -392,12 +388,11 @@ def stops_paying(points: Sequence[Point]) -> list[str]:
 
 def witness_table(section: WitnessSection) -> Table:
     """Return a table of vLLM's numbers and ours: a row per batch size."""
-    temperature = section.sampling.temperature
-    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     turns = "in turns" if section.interleaved else "one after the other: memory holds but one"
     caption = (
-        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, {how}, "
-        f"{section.dtype} on {section.device}, {things(section.threads, 'thread')}; "
+        f"vLLM {section.vllm} with {section.drafter} at depth {section.depth}, "
+        f"{drawn(section.sampling.temperature)}, {section.dtype} on {section.device}, "
+        f"{things(section.threads, 'thread')}; "
         f"{section.num_outputs} outputs, both engines {turns}; drafts: {section.draft_sampling}. "
         "Tokens per second are vLLM's."
     )

@@ -10,7 +10,7 @@ from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.repetition import outside_repetition, repeated_tokens
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
-FEWEST_PROMPTS = 5  # resampling fewer says nothing about other prompts
+FEWEST_PROMPTS = 5  # resampling fewer tells nothing about other prompts
 
 Key = tuple[str, str]  # task, prompt_id: the unit of the bootstrap
 

@@ -92,6 +92,11 @@ def things(num: int, name: str) -> str:
     return f"{num} {name}{'s' * (num != 1)}"
 
 
+def drawn(temperature: float) -> str:
+    """Return how tokens are drawn: `greedy`, `temperature 0.7`."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
 def rule_statement(rule: str, lossless: bool) -> str:
     """Return whether a rule is lossless, and its name, whose own word for that is left out."""
     name = re.sub(r" \((NOT )?lossless\)|; NOT lossless(?=\))", "", rule)

@@ -19,7 +19,7 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.data.evaluation_prompts import Prompt, load_prompts, prompts_sha256
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.suites import MT_BENCH, PromptSource, in_our_spelling
-from drafttrain.evaluation.measure import check_settings, skip_long
+from drafttrain.evaluation.measure import fitting
 from drafttrain.target.model import load_target
 
 # `large` has the embedded prompts too, fewer of them.
@@ -214,12 +214,12 @@ def test_prompts_too_long_for_the_context_are_refused_or_counted(tiny_target_dir
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
     prompts = [Prompt("short", "t", "t", ("Hello.",)), Prompt("long", "t", "t", ("word " * 9000,))]
     config, report = eval_of("default"), SkipReport(what="prompts")
-    assert skip_long(prompts, report, target, BY_TEMPLATE, config) == prompts
-    drafter = random_drafter("ngram", target)
+    drafters = [random_drafter("ngram", target)]
     with pytest.raises(ValueError, match=r"long may need \d+ tokens .*skip_long_prompts=true"):
-        check_settings(prompts, target, drafter, BY_TEMPLATE, config)
+        fitting(prompts, report, target, BY_TEMPLATE, config, drafters)
+    assert not report.counts
     lenient = eval_of("default", "eval.skip_long_prompts=true")
-    assert skip_long(prompts, report, target, BY_TEMPLATE, lenient) == prompts[:1]
+    assert fitting(prompts, report, target, BY_TEMPLATE, lenient, drafters) == prompts[:1]
     assert report.counts == {"too long for the context": 1}
     with pytest.raises(ValueError, match=r"must hold prompts that fit .*, got none"):
-        skip_long(prompts[1:], report, target, BY_TEMPLATE, lenient)
+        fitting(prompts[1:], report, target, BY_TEMPLATE, lenient, drafters)

@@ -40,7 +40,7 @@ def checks_of(
 ) -> dict[str, Check]:
     config = settings(**{**SAMPLED, **changes})
     drafter = random_drafter(name, target)
-    checks = certify(target, drafter, prompts, config, timed=None, seed=1, show=False)
+    checks = certify(target, drafter, prompts, config, timed=None, seed=1)
     return {check.name: check for check in checks}
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors.torch import save_file
+from test_report import built
 
 from drafttrain.__main__ import main
 from drafttrain.config.compose import compose, typed
@@ -26,9 +27,8 @@ from drafttrain.evaluation.compare_runs import compare_runs
 from drafttrain.evaluation.compare_runs import comparison_table as table_for_tracker
 from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report import comparison_pages as pages
-from drafttrain.report.build import build_report, certified
+from drafttrain.report.build import certified
 from drafttrain.report.comparison import Comparison
-from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
@@ -41,7 +41,6 @@ from drafttrain.runtime.run_folder import write_config
 from drafttrain.runtime.untrusted_input import typed as read_as
 from drafttrain.training.checkpoint import WEIGHTS_FILE, TrainState, _write_state
 
-EXACT = LosslessCheck("greedy", True, "float32", 2, 2, [], "")
 FINGERPRINT = "ab" * 32
 PARAMETERS = 12 + 8  # of the checkpoints below
 
@@ -107,17 +106,8 @@ def write_run(
         save_file(weights, checkpoint / WEIGHTS_FILE)
         _write_state(checkpoint, TrainState(10, tokens, {}, None, FINGERPRINT, {}))
     arguments: dict[str, Any] = {
-        "target": "tiny",
         "drafter": drafter,
-        "depth": 2,
-        "sampling": Sampling(0.0, 0, 1.0),
-        "draft_sampling": Sampling(0.0, 0, 1.0),
-        "batch_size": 1,
         "max_new_tokens": 64,
-        "certificate": None,
-        "sweep": [],
-        "tables": [],
-        "lossless": EXACT,
         "timing": TimingInfo("float32", 2, 1, "cpu", "float32"),
         "provenance": {
             "checkpoint": f"/where/it/was/{checkpoint.name}" if seed is not None else "None",
@@ -127,10 +117,8 @@ def write_run(
         "prompts": {"source": "prompts.jsonl"},
         "notes": [],
         "resamples": 100,
-        "seed": 0,
-        "verdict": VerdictSettings(1.05, None, "USD"),
     }
-    report = build_report(measured, **{**arguments, **changes})
+    report = built(measured, **{**arguments, **changes})
     place = folder / "evaluations" / evaluation
     place.mkdir(parents=True, exist_ok=True)
     (place / "report.json").write_text(as_json(as_data(report)))

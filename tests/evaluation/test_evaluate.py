@@ -18,6 +18,7 @@ from drafttrain.core.types import Decoded, DecodeStats, PromptResult, Proposal, 
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
+from drafttrain.data.skips import SkipReport
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
@@ -28,8 +29,8 @@ from drafttrain.evaluation.evaluate import choosing_prompts, fastest
 from drafttrain.evaluation.measure import (
     at_depth,
     check_depths,
-    check_settings,
     first_turn,
+    fitting,
     measure,
     methods_of,
     spread,
@@ -78,7 +79,6 @@ def results_of(
         "sampling": config.sampling,
         "batch_size": config.batch_size,
         "seed": 0,
-        "show": False,
     }
     values |= more
     prompts = values.pop("prompts", PROMPTS)
@@ -207,19 +207,22 @@ def test_a_planted_divergence_is_reported_by_prompt_and_position(
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(
     target: Target, drafters: dict[str, Drafter]
 ) -> None:
-    drafter = drafters["eagle3"]
-    check_settings(PROMPTS, target, drafter, BY_TEMPLATE, settings())
+    def fit(prompts: list[Prompt], **changes: Any) -> list[Prompt]:
+        skipped, given = SkipReport(), [drafters["eagle3"]]
+        return fitting(prompts, skipped, target, BY_TEMPLATE, settings(**changes), given)
+
+    assert fit(PROMPTS) == PROMPTS
     long = Prompt("novel", "chat", "chat", ("word " * 200,))
     with pytest.raises(ValueError, match=r"eval\.prompts: novel may need 10\d\d tokens"):
-        check_settings([*PROMPTS, long], target, drafter, BY_TEMPLATE, settings())
+        fit([*PROMPTS, long])
     # Each turn fits alone; with the answers in between they do not.
     many = Prompt("talker", "chat", "chat", ("Go on.",) * 8)
-    check_settings([many], target, drafter, BY_TEMPLATE, settings())
+    assert fit([many]) == [many]
     with pytest.raises(ValueError, match=r"talker .* lower eval\.max_new_tokens"):
-        check_settings([many], target, drafter, BY_TEMPLATE, settings(max_new_tokens=60))
+        fit([many], max_new_tokens=60)
     heads = random_drafter("medusa", target)
     with pytest.raises(ValueError, match=r"^eval\.depth must"):
-        check_settings(PROMPTS, target, heads, BY_TEMPLATE, settings(depth=50))
+        check_depths(heads, settings(depth=50))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import model_config
 from test_drafters import random_drafter
+from test_evaluate import settings
 
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
@@ -17,7 +18,8 @@ from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import measure_costs
-from drafttrain.evaluation.tune import acceptance_lengths, choose, in_order, predict
+from drafttrain.evaluation.optimal_tree import OptimalTree
+from drafttrain.evaluation.tune import Tuning, acceptance_lengths, choose, in_order, predict
 from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned, write_tuned
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, headline
 from drafttrain.target.model import load_target
@@ -105,8 +107,9 @@ def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> No
     assert predictions[0].error == pytest.approx(1.9 / 1.2 - 1)
     assert read_tuned(tmp_path, 1) is None
     told: dict[str, Any] = {"policy": CHAIN, "weights": "step-000010", "temperature": 0.0}
-    told |= {"trees": {1: {2: [[0], [1], [0, 0]]}}, "acceptance": [0.7, 0.5]}
-    write_tuned(tmp_path, chosen, predictions, COSTS.records(), {"threads": 1}, **told)
+    trees = {1: {2: OptimalTree([[0], [1], [0, 0]], {})}}
+    found = Tuning(predictions, COSTS, trees, [0.7, 0.5])
+    write_tuned(tmp_path, chosen, found, {"threads": 1}, **told)
     rest: tuple[Any, ...] = ([0.7, 0.5], COSTS.records())
     expected = Chosen(2, {"math": 2}, {2: [[0], [1], [0, 0]]}, *rest)
     assert read_tuned(tmp_path, 1) == expected
@@ -135,6 +138,11 @@ def test_the_answer_names_a_tree(nodes: str, told: str) -> None:
     assert re.search(f"Batch 1: speculate at {told} times as fast", headline(chosen))
 
 
+def tune_settings(**changes: Any) -> TuneSettings:
+    values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
+    return TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+
+
 TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
 
 
@@ -147,10 +155,9 @@ def test_costs_are_measured_for_every_cell(
     name: str, policies: dict[int, Policy], tiny_target_dir: Path
 ) -> None:
     target = load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-    settings: dict[str, Any] = {"batches": [1, 3], "contexts": [8, 16], "rounds": 2}
-    costs = measure_costs(
-        target, random_drafter(name, target), lambda _: policies, show=False, **settings
-    )
+    tuned = tune_settings(contexts=[8, 16], rounds=2)
+    drafter = random_drafter(name, target)
+    costs = measure_costs(target, drafter, lambda _: policies, [1, 3], settings(), tuned)
     assert set(costs.plain) == {(1, 8), (1, 16), (3, 8), (3, 16)}
     assert set(costs.verify) == {(d, *cell) for d in (1, 3) for cell in costs.plain}
     assert set(costs.draft) == set(costs.verify)
@@ -166,6 +173,5 @@ def test_costs_are_measured_for_every_cell(
     ],
 )
 def test_absurd_settings_are_refused_by_key(changes: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
     with pytest.raises(ValueError, match=message):
-        TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+        tune_settings(**changes)

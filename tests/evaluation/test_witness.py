@@ -15,6 +15,7 @@ import torch
 from builders import BY_TEMPLATE, drafter_config, model_config
 from paths import ROOT
 from test_evaluate import settings
+from test_report import built
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import GREEDY
@@ -75,7 +76,6 @@ def ask(python: str, folder: Path, **changes: Any) -> Any:
         "threads": 1,
         "folder": folder / "vllm",
         "batch_sizes": (1, 2),
-        "show": False,
     }
     served = ServedDrafter(folder, None, "ngram", changes.pop("lookup", None), True, python)
     return witness(served, [[1, 2, 3], [1, 2], [4]], **{**asked, **changes})
@@ -475,7 +475,6 @@ def section_of(
         folder=folder,
         seed=0,
         ours_by_batch={},
-        show=False,
     )
 
 
@@ -541,31 +540,8 @@ def test_the_audited_gap_is_the_targets_own(
 def test_the_report_shows_the_table_in_every_form(
     target: Target, lookup: Drafter, measured: list[PromptResult], tmp_path: Path
 ) -> None:
-    from drafttrain.report.build import build_report
-    from drafttrain.report.config import VerdictSettings
-    from drafttrain.report.results import LosslessCheck, TimingInfo
-
-    report = build_report(
-        measured,
-        target="tiny",
-        drafter="ngram",
-        depth=DEPTH,
-        sampling=GREEDY,
-        draft_sampling=GREEDY,
-        batch_size=1,
-        max_new_tokens=LIMIT,
-        lossless=LosslessCheck("greedy", True, "float32", 0, 0, [], ""),
-        certificate=None,
-        sweep=[],
-        tables=[],
-        timing=TimingInfo("float32", 1, 1, "cpu"),
-        provenance={},
-        prompts={},
-        notes=[],
-        resamples=100,
-        seed=0,
-        verdict=VerdictSettings(1.05, None, "USD"),
-    )
+    told: dict[str, Any] = {"drafter": "ngram", "depth": DEPTH, "max_new_tokens": LIMIT}
+    report = built(measured, **told, resamples=100)
     asked = asked_of(PROMPTS, measured, target, BY_TEMPLATE)
     python = replay(tmp_path, whole(*echo(asked, measured)))
     section = section_of(target, lookup, measured, python, tmp_path)

@@ -666,7 +666,7 @@ class TwoLayers(Drafter):
             raise ValueError("a loss must be a number")
         return {"depth_1": LossTerm(1.0, loss, batch.loss_mask.sum())}
 
-    def begin(self, access: Readout, first_tokens: Tensor, capacity: int) -> Any:
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> Any:
         return {}
 
     def observe(self, state: Any, tokens: Tensor, counts: Any, features: TargetFeatures) -> None:

@@ -20,12 +20,13 @@ from rich.console import Console
 from drafttrain.commands.evaluate import evaluation_table
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
+from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.build import build_report, certified, sweep_point
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.document import Listing
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
-from drafttrain.report.metrics import Resampling, interval, length_statistic
+from drafttrain.report.metrics import length_statistic
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from test_report import many_prompts
+from test_report import built, many_prompts
 
-from drafttrain.core.sampling_config import GREEDY, Sampling
+from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs
 from drafttrain.evaluation.config import CompareSettings
-from drafttrain.report.build import build_report, certified, sweep_point
+from drafttrain.report.build import certified, sweep_point
 from drafttrain.report.comparison_pages import write_comparison
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.pages import write_report
@@ -58,14 +58,9 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
         Check("distribution of the text", None, 0.1, "none", "0.1 apart", []),
     ]
     section = certified(checks, rule="greedy", lossless=True, dtype="float32", num_prompts=2)
-    report = build_report(
+    report = built(
         results,
-        target="tiny",
-        drafter="eagle3",
-        depth=2,
-        sampling=GREEDY,
         draft_sampling=Sampling(0.5, 3, 0.9),
-        batch_size=1,
         max_new_tokens=200,
         lossless=LosslessCheck("greedy", True, "float32", 1, 2, [DIVERGENCE], ""),
         certificate=section,
@@ -81,9 +76,7 @@ def write_fixed(folder: Path, pace: float = 1.0, seed: int = 0) -> None:
             "path": Path("/x"),
         },
         prompts={"source": "tiny.jsonl", "skipped": {}, "overlap": None},
-        notes=["one note"],
         resamples=200,
-        seed=0,
         verdict=VerdictSettings(1.05, 3.6, "EUR"),
         memory=ExtraMemory(3 * 2**20, 1024),
     )

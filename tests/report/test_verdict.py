@@ -23,8 +23,9 @@ from test_report import (
 )
 
 from drafttrain.core.types import Counters, PromptResult
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
-from drafttrain.report.metrics import Resampling, length_difference
+from drafttrain.report.metrics import length_difference
 from drafttrain.report.repetition import outside_repetition, repeated_tokens, repeats
 from drafttrain.report.results import Change, Estimate, ExtraMemory, LosslessCheck, Point
 from drafttrain.report.tables import stops_paying

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from drafttrain.commands.setup.evaluation import Loaded, measured, meet, set_up
+from drafttrain.commands.setup.evaluation import Loaded, meet, set_up
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     drafter_to_evaluate,
@@ -36,6 +36,7 @@ from drafttrain.decode.stream import Stream
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import LOOKUP
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig
+from drafttrain.evaluation.evaluate import evaluate_drafter
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Report
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, dtype_name
@@ -238,10 +239,10 @@ def evaluate(
     record = provenance([]) | {"command": "drafttrain.evaluate(target, drafter)"}
     if folder is None:
         with TemporaryDirectory() as removed:
-            return measured(config, setup, Path(removed), record)[0]
+            return evaluate_drafter(setup, Path(removed), record)[0]
     place = Path(folder)
     with hold(place, "folder", "evaluate", console.print):
-        report, _, journals = measured(config, setup, place, record)
+        report, _, journals = evaluate_drafter(setup, place, record)
         write_report(report, place)
         for journal in journals:
             journal.finish()

@@ -1,6 +1,6 @@
 """From the configuration of `evaluate` or `tune` to what is measured: target, drafter, prompts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,33 +21,28 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import ChatConfig, EvaluateConfig, TuneConfig
-from drafttrain.core.types import PromptResult
 from drafttrain.data.evaluation_prompts import (
-    Prompt,
     load_prompts,
     overlap_line,
     overlap_record,
     prompts_sha256,
 )
 from drafttrain.data.suites import BUILTIN_PROMPTS
-from drafttrain.data.template import Template
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.references import beside_every
 from drafttrain.evaluation.config import FROM_TUNE, EvalConfig, TunedEval
-from drafttrain.evaluation.evaluate import Parts, evaluate_drafter
+from drafttrain.evaluation.evaluate import Parts, Setup
 from drafttrain.evaluation.measure import (
     check_depths,
-    check_settings,
+    fitting,
     reference_settings,
-    skip_long,
 )
-from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.pairs import BEFORE
-from drafttrain.report.results import Report, TimingInfo, TrainingCurves
+from drafttrain.report.results import TimingInfo, TrainingCurves
 from drafttrain.report.training import training_curves
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
@@ -61,30 +56,6 @@ from drafttrain.target.pretrained.size import parameters
 from drafttrain.training.checkpoint import NAME
 
 SMALL_TARGET = 100_000_000  # parameters below which a pass is mostly dispatch, not products
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything that a measurement needs, checked before anything is decoded."""
-
-    folder: Path  # of the run
-    settings: EvalConfig
-    parts: Parts
-    prompts: list[Prompt]
-    template: Template
-    checkpoint: Path | None  # of the run that trained the drafter
-    origin: str  # identifies the drafter's weights
-    weights: str  # names them
-    conditions: dict[str, Any]  # what a measurement depends on besides `settings`
-    timing: TimingInfo
-    about_prompts: dict[str, Any]
-    notes: list[str]
-    training: TrainingCurves | None  # of the run that trained the drafter
-
-    @property
-    def subject(self) -> dict[str, str]:
-        """Names of the very weights and prompts: a file's content may change under its name."""
-        return {"the drafter": self.weights, "the prompts": prompts_sha256(self.prompts)[:12]}
 
 
 @dataclass(frozen=True)
@@ -186,7 +157,10 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format
-    prompts = skip_long(prompts, skipped, target, template, settings, everyone)
+    check_depths(drafter, settings)
+    for each in references.values():
+        check_depths(each, reference_settings(settings, each))
+    prompts = fitting(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
     if settings.of_tasks:
@@ -202,9 +176,6 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     lines += spoilt
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
-    check_settings(prompts, target, drafter, template, settings)
-    for each in references.values():
-        check_settings(prompts, target, each, template, reference_settings(settings, each))
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
@@ -217,6 +188,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     return Setup(
         folder=folder,
         settings=settings,
+        seed=config.run.seed,
+        label=model.label,
         parts=Parts(target, exact, drafter, config.drafter.name, draft_dtype, references),
         prompts=prompts,
         template=template,
@@ -260,38 +233,6 @@ def trained(folder: Path, checkpoint: Path | None) -> tuple[TrainingCurves | Non
         return training_curves(read_metrics(file), int(match[1]) if match else None), []
     except (OSError, UntrustedError) as error:
         return None, [f"the training curves are left out: {error}"]
-
-
-def measured(
-    config: EvaluateConfig, setup: Setup, place: Path, record: Mapping[str, Any]
-) -> tuple[Report, list[PromptResult], list[Measurements]]:
-    """Return the report on what is set up, the results behind its headline, and the journals.
-
-    place: folder of the journals, to be finished once the report is on disk. record: provenance.
-    """
-    return evaluate_drafter(
-        setup.parts,
-        setup.prompts,
-        setup.template,
-        setup.settings,
-        folder=place,
-        conditions=setup.conditions,
-        timing=setup.timing,
-        report_settings={
-            "target": config.model.label,
-            "provenance": {
-                **record,
-                "checkpoint": None if setup.checkpoint is None else str(setup.checkpoint),
-                "drafter": setup.origin,
-                "target_fingerprint": setup.parts.target.spec.fingerprint,
-            },
-            "prompts": setup.about_prompts,
-            "notes": setup.notes,
-            "training": setup.training,
-            "published": setup.parts.drafter.published,
-        },
-        seed=config.run.seed,
-    )
 
 
 def as_tuned(settings: EvalConfig, folder: str, weights: str | None = None) -> EvalConfig:

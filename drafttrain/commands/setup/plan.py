@@ -1,7 +1,7 @@
 """From a configuration to a plan: which accelerator, how many ranks, which share of the peak."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,16 +14,16 @@ from drafttrain.config.groups import choices, conf_dir
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import PlanConfig, TrainConfig
 from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
-from drafttrain.plan.accelerator import Accelerator, find_accelerator
+from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
 from drafttrain.plan.advice import Plan, build_plan
 from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.fit import refuse_unless_fitting
-from drafttrain.plan.job import Job, describe_job
+from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Sharding, place
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.shapes import shape_of
+from drafttrain.plan.shapes import inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
-from drafttrain.plan.trace import UnknownCostError
+from drafttrain.plan.trace import Load, UnknownCostError, trace
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
@@ -78,43 +78,59 @@ def default_settings() -> PlanSettings:
 
 
 def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accelerator) -> Job:
-    """Return what is planned. ValueError for a drafter that has nothing to train."""
+    """Return what is planned, with target and drafter counted.
+
+    ValueError for a drafter that has nothing to train; UnknownCostError where the target's
+    architecture, or the number of steps, is not known before anything is loaded.
+    """
     if not config.drafter.trainable:
         raise ValueError(
             f"drafter={config.drafter.name} has nothing to train, and so nothing to plan; "
             "choose another drafter"
         )
-    hardware, data = config.hardware, config.data
-    ranks, here = ranks_of(hardware, chip)
+    model, hardware, data, trainer = config.model, config.hardware, config.data, config.trainer
+    ranks, ranks_here = ranks_of(hardware, chip)
     dtype = dtype_name(choose_train_dtype(hardware, torch.device("cpu")))
     if hardware.train_dtype == "auto" and not chip.is_cpu:
         dtype = "bfloat16"
     limit = data.limit if isinstance(data, JsonlConfig | HubConfig) else None  # else unknown
     conversations = data.num_conversations if isinstance(data, SelfgenConfig) else limit
-    trainer = config.trainer
+    plain = shape_of(model)
+    length = settings.length or min(data.max_length, plain.max_positions)
     if trainer.unsized:
         if conversations is None:
             raise UnknownCostError(
                 "trainer=auto takes its steps from the data, which is not read for a plan: give "
                 "trainer.max_steps and trainer.tokens_per_step, or data.limit"
             )
-        shape = shape_of(config.model)
-        length = settings.length or min(data.max_length, shape.max_positions)
-        trainer = trainer.sized(conversations * length, shape.hidden_size, config.drafter.lr)
-    return describe_job(
-        config.model,
-        config.drafter,
-        hardware,
-        settings,
-        chip,
-        dtype=dtype,
+        trainer = trainer.sized(conversations * length, plain.hidden_size, config.drafter.lr)
+    load = Load(
+        # A step with fewer tokens than its micro batches hold has fewer rows in each.
+        rows=max(1, min(hardware.micro_batch, -(-trainer.tokens_per_step // (length * ranks)))),
+        length=length,
         ranks=ranks,
-        ranks_here=here,
-        max_length=data.max_length,
-        conversations=conversations,
-        max_steps=trainer.max_steps,
+        ranks_here=ranks_here,
         tokens_per_step=trainer.tokens_per_step,
+        loss_share=settings.loss_share,
+        dtype=dtype,
+        checkpointing=hardware.gradient_checkpointing,
+        low=hardware.weights_dtype == "bfloat16",
+        on_cpu=chip.is_cpu,
         averaged=trainer.ema_decay > 0,
+    )
+    shape, price = inflated(model, plain), settings.price_per_hour
+    return Job(
+        target=model.label,
+        drafter=config.drafter.name,
+        shape=shape,
+        parts=trace(config.drafter, plain, lambda: settings_of(model), load),
+        knobs=tuple(field.name for field in fields(config.drafter)),
+        load=load,
+        chip=chip,
+        max_steps=trainer.max_steps,
+        data_tokens=None if conversations is None else conversations * length,
+        target_bytes=shape.bytes(load.width, model.quantization),
+        price_per_hour=chip.price_per_hour if price is None else price,
     )
 
 
@@ -152,16 +168,19 @@ def accelerator_of(hardware: HardwareConfig, measure_s: float, here: bool = Fals
         )
     dtype = choose_train_dtype(hardware, torch.device("cuda" if gpu else "cpu"))
     entry = partial(load_choice, "accelerator")
-    found = find_accelerator(
-        name,
-        device,
-        dtype,
-        entry,
-        lambda: {each: entry(each) for each in choices("accelerator")},
-        measure_s,
-    )
-    if here and gpu:
-        place = torch.device("cuda" if device == "auto" else device)
+    place = torch.device(device.replace("auto", "cuda"))
+    if name == "cpu" or (name is None and not gpu):
+        found = processor(entry("cpu"), dtype, measure_s)
+    elif name is not None:
+        found = accelerator(entry(name), f"Peaks of conf/accelerator/{name}.yaml")
+    else:
+        device_name = torch.cuda.get_device_properties(place).name
+        known = matching(device_name, {each: entry(each) for each in choices("accelerator")})
+        config, how = known or entry("a100_80gb"), f"{device_name}, found here"
+        if known is None:
+            how += f"; not in conf/accelerator: peaks of {config.name} are assumed"
+        found = accelerator(config, how)
+    if gpu and (here or name is None):
         found = replace(found, memory=float(torch.cuda.get_device_properties(place).total_memory))
     return found
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.evaluation import Setup
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
+from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.witness.engine import ServedDrafter
 from drafttrain.evaluation.witness.section import asked_of, check_witness, witness_section
 from drafttrain.formats.read.admit import AdmittedConfig
@@ -57,8 +57,6 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
             base_model=None,
             license="other",
             training={"drafter": asdict(drafter)},
-            provenance={},
-            reports={},
         )
         place.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = parts.target.tokenizer

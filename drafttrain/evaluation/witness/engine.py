@@ -106,7 +106,6 @@ def witness(
     device: str = "cpu",
     max_positions: int | None = None,
     patience_s: float = PATIENCE_S,
-    show: bool = True,
 ) -> Witness:
     """Return what vLLM measures on the prompts, plain and with the drafter, at every batch size.
 
@@ -133,7 +132,7 @@ def witness(
     num_chunks = sum(-(-len(prompts) // size) for size in sizes)
     events: list[Event] = []
     with (
-        progress("vLLM", 2 * (1 + len(sizes) + repeats * num_chunks), show=show) as tick,
+        progress("vLLM", 2 * (1 + len(sizes) + repeats * num_chunks)) as tick,
         Process(
             served.python,
             request,

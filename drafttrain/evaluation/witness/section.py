@@ -23,8 +23,9 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.evaluate import Parts
 from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predict
 from drafttrain.evaluation.witness.engine import BatchWitness, ServedDrafter, Witness, witness
+from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import row_of
-from drafttrain.report.metrics import Resampling, acceptance_length, rows_of, speed, speedup
+from drafttrain.report.metrics import acceptance_length, rows_of, speed, speedup
 from drafttrain.report.results import (
     PLAIN,
     BothSeconds,
@@ -155,7 +156,6 @@ def witness_section(
     folder: Path,
     seed: int,
     ours_by_batch: Mapping[int, MethodRow],
-    show: bool = True,
 ) -> WitnessSection:
     """Run vLLM on the prompts that our loop decoded, and return the section of the report.
 
@@ -183,7 +183,6 @@ def witness_section(
             repeats=REPEATS if drawn == sampling else 1,
             device=target.device.type,
             max_positions=target.spec.max_positions,
-            show=show,
         )
 
     def decoded(one: WitnessPrompt) -> Decoded:
