@@ -136,9 +136,11 @@ def values_of(section: str, plain: dict[str, Any], kind: Any) -> dict[str, Any]:
     try:
         merged = OmegaConf.select(OmegaConf.merge(schema, {section: hidden(value)}), section)
     except ConfigKeyError as error:
+        decorator = "; decorate the class: @dataclass(frozen=True, kw_only=True)"
         raise UsageError(
             f"{error.full_key} is not a field of {kind.__name__}"
             f"{did_you_mean(str(error.key), names)} fields: {', '.join(names)}"
+            f"{decorator if error.key in kind.__annotations__ else ''}"
         ) from error
     except OmegaConfBaseException as error:
         raise UsageError(wrong_value(error, kind, value)) from error

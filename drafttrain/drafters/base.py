@@ -17,7 +17,9 @@ the first drafted token is always two positions after the newest feature.
 Features and readout have the target's dtype, which need not be the drafter's: convert what you read
 (`features.final_hidden.to(dtype_of(self))`, from core/ops/layer_calls.py, which knows of autocast)
 and what you give to the readout (`readout.logits(states.to(readout.head.dtype))`). core/types.py
-has what batches, features and loss terms hold, core/readout.py what a readout does.
+has what batches, features and loss terms hold, core/readout.py what a readout does, core/losses.py
+losses to take. `positions_to_predict` (core/placed_batch.py) finds the tokens that a depth trains;
+a packed row holds several documents: what mixes positions otherwise must compare `batch.document`.
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +46,11 @@ from drafttrain.runtime.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig(Settings):
-    """The configuration common to all drafters; each family's subclass is in its own file."""
+    """The configuration common to all drafters; each family's subclass is in its own file.
+
+    A subclass has this decorator too. A command line can set the fields that the yaml lists; `name`
+    is that of the yaml's file.
+    """
 
     name: str
     lr: float = 4.0e-3  # that suits its training beside a target as wide as the embedded one
@@ -195,7 +201,10 @@ class Drafter(nn.Module, ABC, Generic[State]):
     reach: int | None = None
     # Names of the terms of `forward` on drafted tokens, in order of depth: the contract suite
     # compares them with decoding. If the configuration is a TokenLossConfig, validation without the
-    # target computes them with the loss `rejection`; else it drafts along the stored text.
+    # target computes them with the loss `rejection`; else it drafts along the stored text. Of a
+    # drafter outside the package each must be the sum of cross-entropies with the target's
+    # distribution or with the text; name none if they are another loss: then only the contract's
+    # other tests look for pairs that are off by one.
     depth_terms: tuple[str, ...] = ()
     max_depth: int | None = None  # of a proposal; None: no limit
     branches = False  # whether `expand` takes levels of several nodes, for trees
