@@ -10,14 +10,14 @@ from drafttrain.plan.pages import components, headline, notes, tables, tiles
 from drafttrain.plan.shapes import BIASES
 from drafttrain.plan.throughput import Cost
 from drafttrain.plan.units import GIB
-from drafttrain.report.document import Document, Figure
+from drafttrain.report.document import Document
 from drafttrain.report.document import notes as listed
 from drafttrain.report.write import write_pages
 
 
 def write_plan(plan: Plan, folder: Path, source: str) -> None:
     """Write plan.json, plan.md and plan.html, with every way to shard by component."""
-    from drafttrain.report.plots import memory_plot  # matplotlib takes a second
+    from drafttrain.report.plots import memory_figure  # matplotlib takes a second
 
     # The placement that was asked for comes first.
     own = plan.chosen.memory.placement
@@ -43,12 +43,7 @@ def write_plan(plan: Plan, folder: Path, source: str) -> None:
         for cost in plan.others
         if cost.memory.placement == own
     }
-    figure = Figure(
-        "Memory by component",
-        "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
-        "dashed line is what there is.",
-        memory_plot(parts, plan.chosen.memory.limit / GIB),
-    )
+    figure = memory_figure(parts, plan.chosen.memory.limit / GIB)
     write_pages(folder, "plan", document, [figure], as_data(plan))
 
 

@@ -28,7 +28,7 @@ def pictures(comparison: Comparison) -> dict[str, np.ndarray]:
     """Return the figures of a comparison by title, as bytes, "height width 3"."""
     from drafttrain.report.plots import comparison_figures
 
-    return {figure.title: figure.picture.pixels() for figure in comparison_figures(comparison)}
+    return {figure.title: figure.pixels() for figure in comparison_figures(comparison)}
 
 
 def comparison_document(comparison: Comparison) -> Document:

@@ -1,8 +1,8 @@
 """The content of a page, in order, before it is rendered as Markdown or HTML."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,17 +34,6 @@ class Listing:
     look: str = "details"
 
 
-@runtime_checkable
-class Picture(Protocol):
-    """What a figure shows: `plots.Drawing`, without importing matplotlib."""
-
-    def __html__(self) -> str:
-        """Return it as an element of a page."""
-
-    def pixels(self) -> np.ndarray:
-        """Return it as colours: bytes, "height width 3"."""
-
-
 @dataclass(frozen=True)
 class Outputs:
     """Example outputs, told apart by who wrote what; Markdown shows the table instead."""
@@ -55,12 +44,19 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A picture with its title and caption; Markdown leaves it out."""
+class Figure(ABC):
+    """A picture with its title and caption, which `plots` draws; Markdown leaves it out."""
 
     title: str
     caption: str
-    picture: Picture
+
+    @abstractmethod
+    def __html__(self) -> str:
+        """Return the picture as an element of a page."""
+
+    @abstractmethod
+    def pixels(self) -> np.ndarray:
+        """Return the picture as colours: bytes, "height width 3"."""
 
 
 Block = Table | Listing | Outputs

@@ -44,7 +44,7 @@ def pictures(report: Report) -> dict[str, np.ndarray]:
     """Return the figures of a report by title, as bytes, "height width 3"."""
     from drafttrain.report.plots import report_figures
 
-    return {figure.title: figure.picture.pixels() for figure in report_figures(report)}
+    return {figure.title: figure.pixels() for figure in report_figures(report)}
 
 
 def report_document(report: Report) -> Document:

@@ -15,14 +15,14 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import get_named_colors_mapping
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
-from drafttrain.report.document import Figure as Captioned
+from drafttrain.report.document import Figure
 from drafttrain.report.results import (
     PLAIN,
     Estimate,
@@ -88,18 +88,21 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """What `draw` draws, for a page or as pixels; `name` makes its ids unique on the page."""
+class Drawing(Figure):
+    """What `draw` draws, for a page or as pixels."""
 
-    name: str
-    label: str
     height: int
     draw: Callable[[Axes], None]
+
+    @property
+    def name(self) -> str:
+        """The title as a part of ids, which makes them unique on the page."""
+        return re.sub("[^a-z0-9]+", "-", self.title.lower())
 
     def __html__(self) -> str:
         """Return it as an inline SVG in the colours and the font of the page that it is in."""
         text = self._saved("svg", transparent=True, metadata={"Date": None}).decode()
-        return _inline(text, self.name, self.label)
+        return _inline(text, self.name, self.title)
 
     def pixels(self) -> np.ndarray:
         """Return it in the light colours of a page: bytes, "height width 3"."""
@@ -121,7 +124,7 @@ class Drawing:
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
             matplotlib.rcdefaults()  # ignore the user's matplotlibrc
             matplotlib.rcParams.update({**STYLE, "svg.hashsalt": self.name})
-            figure = Figure(figsize=(WIDTH / DPI, self.height / DPI), dpi=DPI)
+            figure = Canvas(figsize=(WIDTH / DPI, self.height / DPI), dpi=DPI)
             self.draw(figure.subplots())
             figure.savefig(content, format=form, **how)
         return content.getvalue()
@@ -262,8 +265,8 @@ class Series:
 
 
 def dots(
-    name: str,
-    label: str,
+    title: str,
+    caption: str,
     series: Sequence[Series],
     unit: str,
     *,
@@ -271,7 +274,7 @@ def dots(
     from_zero: bool = True,
     lesser: str = "",
 ) -> Drawing:
-    """Return a plot of values as dots on their intervals, with a line at no gain (`even`).
+    """Return a figure of values as dots on their intervals, with a line at no gain (`even`).
 
     Several series on a row are drawn below each other. The first one's values are written next to
     it, unless they could be mistaken for another's. lesser: the legend of the lesser marks.
@@ -315,12 +318,12 @@ def dots(
         legend(axes, marks)
 
     height = height_of(rows, bars=1 if alone else 1 + len(series))
-    return Drawing(name, label, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
+    return Drawing(title, caption, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
 
 
 def stacked(
-    name: str,
-    label: str,
+    title: str,
+    caption: str,
     bars: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
     unit: str,
@@ -329,7 +332,7 @@ def stacked(
     end: float | None = None,
     limit: float | None = None,
 ) -> Drawing:
-    """Return a plot of stacked bars, one per row; parts without a colour are "the rest".
+    """Return a figure of stacked bars, one per row; parts without a colour are "the rest".
 
     end: where bars are cut; their numbers stay true. limit: drawn as a dashed line.
     """
@@ -354,27 +357,32 @@ def stacked(
         legend(axes, patches({**colours, **({"the rest": "rest"} if rest else {})}))
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
-    return Drawing(name, label, height, draw)
+    return Drawing(title, caption, height, draw)
 
 
-def memory_plot(ways: Mapping[str, Mapping[str, float]], limit: float) -> Drawing:
-    """Return a plot of memory in GiB by component: a bar per way to shard, and the limit."""
+def memory_figure(ways: Mapping[str, Mapping[str, float]], limit: float) -> Drawing:
+    """Return a figure of memory in GiB by component: a bar per way to shard, and the limit."""
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     parts = {way: {name: of[name] for name in largest} for way, of in ways.items()}
     # A bar that far exceeds the limit is cut, but its number is true.
     end = min(max(limit, *(sum(of.values()) for of in parts.values())), 1.5 * limit)
-    label = "Memory by component for every way to shard"
+    caption = (
+        "Of one accelerator, for every deepspeed=..., with the target where it was asked for. The "
+        "dashed line is what there is."
+    )
     colours = dict(zip(largest, KINDS, strict=False))
-    return stacked("memory", label, parts, colours, "GiB", digits=1, end=end, limit=limit)
+    how: dict[str, Any] = {"digits": 1, "end": end, "limit": limit}
+    return stacked("Memory by component", caption, parts, colours, "GiB", **how)
 
 
-def report_figures(report: Report) -> list[Captioned]:
+def report_figures(report: Report) -> list[Figure]:
     """Return the figures of a report, for what was measured only."""
     rows = {method: found.by_name for method, found in report.drafting.items()}
     colours = dict(zip(rows, ("drafter", "other", *["third"] * len(rows)), strict=False))
     summaries = {method: found["all"] for method, found in rows.items()}
-    main, plain, found = summaries[report.drafter], report.methods[PLAIN].summary, []
+    main, plain = summaries[report.drafter], report.methods[PLAIN].summary
+    found: list[Figure] = []
     if any(row.speedup.value for row in summaries.values()):
         series = [
             Series(
@@ -386,22 +394,16 @@ def report_figures(report: Report) -> list[Captioned]:
             )
             for method, by_name in rows.items()
         ]
-        label, unit = "Speedup over plain decoding by task", "times plain decoding, 95 % interval"
-        drawn = dots("speedup", label, series, unit, even=1.0, lesser="predicted")
         caption = (
             "Tokens per second over the plain loop's; the dashed line is no gain. Predicted: from "
             "acceptance length and the times of a cycle."
         )
-        found.append(Captioned("Speedup by task", caption, drawn))
-        caption = "Prefill included; each pass counts at the median of its kind."
-        found.append(Captioned("Tokens per second", caption, speed_plot(rows, colours)))
+        unit = "times plain decoding, 95 % interval"
+        how: dict[str, Any] = {"even": 1.0, "lesser": "predicted"}
+        found.append(dots("Speedup by task", caption, series, unit, **how))
+        found.append(speed_figure(rows, colours))
     if any(row.num_drafts for row in summaries.values()):
-        caption = (
-            "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that "
-            "got so far."
-        )
-        drawn = acceptance_plot(summaries, colours)
-        found.append(Captioned("Acceptance by position", caption, drawn))
+        found.append(acceptance_figure(summaries, colours))
     if report.along_output:
         found.append(along_figure(report.along_output))
     if report.examples:
@@ -425,20 +427,19 @@ def report_figures(report: Report) -> list[Captioned]:
             name: {stage: getattr(time, stage) or 0.0 for stage in STAGES}
             for name, time in times.items()
         }
-        label, unit = "Time of one cycle beside one plain step", "milliseconds per target pass"
         caption = (
             f"A cycle yields {number(main.acceptance_length.micro)} tokens, a plain step one: "
             f"predicted speedup {number(main.predicted_speedup)}, measured "
             f"{number(main.speedup.value)} with prefill and the loop's own time."
         )
-        drawn = stacked("time", label, bars, STAGES, unit)
-        found.append(Captioned("Where a cycle's time goes", caption, drawn))
+        unit = "milliseconds per target pass"
+        found.append(stacked("Where a cycle's time goes", caption, bars, STAGES, unit))
     if report.training is not None:
         found.append(training_figure(report.training))
     return found
 
 
-def along_figure(bins: Sequence[OutputBin]) -> Captioned:
+def along_figure(bins: Sequence[OutputBin]) -> Figure:
     """Return a figure of accepted tokens per draft along the output."""
     values = [one.accepted_per_draft.value or 0.0 for one in bins]
     middles = [(one.first + one.last + 1) / 2 for one in bins]
@@ -465,11 +466,10 @@ def along_figure(bins: Sequence[OutputBin]) -> Captioned:
         "Accepted tokens per draft with 95 % intervals, by the position at which the draft began. "
         "Numbers on top: drafts in the bin."
     )
-    drawn = Drawing("along", "Accepted tokens per draft along the output", 290, draw)
-    return Captioned("Acceptance along the output", caption, drawn)
+    return Drawing("Acceptance along the output", caption, 290, draw)
 
 
-def time_figure(examples: Sequence[Example], drafter: str) -> Captioned:
+def time_figure(examples: Sequence[Example], drafter: str) -> Figure:
     """Return a figure of tokens against time of example outputs, plain and drafted."""
     looks: dict[str, dict[str, Any]] = {
         drafter: {"color": STAND_IN["drafter"], "linewidth": 2},
@@ -493,11 +493,10 @@ def time_figure(examples: Sequence[Example], drafter: str) -> Captioned:
         "The example outputs below, by their numbers: a plain pass yields one token, a pass with a "
         "draft several."
     )
-    drawn = Drawing("tokens-time", "Tokens against time of example outputs", 290, draw)
-    return Captioned("Tokens against time", caption, drawn)
+    return Drawing("Tokens against time", caption, 290, draw)
 
 
-def training_figure(curves: TrainingCurves) -> Captioned:
+def training_figure(curves: TrainingCurves) -> Figure:
     """Return a figure of the loss by step, and on a second axis what validation measured."""
     loss, *validations = curves.series
 
@@ -526,11 +525,10 @@ def training_figure(curves: TrainingCurves) -> Captioned:
     caption = f"{sentence(curves.statement)}{units}"
     if curves.checkpoint_step is not None:
         caption += " Dashed: the evaluated checkpoint."
-    drawn = Drawing("training", "Training curves by optimizer step", 300, draw)
-    return Captioned("Training", caption, drawn)
+    return Drawing("Training", caption, 300, draw)
 
 
-def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Drawing:
+def acceptance_figure(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Figure:
     """Return acceptance per position as bars, the drafter's conditional acceptance as a line."""
     depth = max(len(row.acceptance_per_position) for row in rows.values())
     drafter = next(iter(rows.values()))
@@ -566,10 +564,14 @@ def acceptance_plot(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> 
         axes.set_xlabel("drafted token", loc="right")
         legend(axes, {**patches(kinds), "conditional": Line2D([], [], **line)})
 
-    return Drawing("acceptance", "Share of drafted tokens accepted, by position", 290, draw)
+    caption = (
+        "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that got so "
+        "far."
+    )
+    return Drawing("Acceptance by position", caption, 290, draw)
 
 
-def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Drawing:
+def speed_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Figure:
     """Return tokens per second by task: plain, with the drafter, with the other methods."""
     drafter = next(iter(rows.values()))
     bars = {"plain decoding": [r.tokens_per_second.autoregressive for r in drafter.values()]} | {
@@ -590,10 +592,11 @@ def speed_plot(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, 
         rows_axis(axes, list(drafter), highest, "tokens per second")
         legend(axes, patches(colours))
 
-    return Drawing("speed", "Tokens per second by task", height_of(drafter, len(bars)), draw)
+    caption = "Prefill included; each pass counts at the median of its kind."
+    return Drawing("Tokens per second", caption, height_of(drafter, len(bars)), draw)
 
 
-def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Captioned:
+def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Figure:
     """Return a figure of speedup by depth, a line for each temperature and batch size.
 
     points: temperature, batch size, depth, measured and predicted speedup.
@@ -625,11 +628,10 @@ def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | N
         "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
         "Dotted: no gain."
     )
-    drawn = Drawing("sweep-depth", "Speedup by depth", 300, draw)
-    return Captioned("Speedup by depth", caption, drawn)
+    return Drawing("Speedup by depth", caption, 300, draw)
 
 
-def batch_figure(points: Sequence[Point]) -> Captioned:
+def batch_figure(points: Sequence[Point]) -> Figure:
     """Return a figure of the best depth's speedup by batch size, with its interval."""
     best = {place: chosen["all"] for place, chosen in best_depths(points).items()}
     temperatures = list(dict.fromkeys(temperature for temperature, _ in best))
@@ -658,8 +660,7 @@ def batch_figure(points: Sequence[Point]) -> Captioned:
         "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
         "dotted line, speculation stops paying."
     )
-    drawn = Drawing("sweep-batch", "Speedup by batch size", 300, draw)
-    return Captioned("Speedup by batch size", caption, drawn)
+    return Drawing("Speedup by batch size", caption, 300, draw)
 
 
 def gain_axes(axes: Axes, x: str, y: str) -> None:
@@ -683,13 +684,13 @@ QUANTITIES = {
 }
 
 
-def comparison_figures(comparison: Comparison) -> list[Captioned]:
+def comparison_figures(comparison: Comparison) -> list[Figure]:
     """Return the figures: both quantities of every row, and their differences to the baseline."""
     looks = {
         row.method: (KINDS[i % len(KINDS)], MARKS[i // len(KINDS) % len(MARKS)])
         for i, row in enumerate(comparison.rows)
     }
-    found = []
+    found: list[Figure] = []
     for quantity, (unit, caption) in QUANTITIES.items():
         title = quantity.replace("_", " ").capitalize()
         of_all = {row.method: getattr(row.summary, quantity) for row in comparison.rows}
@@ -703,18 +704,15 @@ def comparison_figures(comparison: Comparison) -> list[Captioned]:
                 )
                 for method, value in of_all.items()
             ]
-            label = f"{title} of each method"
-            drawn = dots(f"all-{quantity}", label, series, unit, even=1.0, lesser="single runs")
-            found.append(Captioned(title, caption, drawn))
+            found.append(dots(title, caption, series, unit, even=1.0, lesser="single runs"))
         differences = []
         for pair in comparison.versus.values():
             of_tasks = {task: getattr(part, quantity) for task, part in pair.by_name.items()}
             known = {task: value for task, value in of_tasks.items() if value.value is not None}
             differences.append(Series(pair.method, *looks[pair.method], known))
         if any(one.values for one in differences):
-            name, against = f"difference-{quantity}", f"difference to {comparison.baseline}"
-            label, unit = f"Difference in {title.lower()} by task", f"{against}, 95 % interval"
-            drawn = dots(name, label, differences, unit, even=0.0, from_zero=False)
+            against = f"difference to {comparison.baseline}"
+            title, unit = f"{title}: {against}", f"{against}, 95 % interval"
             caption = "By task; an interval that crosses the dashed line decides nothing."
-            found.append(Captioned(f"{title}: {against}", caption, drawn))
+            found.append(dots(title, caption, differences, unit, even=0.0, from_zero=False))
     return found

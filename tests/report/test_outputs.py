@@ -118,7 +118,7 @@ def test_bins_grow_with_the_output() -> None:
 
 def test_figures_of_outputs_name_their_units() -> None:
     drawn = along_figure(along_output(five_prompts(), "eagle3", Resampling(200, 0)))
-    text = drawn.picture.__html__()
+    text = drawn.__html__()
     assert "accepted tokens per draft" in text
     assert ">17<" in text, "the drafts of a bin"
-    assert "seconds after the prefill" in time_figure(examples(), "eagle3").picture.__html__()
+    assert "seconds after the prefill" in time_figure(examples(), "eagle3").__html__()
