@@ -222,8 +222,8 @@ def _beats_ngram(totals: Mapping[str, Totals], drafter: str, resampling: Resampl
         why = "the drafter is prompt lookup itself" if drafter == LOOKUP else "it was not measured"
         return NgramAnswer(None, NOT_COMPARED, f"{unknown}: {why}.")
     mine, theirs, plain = (rows_of(totals[method].values()) for method in (drafter, LOOKUP, PLAIN))
-    sides = ([columns_of(rows, plain)] for rows in (mine, theirs))
-    difference = SPEEDUP.difference(*sides, resampling)
+    one, two = ([columns_of(rows, plain)] for rows in (mine, theirs))
+    difference = SPEEDUP.difference(one, two, resampling)
     if difference.value is None:
         return NgramAnswer(None, difference, f"{unknown}: nothing timed.")
     answer = difference.decides("yes", "no", "undecided")
