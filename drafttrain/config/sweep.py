@@ -83,9 +83,9 @@ def sweep_of(command: str, overrides: Sequence[str]) -> Sweep:
         config: Any = compose(command, words)
         run = revealed(config.run.dir) if "run" in config else None
         evaluation = revealed(config.eval.name) if command == "evaluate" else None
-        # An evaluation of a run goes on in that run, where it is.
-        goes_on = command == "evaluate" and "run.dir" in given
-        if not goes_on and "group" in config.get("tracker", ()):
+        # An evaluation of a run stays in that run, where it is.
+        stays = command == "evaluate" and "run.dir" in given
+        if not stays and "group" in config.get("tracker", ()):
             tags = [revealed(tag) for tag in config.tracker.tags]
             tags += [text[:LONGEST_TAG] for text in told]
             words.append(listed("tracker.tags", list(dict.fromkeys(tags))))

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import mmap
 import os
 import shutil
 import tempfile
@@ -169,18 +170,11 @@ def no_link(path: str, flags: int) -> int:
 def _cut_torn_line(path: Path) -> int:
     """Cut off a last line without its end; return the bytes that are left."""
     end = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, end - 1))
-        whole = end if file.read() == b"\n" else max(0, end - 1)
-        while 0 < whole < end:  # backwards, a block at a time: a file may be larger than memory
-            begin = max(0, whole - (1 << 20))
-            file.seek(begin)
-            block = file.read(whole - begin)
-            at = block.rfind(b"\n")
-            if at >= 0:
-                whole = begin + at + 1
-                break
-            whole = begin
+    if end == 0:  # which cannot be mapped
+        return 0
+    # Mapped, because a file may be larger than memory: what is searched, from its end, is read.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as content:
+        whole = content.rfind(b"\n") + 1
     if whole < end:
         os.truncate(path, whole)
     return whole

@@ -281,7 +281,7 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
     code, word = agent.ended[rank][0], words[rank]
     if code in ENDED_ON_REQUEST and not word:
         if agent.ended.get(0, (1,))[0] not in ENDED_ON_REQUEST:  # else rank 0 has said so
-            say_error(f"rank {rank} of {count} alone was asked to end{_how_to_go_on(folder)}")
+            say_error(f"rank {rank} of {count} alone was asked to end{_how_to_resume(folder)}")
         return code
     if word.get("foreseen"):
         say_error(f"error: {word['message']}")
@@ -296,7 +296,7 @@ def _tell_failed(agent: _Agent, count: int, folder: Path) -> int:
     else:
         end = f"ended with exit code {code} and no error{_last_line(agent, rank, folder)}"
     others = "; the other ranks were ended"
-    say_error(f"error: rank {rank} of {count} {end}{others}{_how_to_go_on(folder)}")
+    say_error(f"error: rank {rank} of {count} {end}{others}{_how_to_resume(folder)}")
     return code if code > 0 else 128 - code
 
 
@@ -309,21 +309,21 @@ def _tell_stopped(agent: _Agent, stop: signal.Signals, count: int, folder: Path)
             return int(word["code"])
     codes = agent.exit_codes()
     if agent.hurried:
-        say_error(f"interrupted again: the ranks were ended at once{_how_to_go_on(folder)}")
+        say_error(f"interrupted again: the ranks were ended at once{_how_to_resume(folder)}")
     elif agent.killed:
         say_error(
             f"error: {len(agent.killed)} of {count} ranks did not end within {GRACE_S:g} s of "
-            f"{stop.name} and were killed{_how_to_go_on(folder)}; "
+            f"{stop.name} and were killed{_how_to_resume(folder)}; "
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=SECONDS gives them longer"
         )
     elif codes.get(0, -1) >= 0 and not words[0][1]:
         return 128 + stop if codes[0] in ENDED_ON_REQUEST else codes[0]
     else:
-        say_error(f"ended by {stop.name}{_how_to_go_on(folder)}")
+        say_error(f"ended by {stop.name}{_how_to_resume(folder)}")
     return 128 + stop
 
 
-def _how_to_go_on(folder: Path) -> str:
+def _how_to_resume(folder: Path) -> str:
     if (folder / MANIFEST).is_file():  # a store, which `capture` writes
         return "; the same command resumes where it stopped"
     if has_checkpoints(folder):

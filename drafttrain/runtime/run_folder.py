@@ -48,8 +48,6 @@ class RunConfig(Settings):
 
     def __post_init__(self) -> None:
         folder_name(self.name, "run.name")
-        if not self.dir:
-            raise ValueError("run.dir must name a folder, got nothing")
         self.require("seed", 0 <= self.seed < 2**63, "be in [0, 2**63)")
 
 

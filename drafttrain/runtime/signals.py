@@ -37,11 +37,11 @@ class Stopped(BaseException):
 class StopRequest:
     """Whether this process was asked to stop, once `listening`; other ranks may not know yet.
 
-    goes_on: what to say after "stopped by SIGNAL", or "interrupted".
+    how_to_resume: what to say after "stopped by SIGNAL", or "interrupted".
     """
 
-    def __init__(self, goes_on: str = OF_TRAINING) -> None:
-        self.goes_on = goes_on
+    def __init__(self, how_to_resume: str = OF_TRAINING) -> None:
+        self.how_to_resume = how_to_resume
         self.name: str | None = None  # of the signal that came first
         self._deferred = False
         self._raised: Stopped | None = None
@@ -90,7 +90,7 @@ class StopRequest:
     def obey(self) -> None:
         """Raise Stopped if a signal has come, for code such as asyncio's that hides a handler's."""
         if self.asked:
-            raise self.stopped(self.goes_on)
+            raise self.stopped(self.how_to_resume)
 
     def stopped(self, text: str) -> Stopped:
         """Return a Stopped whose message is how the process was asked to end, and this text."""
@@ -112,7 +112,7 @@ class StopRequest:
         if not first:
             return
         if not self._deferred:
-            self._raised = self.stopped(self.goes_on)
+            self._raised = self.stopped(self.how_to_resume)
             raise self._raised
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
             # Not by sys.stderr, which may be in use right now.

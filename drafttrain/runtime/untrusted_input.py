@@ -120,9 +120,9 @@ def typed(kind: type[Kind], content: bytes | str, origin: str) -> Kind:
         ) from None
 
 
-def read_typed(kind: type[Kind], file: Path, most: int = MAX_JSON_BYTES) -> Kind:
+def read_typed(kind: type[Kind], file: Path) -> Kind:
     """Return a JSON file as a type; see `read_bytes` and `typed`."""
-    return typed(kind, read_bytes(file, most), shown(file, 400))
+    return typed(kind, read_bytes(file, MAX_JSON_BYTES), shown(file, 400))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from paths import ROOT
 import drafttrain.__main__ as cli
 from drafttrain.config.compose import load_choice
 from drafttrain.runtime.config import HardwareConfig
-from drafttrain.runtime.launch import _how_to_go_on, ranks_to_start, start
+from drafttrain.runtime.launch import _how_to_resume, ranks_to_start, start
 from drafttrain.runtime.rank_process import LauncherError, adopt, is_consequence, speaks_first
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -460,10 +460,10 @@ def test_help_explains_ranks_and_the_batch_script(capsys: pytest.CaptureFixture[
 
 
 def test_a_store_goes_on_by_the_same_command_and_a_run_by_its_checkpoint(tmp_path: Path) -> None:
-    assert "start again" in _how_to_go_on(tmp_path)
+    assert "start again" in _how_to_resume(tmp_path)
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    assert "run.resume=true" in _how_to_go_on(tmp_path)
+    assert "run.resume=true" in _how_to_resume(tmp_path)
     store = tmp_path / "store"
     store.mkdir()
     (store / "manifest.json").touch()
-    assert _how_to_go_on(store) == "; the same command resumes where it stopped"
+    assert _how_to_resume(store) == "; the same command resumes where it stopped"

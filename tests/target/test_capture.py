@@ -343,10 +343,10 @@ def test_zeros_and_outliers_survive_float8() -> None:
 
 
 def test_shards_hold_whole_conversations_up_to_their_size() -> None:
-    assert plan_shards([3, 3, 3, 9, 1, 1], 6) == [
+    assert plan_shards([3, 3, 3, 9, 1, 1], {"store.shard_mb": 0.006}, 1000) == [
         range(0, 2), range(2, 3), range(3, 4), range(4, 6),
     ]  # fmt: skip
-    assert plan_shards([7], 2) == [range(0, 1)]
+    assert plan_shards([7], {"store.shard_mb": 0.002}, 1000) == [range(0, 1)]
 
 
 def test_several_drafters_are_asked_what_they_read(target: Target, tmp_path: Path) -> None:

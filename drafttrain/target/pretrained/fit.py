@@ -77,13 +77,11 @@ def require_fit(origin: str, weights: list[Path], model_config: Any, code: bool)
         )
 
 
-def refuse_misfit(
-    origin: str, misshapen: list[str], missing: list[str], others: list[str] | None = None
-) -> None:
+def refuse_misfit(origin: str, misshapen: list[str], missing: list[str], others: list[str]) -> None:
     """Raise ValueError if weights are missing or do not have the configuration's shapes."""
     if not misshapen and not missing:
         return
-    parts = (("of another shape", misshapen), ("missing", missing), ("unknown", others or []))
+    parts = (("of another shape", misshapen), ("missing", missing), ("unknown", others))
     lists = [
         f"{what}: {', '.join(map(shown, sorted(names)[:NAMED]))}"
         f"{' ...' if len(names) > NAMED else ''} ({len(names)})"

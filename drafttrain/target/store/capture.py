@@ -72,9 +72,7 @@ def capture(
         assert manifest is not None, "just written"
         if manifest.complete:
             return manifest
-        plan = shards.plan_shards(
-            rows, shards.rows_per_shard(manifest.settings, manifest.bytes_per_row)
-        )
+        plan = shards.plan_shards(rows, manifest.settings, manifest.bytes_per_row)
         there = {shard.file for shard in manifest.shards}
         missing = [number for number in range(len(plan)) if shards.shard_name(number) not in there]
         writer = Writer(target, samples, rows, manifest, folder, micro_batch)
@@ -156,7 +154,7 @@ def prepare(
         ends["head"] = readout.head
     head = {name: end.contiguous().cpu() for name, end in ends.items() if end is not None}
     size = shards.bytes_per_row(settings, target.spec.hidden_size)
-    plan = shards.plan_shards(rows, shards.rows_per_shard(settings, size))
+    plan = shards.plan_shards(rows, settings, size)
     kept, files = [], {}
     if earlier is not None:
         kept = _intact(folder, earlier, samples, rows, plan, config.verify, say)

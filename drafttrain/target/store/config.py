@@ -50,16 +50,9 @@ class StoreConfig(Settings):
     verify: bool
 
     def __post_init__(self) -> None:
-        if not self.dir:
-            raise ValueError("store.dir must name a folder, got nothing")
         self.require("dtype", self.dtype in DTYPES, f"be one of {', '.join(DTYPES)}")
         inside = SMALLEST_SHARD_MB <= self.shard_mb <= LARGEST_SHARD_MB
         self.require("shard_mb", inside, f"be in [{SMALLEST_SHARD_MB}, {LARGEST_SHARD_MB:g}]")
-        if self.drafters is not None and not self.drafters:
-            raise ValueError(
-                "store.drafters must name drafters, as in [NAME,NAME], got none; null takes "
-                "the one of drafter=..."
-            )
 
 
 @dataclass(frozen=True)

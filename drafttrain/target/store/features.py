@@ -79,9 +79,7 @@ class StoredTarget:
         kept = [int(mask.sum()) for mask in masks]
         self.rows_at: list[tuple[int, int]] = []  # each conversation's shard and first row there
         planned = []
-        plan = shards.plan_shards(
-            kept, shards.rows_per_shard(manifest.settings, manifest.bytes_per_row)
-        )
+        plan = shards.plan_shards(kept, manifest.settings, manifest.bytes_per_row)
         for number, places in enumerate(plan):
             row = 0
             for place in places:

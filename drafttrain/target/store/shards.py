@@ -17,7 +17,6 @@ import hashlib
 import json
 import math
 import re
-import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +31,7 @@ from torch import Tensor
 from drafttrain.core.types import TargetSpec
 from drafttrain.runtime.disk import replacing, sha256_of, write_whole
 from drafttrain.runtime.journal import read_records
-from drafttrain.runtime.run_folder import MANIFEST
+from drafttrain.runtime.run_folder import MANIFEST, call
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
     MAX_VOCABULARY,
@@ -181,15 +180,12 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def rows_per_shard(settings: Mapping[str, Any], row_bytes: int) -> int:
-    return int(settings["store.shard_mb"] * 1e6) // row_bytes
-
-
-def plan_shards(rows: Sequence[int], most: int) -> list[range]:
-    """Group conversations, given by their numbers of rows, into shards of at most `most` rows.
+def plan_shards(rows: Sequence[int], settings: Mapping[str, Any], row_bytes: int) -> list[range]:
+    """Group conversations, given by their numbers of rows, into shards of at most store.shard_mb.
 
     The order is kept and a conversation is never split: a longer one is a shard of its own.
     """
+    most = int(settings["store.shard_mb"] * 1e6) // row_bytes
     shards, first, held = [], 0, 0
     for place, count in enumerate(rows):
         if place > first and held + count > most:
@@ -433,7 +429,7 @@ def recapture(folder: Path, manifest: Manifest, *more: str) -> str:
     for key in ("layers", "final_hidden", "dtype", "assistant_only", "shard_mb"):
         value = json.dumps(manifest.settings[f"store.{key}"], separators=(",", ":"))
         told.append(f"store.{key}={value.strip(chr(34))}")
-    command = shlex.join(["python", "-m", "drafttrain", "capture", *told, *more])
+    command = call("capture", *told, *more)
     return f"{command} (with the model= and data= that {folder / PROVENANCE} names)"
 
 
