@@ -100,6 +100,8 @@ def first_weights(
         for line in [*start.lines, *changed_target(start.origin, start.fingerprint, spec)]:
             say(line)
         say(describe_drafter(start.drafter) + coverage(start.drafter, counts))
+        if start.drafter.changes_target and material.target is not None:
+            start.drafter.initialise(material.target.own_model, material.target.tokenizer)
         return start.drafter
     torch.manual_seed(config.run.seed)  # here, so that loading a target does not change the weights
     drafter = config.drafter.build(spec)
