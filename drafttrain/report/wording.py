@@ -106,15 +106,15 @@ def rule_statement(rule: str, lossless: bool, tuned: bool = False) -> str:
     """
     name = re.sub(r" \((NOT )?lossless\)|; NOT lossless(?=\))", "", rule)
     told = f"lossless by {name}" if lossless else f"NOT lossless: {name}"
-    return f"{told}, {OF_TUNED}" if tuned and lossless else told
+    return f"{told}, {OF_TUNED}" if tuned else told
 
 
 def tuned_statement(drafter: str) -> str:
     """Return what "lossless" refers to where a drafter changed its target."""
     return (
         f"training {drafter} changed the target's weights too: it drafts for that tuned target, "
-        'and "lossless" means that the output follows the tuned target\'s distribution, not that of '
-        "the model that was given, whose answers may differ"
+        'and "lossless" means that the output follows the tuned target\'s distribution, not that '
+        "of the model that was given, whose answers may differ"
     )
 
 

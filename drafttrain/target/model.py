@@ -100,26 +100,31 @@ class Target:
         """
         return self.model if not self.scattered else Scattered(self.where)
 
+    def check_changeable(self) -> None:
+        """Raise ValueError unless `change` can reach every weight."""
+        plain = all(
+            type(weight.data) is Tensor and weight.is_floating_point()
+            for weight in self.decoder.parameters()
+        )
+        if self.scattered or self.where or not plain:
+            why = self.where or ("they are partitioned" if plain else "they are quantised")
+            raise ValueError(
+                f"a drafter that changes the weights of {self.spec.name} needs them whole on one "
+                f"device and not quantised, got: {why}; use hardware.target_placement=device and "
+                "model.quantization=null"
+            )
+
     @torch.no_grad()
     def change(self, changes: Mapping[str, Float[Tensor, "out in"]]) -> None:
         """Add numbers to weights of the decoder, by name, in place.
 
-        An inflated weight is larger, and takes them where the original's numbers are. ValueError
-        for weights that are not whole here, or not plain numbers.
+        An inflated weight is larger, and takes them where the original's numbers are.
         """
-        weights = (
-            dict(self.decoder.named_parameters()) if not (self.scattered or self.where) else {}
-        )
+        self.check_changeable()
         for name, change in changes.items():
-            weight, (rows, columns) = weights.get(name), change.shape
-            if weight is None or type(weight.data) is not Tensor or not weight.is_floating_point():
-                raise ValueError(
-                    f"this drafter changes weights of {self.spec.name}, which must be whole on one "
-                    f"device and not quantised, and {name} is not: use "
-                    "hardware.target_placement=device and model.quantization=null"
-                )
-            part = weight[:rows, :columns]
-            part.copy_(part.float() + change.to(weight.device, torch.float32))
+            rows, columns = change.shape
+            part = self.decoder.get_parameter(name)[:rows, :columns]
+            part.copy_(part.float() + change.to(part.device, torch.float32))
 
     @contextmanager
     def changed(self, changes: Mapping[str, Float[Tensor, "out in"]]) -> Iterator[None]:
@@ -127,7 +132,8 @@ class Target:
         with torch.no_grad():
             before = {name: self.decoder.get_parameter(name).clone() for name in changes}
         try:
-            self.change(changes)
+            if changes:
+                self.change(changes)
             yield
         finally:
             with torch.no_grad():

@@ -126,14 +126,13 @@ class Validation:
         """
         ranks = self.engine.ranks
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        with self.target.in_step():
-            for sample in self.texts[ranks.rank :: ranks.world_size]:
-                batch = placed(collate([sample]), ranks.device)
-                final = self.target.features(batch, ()).final_hidden
-                rows, ahead = positions_to_predict(batch, 1)
-                logits = self.target.readout.logits(final[rows, ahead - 1])
-                sums[0] += hard_cross_entropy(logits, batch.tokens[rows, ahead]).sum()
-                sums[1] += len(rows)
+        for sample in self.texts[ranks.rank :: ranks.world_size]:
+            batch = placed(collate([sample]), ranks.device)
+            final = self.target.features(batch, ()).final_hidden
+            rows, ahead = positions_to_predict(batch, 1)
+            logits = self.target.readout.logits(final[rows, ahead - 1])
+            sums[0] += hard_cross_entropy(logits, batch.tokens[rows, ahead]).sum()
+            sums[1] += len(rows)
         total, count = ranks.sum_over_ranks(sums).tolist()
         return total / max(count, 1)
 

@@ -120,6 +120,23 @@ def test_a_comparison_says_that_another_model_answers(place: Path) -> None:
     assert "not for the model that was given" in (place / "c" / "compare.md").read_text()
 
 
+def test_it_is_trained_further_from_where_it_was(place: Path, tiny_target_dir: Path) -> None:
+    told = ["train", f"run.dir={place / 'further'}", f"drafter={FAMILY}", *QUICK]
+    told += [f"run.init_from={place / FAMILY}", f"model.path={tiny_target_dir}", "data=jsonl"]
+    told += [f"data.path={place / 'data.jsonl'}", "data.holdout=2", "trainer.max_steps=1"]
+    told += ["trainer.tokens_per_step=64", "trainer.validation_tokens=4", "trainer.lr=1.0e-9"]
+    assert main([*told, "trainer.validation_prompts=2", "drafter.head_warmup=0"]) == 0
+    before, after = (
+        [json.loads(row) for row in (place / name / "metrics.jsonl").read_text().splitlines()]
+        for name in (FAMILY, "further")
+    )
+    last = [[row["val/target_loss"] for row in rows if "val/target_loss" in row][-1]
+            for rows in (before, after)]  # fmt: skip
+    assert last[1] == pytest.approx(last[0], abs=1e-4)
+    first = next(row for row in after if "train/loss_target" in row)
+    assert first["train/loss_target"] > 1e-6, "it is compared with the target as it was given"
+
+
 def test_its_card_says_so_too(place: Path) -> None:
     assert main(["export", f"run.dir={place / FAMILY}"]) == 0
     card = (place / FAMILY / "export" / "README.md").read_text()
