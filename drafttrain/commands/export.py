@@ -9,6 +9,8 @@ import torch
 
 from drafttrain.commands.setup.evaluation import chosen_by_tune
 from drafttrain.commands.setup.target_and_drafter import (
+    GivenDrafter,
+    change_target,
     expected_spec,
     load_drafter,
     load_target_to_decode,
@@ -138,6 +140,7 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     trained_on, given = wanted.drafter.spec.fingerprint, target.spec.fingerprint
     same = f"be the target that the drafter was trained on, {trained_on[:16]}"
     require(trained_on in ("", given), "model", same, given[:16])
+    change_target(target, GivenDrafter(wanted.drafter, None, wanted.drafter.config.name, ()))
     trained = copy.deepcopy(wanted.drafter)
     for drafter in (trained, written_drafter):
         drafter.attach(target.tokenizer)

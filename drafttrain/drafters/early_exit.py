@@ -3,7 +3,7 @@
 Kangaroo's kind of drafter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,34 +20,29 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import ByHead, RMSNorm, Rotation, attend_cached, document_mask
-from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, DrafterConfig, TrainingChance, last_of, load_exactly
+from drafttrain.drafters.base import About, TrainingChance, last_of
 from drafttrain.drafters.shared.causal import CausalState, TokenDrafter
+from drafttrain.drafters.shared.copies import (
+    CopiesConfig,
+    Hidden,
+    Mixed,
+    attend,
+    copy_layers,
+    freeze,
+    run_layers,
+)
 from drafttrain.drafters.shared.layer import LayerShape
 from drafttrain.drafters.shared.parallel import BlockLayer
 
-Hidden = Float[Tensor, "batch seq hidden"]
-Mixed = Float[Tensor, "batch head seq head_dim"]
-Attention = Callable[[int, ByHead], Mixed]  # of a layer, by its number
-
-
-def attend(heads: ByHead, mask: Tensor | None) -> Mixed:
-    """Return the attention of whole texts; mask: None for plain causality."""
-    queries, keys, values = heads
-    return unrolled_attention(queries, [(keys, values)], mask)
-
 
 @dataclass(frozen=True, kw_only=True)
-class EarlyExitConfig(TokenLossConfig, DrafterConfig):
+class EarlyExitConfig(TokenLossConfig, CopiesConfig):
     """How many of the target's layers it runs, what these have beyond Llama's, and the loss."""
 
     exit_layer: int
-    attention_bias: bool
-    qk_norm: bool
-    rope_scaling: dict[str, Any] | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,14 +52,6 @@ class EarlyExitConfig(TokenLossConfig, DrafterConfig):
         need = f"be below {spec.num_layers}, the layers of {spec.name}"
         self.require("exit_layer", self.exit_layer < spec.num_layers, need)
         return EarlyExit(self, spec)
-
-
-def freeze(module: nn.Module) -> None:
-    """Make buffers of a module's weights: saved and moved with it, never trained."""
-    for part in module.modules():
-        for name, weight in list(part.named_parameters(recurse=False)):
-            delattr(part, name)
-            part.register_buffer(name, weight.detach())
 
 
 class Adapter(nn.Module):
@@ -106,60 +93,21 @@ class EarlyExit(TokenDrafter):
         super().__init__()
         self.config: EarlyExitConfig = config
         self.spec = spec
-        self.shape = replace(
-            LayerShape.of(spec),
-            attention_bias=config.attention_bias,
-            qk_norm=config.qk_norm,
-            rope_scaling=config.rope_scaling,
-        )
+        self.shape = config.shape(spec)
         layers = range(config.exit_layer)
         self.shallow = nn.ModuleList(BlockLayer(self.shape) for _ in layers)
-        freeze(self.shallow)
+        freeze(self.shallow.requires_grad_(False))
         self.adapter = Adapter(self.shape)
 
-    @torch.no_grad()
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Copy the target's first layers; ValueError if these compute something else than ours."""
-        needed = (
-            f"drafter=early_exit copies layers like Llama's, and those of {self.spec.name} "
-            f"({self.spec.architecture}) differ: try drafter.attention_bias, drafter.qk_norm and "
-            "drafter.rope_scaling, or another drafter"
-        )
-        layers = getattr(model.get_decoder(), "layers", [])
-        if len(layers) < len(self.shallow):
-            raise ValueError(needed)
-        for layer, theirs in zip(self.shallow, layers, strict=False):
-            weights = {name: tensor.float() for name, tensor in theirs.state_dict().items()}
-            try:
-                load_exactly(layer, weights)
-            except ValueError as error:
-                raise ValueError(f"{needed}; {error}") from error
-        tokens = torch.arange(min(8, self.spec.vocab_size), device=model.device)[None]
-        # Far apart, so that another scaling of positions is noticed. They are one text: without a
-        # mask Transformers would take gaps between them for ends of texts.
-        positions = tokens * (self.spec.max_positions // 8)
-        asked: dict[str, Any] = {"use_cache": False, "output_hidden_states": True}
-        asked |= {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}
-        states = model.get_decoder()(input_ids=tokens, **asked).hidden_states
-        first, last = (states[i].to(device_of(self)).float() for i in (0, len(self.shallow)))
-        turn = self.shape.rotation(positions.to(first.device), first.dtype)
-        found = self._shallow(first, turn, lambda number, heads: attend(heads, None))
-        if not (found - last).abs().max() <= 0.02 * last.abs().max():
-            raise ValueError(needed)
+        copy_layers(self.shallow, 0, model, self.config, self.spec, device_of(self))
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Begin with the target's final norm, as its head does."""
         if readout.norm is not None:
             with torch.no_grad():
                 self.adapter.norm.weight.copy_(readout.norm)
-
-    def _shallow(self, hidden: Hidden, turn: Rotation, attention: Attention) -> Hidden:
-        """Return the target's hidden states before layer `exit_layer`."""
-        for number, layer in enumerate(self.shallow):
-            assert isinstance(layer, BlockLayer)
-            queries, keys, values = layer.enter(hidden, turn)
-            hidden = layer.finish(hidden, attention(number, (queries, keys, values)))
-        return hidden
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses at every trained position, against the target's distribution."""
@@ -168,7 +116,7 @@ class EarlyExit(TokenDrafter):
         mask = document_mask(batch.document, host_of(batch).document)
         with torch.no_grad():
             hidden = readout.embed(batch.tokens).to(dtype)
-            hidden = self._shallow(hidden, turn, lambda number, heads: attend(heads, mask))
+            hidden = run_layers(self.shallow, hidden, turn, lambda _, heads: attend(heads, mask))
         state = call_layer(self._adapt, hidden, turn, mask)
         rows, ahead = positions_to_predict(batch, 1)
         places = rows * batch.tokens.shape[1] + ahead - 1
@@ -191,8 +139,9 @@ class EarlyExit(TokenDrafter):
         def run(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
             turn = self.shape.rotation(positions, dtype)
             hidden = readout.embed(tokens).to(dtype)
-            hidden = self._shallow(
-                hidden, turn, lambda number, heads: attend_cached(heads, cache, number)
+            hidden = run_layers(
+                *(self.shallow, hidden, turn),
+                lambda number, heads: attend_cached(heads, cache, number),
             )
             heads = self.adapter.enter(hidden, turn)
             return (self.adapter.finish(hidden, attend_cached(heads, cache, len(self.shallow))),)

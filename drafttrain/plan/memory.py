@@ -148,11 +148,13 @@ def training_bytes(
     counted); low: weights are bfloat16, with float32 masters. averaged: a moving average of the
     weights is kept. ZeRO 1 and 2 shard the moments and keep float32 masters of their own share of
     the weights; 2 shards gradients too; 3 also weights, with the two largest whole at a time.
+    Copies of the target's weights are float32 and whole.
     """
     whole, trained, stage = parts.num_parameters, parts.num_trained, sharding.stage or 0
     share, width = 1 / ranks if stage else 1.0, 2.0 if low else 4.0
     found = {
-        "weights": width * (whole - trained + trained * (share if stage == 3 else 1)),
+        "weights": width * (whole - trained + trained * (share if stage == 3 else 1))
+        + 4.0 * parts.num_copied,
         "masters": 4.0 * trained * share if stage or low else 0.0,
         "gradients": 4.0 * trained * (share if stage >= 2 else 1),
         "moments": (12.0 if averaged else 8.0) * trained * share,

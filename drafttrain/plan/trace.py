@@ -118,6 +118,7 @@ class DrafterCost:
 
     num_parameters: int
     num_trained: int
+    num_copied: int  # numbers of the target's matrices that it has copies of, as buffers
     largest: int  # weights of its largest tensor
     captures: tuple[int, ...]
     draft_vocab: int
@@ -303,6 +304,7 @@ def trace(
     return DrafterCost(
         num_parameters=sum(sizes),
         num_trained=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
+        num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison
+from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison, RuleCheck
 from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.metrics import Spread
 from drafttrain.report.results import Cell, Table
@@ -86,6 +86,12 @@ def _difference(comparison: Comparison, row: ComparedMethod, task: str, quantity
     return difference
 
 
+def _shortly(check: RuleCheck) -> str:
+    if not check.lossless:
+        return "NO"
+    return "for its\ntuned target" if check.tuned else "yes"
+
+
 def comparison_summary(comparison: Comparison) -> Table:
     """Return the terminal's table: two lines per method, its numbers and its differences."""
     notes = [pair.statement for pair in comparison.differences]
@@ -111,7 +117,7 @@ def comparison_summary(comparison: Comparison) -> Table:
                 *numbers,
                 number(row.summary.draft_ms),
                 size(row.drafter_parameters),
-                "yes" if row.lossless.lossless else "NO",
+                _shortly(row.lossless),
             ]
         )
     return Table(

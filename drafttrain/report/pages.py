@@ -127,6 +127,6 @@ def _tiles(report: Report) -> list[Tile]:
         Tile("Lossless",
              f"{'✓ ' * bool(exact)}{check.greedy_identical}" if check.greedy_total else NOTHING,
              f"/ {check.greedy_total}" if check.greedy_total else "",
-             f"{told}; {rule_statement(check.rule, check.lossless)}",
+             f"{told}; {rule_statement(check.rule, check.lossless, check.tuned)}",
              "bad" if failed else "good" if exact else "" if check.lossless else "fair"),
     ]  # fmt: skip

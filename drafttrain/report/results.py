@@ -317,6 +317,7 @@ class LosslessCheck:
     greedy_total: Count
     divergences: list[dict[str, Any]]  # each has prompt, position, gap ...
     statement: str  # empty until a report words it
+    tuned: bool = False  # whether the target is one that training changed, not the model given
 
     @property
     def identical(self) -> bool:

@@ -95,7 +95,8 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
     """Return the rows: runs that differ only in their seed as one, then the reference methods.
 
     A seed that occurs twice is a repeated measurement, and gets a row of its own. A reference
-    measured in several runs at the same depth and under the same rule is one row.
+    measured in several runs at the same depth, under the same rule and for the same target is one
+    row.
     """
     groups: dict[tuple[str, int], list[RunReport]] = {}
     for run in runs:
@@ -103,9 +104,11 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
         seen = [group for (key, _), group in groups.items() if key == identity]
         again = sum(run.seed in [other.seed for other in group] for group in seen)
         groups.setdefault((identity, again), []).append(run)
-    references: dict[tuple[str, str, str], list[RunReport]] = {}
+    references: dict[tuple[str, ...], list[RunReport]] = {}
     for run in runs:
-        how = (run.report.tree or f"depth {run.report.depth}", f"rule {run.report.lossless.rule}")
+        check = run.report.lossless
+        how = (run.report.tree or f"depth {run.report.depth}", f"rule {check.rule}")
+        how = (*how, f"target tuned by {run.name}" if check.tuned else "")
         for drafter in run.measured:
             if drafter != run.report.drafter:
                 references.setdefault((drafter, *how), []).append(run)
@@ -128,8 +131,8 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
             for one, all_of in zip(told, zip(*alike, strict=True), strict=True)
             if len(set(all_of)) > 1
         ]
-        full = ", ".join((drafter, *told, "reference"))
-        names = [", ".join((drafter, *apart)), full, f"{full} of {group[0].folder}"]
+        full = ", ".join(filter(None, (drafter, *told, "reference")))
+        names = [", ".join(filter(None, (drafter, *apart))), full, f"{full} of {group[0].folder}"]
         add(names, True, drafter, group)
     return methods
 

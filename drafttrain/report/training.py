@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drafttrain.report.results import TrainingCurves, TrainingSeries
+from drafttrain.report.wording import number, signed
 
 LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
 TERM = "train/loss_"
@@ -13,6 +14,8 @@ VALIDATIONS = {
     "val/acceptance_length": "tokens per target pass",
     "val/expected_acceptance_length": "tokens per target pass, expected without decoding",
 }
+# The loss of a target that training changes, on held-out texts, and what it was before.
+TARGET_LOSS, TARGET_LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 MOST_POINTS = 400  # of a series; a plot is narrower
 
 
@@ -32,6 +35,26 @@ def training_curves(
         f"the loss ({LOSS}) is the weighted sum of its terms ({', '.join(terms)}) {units[LOSS]}"
     )
     return TrainingCurves(series, step, statement, _seconds(rows, step))
+
+
+def target_lines(rows: Sequence[Mapping[str, Any]], step: int | None = None) -> list[str]:
+    """Return a line on the loss of a target that training changed, from a run's rows of metrics.
+
+    step: of the checkpoint; None: the last one validated.
+    """
+    found = [
+        (row[TARGET_LOSS_BEFORE], row[TARGET_LOSS])
+        for row in rows
+        if step in (None, row.get("step"))
+        and all(isinstance(row.get(key), float) for key in (TARGET_LOSS, TARGET_LOSS_BEFORE))
+    ]
+    if not found:
+        return []
+    before, after = found[-1]
+    return [
+        f"the tuned target's own next-token loss on held-out conversations: {number(after, 3)} "
+        f"nats a token, {number(before, 3)} before training ({signed(after - before, 3)})"
+    ]
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]], until: int | None) -> float | None:

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.losses import hard_cross_entropy
+from drafttrain.core.placed_batch import placed, positions_to_predict
 from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Counters, Sample
+from drafttrain.data.batches import collate
 from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
@@ -17,6 +20,9 @@ from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR
+
+# The loss of a target that training changes, on held-out texts, and what it was before.
+LOSS, LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 
 
 class Validation:
@@ -52,17 +58,31 @@ class Validation:
                 f"leaves room for {max_new_tokens} new tokens; raise data.holdout or lower "
                 "trainer.validation_tokens"
             )
+        self.texts = list(held_out)[:num_prompts]
+        self._loss_before: float | None = None
         self.rows: list[tuple[int, Counters]] = []
 
     @torch.no_grad()
     def __call__(self, tell: Tell = silently) -> dict[str, float] | None:
-        """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop."""
-        drafter = self.engine.copy_of_module().to(self.draft_dtype).eval()
+        """Return acceptance metrics over all ranks' prompts; None if a rank was asked to stop.
+
+        Where training changes the target, also its loss on the held-out texts, and before.
+        """
+        drafter = self.engine.copy_of_module().eval()
         assert isinstance(drafter, Drafter)
+        changes = drafter.target_changes()
+        drafter.to(self.draft_dtype)
         ranks = self.engine.ranks
         own: list[tuple[int, dict[str, Any]]] = []
         given_up = False
-        with self.target.in_step():
+        losses = {}
+        if drafter.changes_target:
+            if self._loss_before is None:
+                self._loss_before = self._next_token_loss()
+            losses[LOSS_BEFORE] = self._loss_before
+        with self.target.changed(changes), self.target.in_step():
+            if drafter.changes_target:
+                losses[LOSS] = self._next_token_loss()
             mine = self.prompts[ranks.rank :: ranks.world_size]
             for place, (index, prompt) in enumerate(mine):
                 tell(f"validating {place}/{len(mine)}")
@@ -91,13 +111,30 @@ class Validation:
         drafts = max(total.num_drafts, 1)
         mean = sum(positions) / drafts
         off = [c.num_accepted_tokens - mean * c.num_drafts for _, c in self.rows]
-        metrics = {self.metric: 1 + mean}
+        metrics = {self.metric: 1 + mean, **losses}
         if len(off) > 1:  # the standard error of a ratio of sums over prompts
             variance = sum(value**2 for value in off) * len(off) / (len(off) - 1)
             metrics[f"{self.metric}{ERROR}"] = math.sqrt(variance) / drafts
         for position, count in enumerate(positions, start=1):
             metrics[f"val/acceptance_position_{position}"] = count / drafts
         return metrics
+
+    def _next_token_loss(self) -> float:
+        """Return the target's cross-entropy on trained tokens of held-out texts, in nats a token.
+
+        Every rank takes its share of the texts.
+        """
+        ranks = self.engine.ranks
+        sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+        for sample in self.texts[ranks.rank :: ranks.world_size]:
+            batch = placed(collate([sample]), ranks.device)
+            final = self.target.features(batch, ()).final_hidden
+            rows, ahead = positions_to_predict(batch, 1)
+            logits = self.target.readout.logits(final[rows, ahead - 1])
+            sums[0] += hard_cross_entropy(logits, batch.tokens[rows, ahead]).sum()
+            sums[1] += len(rows)
+        total, count = ranks.sum_over_ranks(sums).tolist()
+        return total / max(count, 1)
 
     def table(self) -> tuple[list[str], list[list[float]]]:
         """Return columns and rows of all prompts in the last validation, the same on every rank."""

@@ -37,6 +37,7 @@ TINY: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_coverage": 0.85},
     "eagle3_1": {"draft_vocab_coverage": 0.85},
     "p_eagle": {"draft_vocab_coverage": 0.85, "num_layers": 2, "unroll": 4, "cod_ratio": 1.0},
+    "medusa2/last": {"lora_layers": 2, "lora_rank": 4},
     "small_lm": {"hidden_size": 48, "intermediate_size": 64, "num_key_value_heads": 1},
 }
 MEMBERS = ["eagle3", "medusa", "ngram", "two_model"]  # of the drafter that joins others
@@ -71,6 +72,8 @@ def random_drafter(name: str, target: Target, **overrides: Any) -> Drafter:
     if target.tokenizer is not None:
         drafter.attach(target.tokenizer)
     if drafter.config.trainable:
+        if drafter.changes_target:
+            drafter.initialise(target.model, target.tokenizer)
         drafter.prepare(torch.arange(target.spec.vocab_size), target.readout)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
@@ -241,7 +244,8 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
             one = Batch(batch.tokens, wanted[None], batch.positions, batch.document)
             terms = drafter(one, features, NoChance())
             term = terms[drafter.depth_terms[depth - 1]]
-            logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
+            with target.changed(drafter.target_changes()):
+                logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
             expected = expected_loss(name, drafter, target, features, logits, tokens, ahead)
             if name.split("/")[0] not in OURS:  # its loss may be on the text, as Medusa's
                 on_text = expected_loss("medusa", drafter, target, features, logits, tokens, ahead)
@@ -260,7 +264,7 @@ def expected_loss(
 ) -> torch.Tensor:
     """The family's loss on the token at `ahead`, from its definition."""
     name = name.split("/")[0]
-    if name in ("medusa", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
+    if name in ("medusa", "medusa2", "dflash", "hydra_heads", "mlp_speculator", "mtp", "redrafter"):
         return losses.hard_cross_entropy(logits, torch.tensor([tokens[ahead]])).sum()
     distribution = target.readout.logits(features.final_hidden[:, ahead - 1])
     if name == "hass":
@@ -386,6 +390,8 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
             else {}
         )
         drafter = build(name, target.spec, **whole)
+        if drafter.changes_target:
+            drafter.initialise(target.model, target.tokenizer)
         drafter.prepare(counts, target.readout)
         features = target.features(batch, drafter.captures)
         optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
@@ -404,16 +410,17 @@ def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
     name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
 ) -> None:
     drafter, prompt, output = overfitted[name]
-    decoded = speculative_decode(
-        target,
-        drafter,
-        prompt,
-        policy=3,
-        sampling=GREEDY,
-        max_new_tokens=len(output),
-        chance=SeededChance(0),
-        stop_tokens=[],
-    )
+    with target.changed(drafter.target_changes()):
+        decoded = speculative_decode(
+            target,
+            drafter,
+            prompt,
+            policy=3,
+            sampling=GREEDY,
+            max_new_tokens=len(output),
+            chance=SeededChance(0),
+            stop_tokens=[],
+        )
     assert list(decoded.tokens) == output
     counters = decoded.stats.trimmed
     assert counters.num_accepted_tokens == counters.num_draft_tokens, counters
@@ -423,8 +430,14 @@ def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
 def test_teacher_forced_replay_accepts_what_the_loop_accepted(
     name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
 ) -> None:
+    with target.changed(overfitted[name][0].target_changes()):
+        replay_past_the_text(target, *overfitted[name])
+
+
+def replay_past_the_text(
+    target: Target, drafter: Drafter, prompt: list[int], output: list[int]
+) -> None:
     """Past the trained text, so that acceptance is partial: every cycle again, from nothing."""
-    drafter, prompt, output = overfitted[name]
     depth, limit = 3, len(output) + 20
     settings: dict[str, Any] = {
         "sampling": GREEDY,

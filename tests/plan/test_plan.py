@@ -287,7 +287,7 @@ def test_adapters_are_counted_as_the_drafter_makes_them() -> None:
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "small_lm"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa", "medusa2", "small_lm"])
 def test_weights_gradients_and_moments_are_counted_exactly(name: str, averaged: bool) -> None:
     step = Step(name, {}, DEEP, torch.float32)
     engine = engine_of(step, "none", ema_decay=0.9 if averaged else 0.0)
@@ -295,7 +295,9 @@ def test_weights_gradients_and_moments_are_counted_exactly(name: str, averaged: 
     engine.backward(weighted_sum(losses), last=True)
     counted = training_bytes(step.parts, PLAIN, 1, averaged=averaged)
     parameters = list(step.drafter.parameters())
-    assert counted["weights"] == bytes_of(parameters)
+    copies = [buffer for buffer in step.drafter.buffers() if buffer.dim() > 1]  # of the target's
+    assert counted["weights"] == bytes_of([*parameters, *copies])
+    assert bool(copies) == (name == "medusa2")
     assert counted["gradients"] == bytes_of([p.grad for p in parameters if p.grad is not None])
     states = [
         value

@@ -103,6 +103,7 @@ def load_drafter(
     drafter: the folder of a run (its best checkpoint is taken), a directory with a drafter that
     others trained, or the name in conf/drafter of one that needs no training. config_dir: yaml of
     your own, laid out like conf/, where the run's drafter is your own. settings: keys of `drafter`.
+    Where training changed the target's weights, `target` gets those, in place, and a line says so.
     """
     folder = Path(drafter).expanduser()
     with own_choices(config_dir):
@@ -308,3 +309,8 @@ def _check_pair(target: Target, drafter: Drafter) -> None:
                 f"for {drafter.spec.name}, where it is {own:,}; load it with "
                 "load_drafter(..., target)"
             )
+    if drafter.changes_target and not target.changed_by:
+        raise ValueError(
+            f"drafter must be loaded with this very target, whose weights training changed, got a "
+            f"{drafter.config.name} loaded with another; call load_drafter(..., target)"
+        )

@@ -11,6 +11,7 @@ import torch
 from drafttrain.commands.setup.init_from import changed_target, drafter_before
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
+    change_target,
     check_fingerprint,
     check_members,
     drafter_to_evaluate,
@@ -43,7 +44,8 @@ from drafttrain.evaluation.record import require_same, settings_of
 from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
 from drafttrain.report.pairs import BEFORE
 from drafttrain.report.results import TimingInfo, TrainingCurves
-from drafttrain.report.training import training_curves
+from drafttrain.report.training import target_lines, training_curves
+from drafttrain.report.wording import tuned_statement
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.settings import AUTO
@@ -87,6 +89,9 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
     check_members(given, target.spec)
     if given.checkpoint is not None:  # the run may have deleted it since it was read
         check_fingerprint(given.checkpoint, drafter.spec.fingerprint, target.spec)
+    change_target(target, given)
+    if drafter.changes_target:
+        console.print(tuned_statement(drafter.config.name))
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
     use_graphs_as(target, [drafter])
@@ -143,7 +148,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     given, target, choice, device = loaded.given, loaded.target, loaded.choice, loaded.device
     drafter = given.drafter
     references = reference_drafters(settings, drafter, target)
-    if settings.before and given.checkpoint is not None and not tunes:
+    comparable = not drafter.changes_target  # the drafter before drafted for other weights
+    if settings.before and given.checkpoint is not None and comparable and not tunes:
         started = drafter_before(folder, config.drafter, drafter.spec)
         if started is not None:
             references[BEFORE] = started
@@ -163,6 +169,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     prompts = fitting(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
+    if drafter.changes_target:
+        lines += [tuned_statement(drafter.config.name)]
     if settings.of_tasks:
         told = ", ".join(f"{task}: {one.describe()}" for task, one in settings.of_tasks.items())
         lines.append(f"tasks drafted as `tune` chose for them: {told}")
@@ -172,13 +180,14 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             f"a pass of a target of {parameters(size)} is mostly dispatch: its speedups "
             "say little of a large one's; model.inflate=200M times the cost of a larger one"
         )
-    training, spoilt = trained(folder, given.checkpoint)
-    lines += spoilt
+    training, told = trained(folder, given.checkpoint)
+    lines += told
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
     exact = target
     if not tunes and settings.lossless_prompts and choice.dtype != torch.float32:
         exact = load_alone(model, config.hardware, torch.float32, device)
+        change_target(exact, given)
     timing: dict[str, Any] = {
         "dtype": dtype_name(choice.dtype),
         "draft_dtype": dtype_name(draft_dtype),
@@ -224,13 +233,15 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
 
 
 def trained(folder: Path, checkpoint: Path | None) -> tuple[TrainingCurves | None, list[str]]:
-    """Return the curves of the run behind a checkpoint, and why its log cannot be read."""
+    """Return the curves of the run behind a checkpoint, and notes on what its log says."""
     file = folder / METRICS_FILE
     if checkpoint is None or not file.is_file():
         return None, []
     match = NAME.fullmatch(checkpoint.name)
+    step = int(match[1]) if match else None
     try:
-        return training_curves(read_metrics(file), int(match[1]) if match else None), []
+        rows = read_metrics(file)
+        return training_curves(rows, step), target_lines(rows, step)
     except (OSError, UntrustedError) as error:
         return None, [f"the training curves are left out: {error}"]
 

@@ -332,9 +332,31 @@ def _joined(config: JoinedConfig, model: ModelConfig) -> GivenDrafter:
     return GivenDrafter(drafter, None, origin, tuple(lines), members=tuple(given))
 
 
+def change_target(target: Target, given: GivenDrafter) -> None:
+    """Give the target the weights that a drafter was trained with, if training changed them.
+
+    ValueError where another drafter changed them before.
+    """
+    drafter = given.drafter
+    if not drafter.changes_target or target.changed_by == given.origin:
+        return
+    if target.changed_by:
+        raise ValueError(
+            f"the target's weights are those that {target.changed_by} was trained with, and "
+            f"{given.origin} needs its own: load the target again for it"
+        )
+    target.change(drafter.target_changes())
+    target.changed_by = given.origin
+
+
 def check_members(given: GivenDrafter, spec: TargetSpec) -> None:
-    """Raise ValueError where a member is known to be trained on other weights than the target's."""
+    """Raise ValueError where a member is known to draft for other weights than the target's."""
     for each in given.members:
+        if each.drafter.changes_target:
+            raise ValueError(
+                "drafter.members must draft for the target as it is, got "
+                f"{each.drafter.config.name}, which changes it"
+            )
         trained_on = each.fingerprint if each.checkpoint is None else each.drafter.spec.fingerprint
         if trained_on not in (None, spec.fingerprint):
             raise ValueError(

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 
 def add_lora(model: Any, rank: int, alpha: int) -> None:
@@ -12,7 +14,7 @@ def add_lora(model: Any, rank: int, alpha: int) -> None:
     """
     import peft
 
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names = [
         name
         for name, module in model.named_modules()
@@ -36,3 +38,12 @@ def merge_lora(model: Any) -> None:
             setattr(model.get_submodule(parent), child, layer)
     # The weights are trainable again; norms of frozen weights would use another kernel.
     model.requires_grad_(True)
+
+
+@torch.no_grad()
+def lora_products(model: nn.Module) -> dict[str, Float[Tensor, "out in"]]:
+    """Return what each adapter adds to the weight that it adapts, by the weight's name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    return {f"{name}.weight": layer.get_delta_weight("default") for name, layer in layers}

@@ -1,6 +1,7 @@
 """The optimizers: AdamW, or Muon for the matrices within layers and AdamW for the rest."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,13 +37,15 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     on_host: bool,
+    parts: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> Any:
     """Return the optimizer of these parameters: matrices decay, vectors do not.
 
     AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101). Muon: Jordan et al. 2024, with the step
     sizes of arXiv:2502.16982, at which AdamW's learning rate and decay fit it as well; embeddings
     and heads, which have a row for each token of a vocabulary, stay with AdamW. on_host: DeepSpeed
-    keeps the moments in the host's memory.
+    keeps the moments in the host's memory. parts: of parameters with a learning rate of their own;
+    each group of the optimizer is of one part, `part` (of all others: "").
     """
     by_muon: list[nn.Parameter] = []
     if config.muon:
@@ -50,7 +53,7 @@ def build_optimizer(
         by_muon = [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
     taken = set(by_muon)
     adamw = torch.optim.AdamW(
-        parameter_groups([p for p in trainable if p not in taken], weight_decay),
+        by_part(parameter_groups([p for p in trainable if p not in taken], weight_decay), parts),
         lr=0.0,
         betas=betas,
         eps=eps,
@@ -59,7 +62,7 @@ def build_optimizer(
     if not by_muon:
         return adamw
     muon = torch.optim.Muon(
-        by_muon,
+        by_part([{"params": by_muon}], parts),
         lr=0.0,
         weight_decay=weight_decay,
         momentum=config.momentum,
@@ -78,3 +81,16 @@ def parameter_groups(
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def by_part(
+    groups: Sequence[dict[str, Any]], parts: Mapping[nn.Parameter, str]
+) -> list[dict[str, Any]]:
+    """Return torch's parameter groups, divided so that each is of one part."""
+    divided = []
+    for group in groups:
+        names = [parts.get(parameter, "") for parameter in group["params"]]
+        for name in dict.fromkeys(names):
+            own = [p for p, part in zip(group["params"], names, strict=True) if part == name]
+            divided.append(group | {"params": own, "part": name})
+    return divided
