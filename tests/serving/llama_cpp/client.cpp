@@ -92,7 +92,12 @@ static void answer(common_params & params, llama_model * model, llama_context * 
             batch.add(draft[i], place + 1 + i, 0, true);
         }
         decode(target, batch, speculative.get());
-        const auto accepted = common_sampler_sample_and_accept_n(sampler.get(), target, draft);
+        // As common_sampler_sample_and_accept_n, which ends at an end token too.
+        llama_tokens accepted;
+        do {
+            accepted.push_back(common_sampler_sample(sampler.get(), target, accepted.size()));
+            common_sampler_accept(sampler.get(), accepted.back(), true);
+        } while (accepted.size() <= draft.size() && draft[accepted.size() - 1] == accepted.back());
         if (!plain) {
             common_speculative_accept(speculative.get(), 0, accepted.size() - 1);
             cycles.emplace_back(draft.size(), accepted.size() - 1);
