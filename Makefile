@@ -63,7 +63,7 @@ test: install ## the default tests: CPU, offline
 slow: install ## the slow tests
 	$(BIN)/python -m pytest -m slow -n auto --dist worksteal --durations=20
 
-serving: install ## export to a real vLLM and OpenVINO, and compare (makes virtual environments for them)
+serving: install ## export to a real vLLM, OpenVINO and llama.cpp, and compare (installs and builds them)
 	PYTHON=$(BIN)/python scripts/serving_suite.sh
 
 lint: install ## ruff: mistakes and format

