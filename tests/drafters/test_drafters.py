@@ -1,7 +1,9 @@
 """The contract that every drafter of conf/drafter keeps; a new yaml is tested by existing."""
 
+import functools
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -372,8 +374,8 @@ def test_training_reaches_every_weight_and_never_the_target(name: str, target: T
 
 
 @pytest.fixture(scope="module")
-def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]]:
-    """Each drafter, trained on one conversation: what the target itself says after a prompt."""
+def overfitted(target: Target) -> Callable[[str], tuple[Drafter, list[int], list[int]]]:
+    """A drafter by name, trained once on one conversation: what the target says after a prompt."""
     prompt = [1, 3, 6, 20, 33, 41, 20]
     plain = autoregressive_decode(
         target, prompt, sampling=GREEDY, max_new_tokens=32, chance=SeededChance(0), stop_tokens=[]
@@ -381,8 +383,9 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
     text = [*prompt, *plain.tokens]
     batch = as_batch(text, mask=[[i >= len(prompt) for i in range(len(text))]])
     counts = torch.bincount(torch.tensor(plain.tokens), minlength=target.spec.vocab_size)
-    trained = {}
-    for name in TRAINABLE:
+
+    @functools.cache
+    def trained(name: str) -> tuple[Drafter, list[int], list[int]]:
         torch.manual_seed(0)
         whole = (
             {"draft_vocab_coverage": 1.0}
@@ -401,15 +404,16 @@ def overfitted(target: Target) -> dict[str, tuple[Drafter, list[int], list[int]]
             optimizer.zero_grad()
             (weighted_sum(drafter(batch, features, NoChance())) / len(plain.tokens)).backward()
             optimizer.step()
-        trained[name] = (drafter.eval(), prompt, list(plain.tokens))
+        return drafter.eval(), prompt, list(plain.tokens)
+
     return trained
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
-    name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
+    name: str, target: Target, overfitted: Callable[[str], tuple[Drafter, list[int], list[int]]]
 ) -> None:
-    drafter, prompt, output = overfitted[name]
+    drafter, prompt, output = overfitted(name)
     with target.changed(drafter.target_changes()):
         decoded = speculative_decode(
             target,
@@ -428,10 +432,11 @@ def test_overfitting_one_conversation_reaches_full_acceptance_in_the_real_loop(
 
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_teacher_forced_replay_accepts_what_the_loop_accepted(
-    name: str, target: Target, overfitted: dict[str, tuple[Drafter, list[int], list[int]]]
+    name: str, target: Target, overfitted: Callable[[str], tuple[Drafter, list[int], list[int]]]
 ) -> None:
-    with target.changed(overfitted[name][0].target_changes()):
-        replay_past_the_text(target, *overfitted[name])
+    drafter, prompt, output = overfitted(name)
+    with target.changed(drafter.target_changes()):
+        replay_past_the_text(target, drafter, prompt, output)
 
 
 def replay_past_the_text(
