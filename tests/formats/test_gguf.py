@@ -121,7 +121,7 @@ def test_a_converter_that_fails_is_told_in_a_line_and_nothing_stays(
         (lambda: drafter_of("eagle3", layers=[2, 4, 8]), "reads the inputs of three layers"),
         (lambda: drafter_of("eagle3", layers=[2, 4]), "reads the inputs of three layers"),
         (lambda: untrained("dflash", layers=[2, 8]), "8 is the output of the last one"),
-        (lambda: untrained("dflash", rope_scaling=LLAMA3), "leaves out its rotary scaling"),
+        (lambda: untrained("dflash", rope_scaling=LLAMA3), "rotary scaling of kind llama3"),
         (lambda: untrained("eagle3", rope_scaling=YARN), "rotary scaling of kind yarn"),
         (
             lambda: for_a_target(drafter_of("dflash"), architecture="qwen2"),

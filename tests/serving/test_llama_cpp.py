@@ -7,7 +7,6 @@ time, on the CPU, and nothing ends a text but the limit.
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,36 +29,17 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.target.model import Target
-from drafttrain.target.pretrained.models import EMBEDDED
 
 pytestmark = pytest.mark.serving
 
 FOLDER = "DRAFTTRAIN_LLAMA_CPP"
 MAX_NEW_TOKENS, NUM_PROMPTS = 64, 5
 TIMEOUT_S = 600
-# As Llama 3's positions, with a bend that short texts reach.
-ROTARY = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 # name: target, family, depth, training steps (few, so that drafts fail), changes to its yaml.
 CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dflash": ("qwen3", "dflash", 5, 30, {"block_size": 6, "num_layers": 3}),
     "dspark": ("llama", "dspark", 5, 30, {"block_size": 5, "num_layers": 2, "markov_rank": 32}),
-    "dflash2": (
-        *("qwen3", "dflash2", 3, 30),
-        {"block_size": 4, "num_layers": 2, "selector_rank": 32, "selector_top_k": 8},
-    ),
-    "embedded": (
-        *("embedded", "dspark", 4, 25),
-        {"block_size": 4, "num_layers": 2, "markov_rank": 64},
-    ),
-    "eagle3": ("scaled", "eagle3", 3, 40, {"draft_vocab_size": 128, "rope_scaling": ROTARY}),
-    "norms": ("qwen3", "eagle3", 4, 50, {"norm_before_residual": True, "draft_vocab_size": 512}),
-    "small_lm": ("llama", "small_lm", 3, 60, {}),
+    "eagle3": ("scaled", "eagle3", 3, 40, {"draft_vocab_size": 128}),
 }
 CUT, P_MIN = ["dspark"], 0.3  # the case that is decoded with --spec-draft-p-min too
 
@@ -139,10 +119,7 @@ def witnessed(
 def serve(checkout: Path, folder: Path, name: str) -> Served:
     """Make a target with a tokenizer that the converter knows, convert it, and let it answer."""
     place = folder / name
-    if name == "embedded":
-        shutil.copytree(EMBEDDED, place)
-    else:
-        random_target(place, "qwen3" if name == "qwen3" else "llama", num_layers=7)
+    random_target(place, "qwen3" if name == "qwen3" else "llama", num_layers=7)
     if name == "scaled":
         scale_positions(place)
     prompts = prompts_of(name, target_at(place))
@@ -161,7 +138,9 @@ def scale_positions(folder: Path) -> None:
     """Give a Llama target the rotary positions of Llama 3."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    config["rope_parameters"] |= ROTARY
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config["rope_parameters"] |= factors | {"rope_type": "llama3"}
+    config["rope_parameters"]["original_max_position_embeddings"] = 64  # short texts reach it
     file.write_text(json.dumps(config))
 
 
@@ -238,7 +217,7 @@ def cycles_of(answer: dict[str, Any]) -> Cycles:
     return [(drafted, accepted) for drafted, accepted in answer["cycles"]]
 
 
-@pytest.mark.parametrize("name", ["embedded", "llama", "qwen3", "scaled"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "scaled"])
 def test_plain_decoding_is_the_same_in_both(
     checkout: Path, served: Callable[[str], Served], name: str
 ) -> None:

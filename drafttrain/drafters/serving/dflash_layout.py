@@ -225,8 +225,6 @@ class DFlashLayout(OneLayer):
         last = max(self.own(config)["target_layer_ids"]) + 1
         if last >= spec.num_layers:
             return f"{LLAMA_CPP} reads inputs of layers, and {last} is the output of the last one"
-        if config.get("rope_scaling", {}).get("rope_type") == "llama3":
-            return f"{LLAMA_CPP}'s converter leaves out its rotary scaling, llama3"
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:

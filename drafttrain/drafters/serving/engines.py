@@ -59,7 +59,6 @@ SGLANG_EAGLE3 = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss"})
 
 LLAMA_CPP_TARGETS = frozenset({"llama", "qwen3"})  # those that it was tried with
-LLAMA_CPP_ROTARY = frozenset({"default", "llama3"})
 CONVERTER, GGUF = "convert_hf_to_gguf.py", "drafter.gguf"
 OUT_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the converter's names
 
@@ -117,9 +116,8 @@ def llama_cpp_refuses(layout: ServedLayout, config: Config, spec: TargetSpec) ->
         return f"the converter of {LLAMA_CPP} takes no {layout.title.split(' in ')[0]}"
     if spec.architecture not in LLAMA_CPP_TARGETS:
         return f"{LLAMA_CPP} was not tried with {spec.architecture} targets"
-    rotary = config.get("rope_scaling", {}).get("rope_type", "default")
-    if rotary not in LLAMA_CPP_ROTARY:
-        return f"{LLAMA_CPP} was not tried with rotary scaling of kind {rotary}"
+    if scaled := config.get("rope_scaling"):  # llama3's its converter leaves out of block drafters
+        return f"{LLAMA_CPP} was not tried with rotary scaling of kind {scaled['rope_type']}"
     return layout.llama_cpp_refuses(config, spec)
 
 
