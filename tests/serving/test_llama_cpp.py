@@ -39,6 +39,10 @@ TIMEOUT_S = 600
 CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     "dflash": ("qwen3", "dflash", 5, 30, {"block_size": 6, "num_layers": 3}),
     "dspark": ("llama", "dspark", 5, 30, {"block_size": 5, "num_layers": 2, "markov_rank": 32}),
+    "dflash2": (
+        *("qwen3", "dflash2", 3, 30),
+        {"block_size": 4, "num_layers": 2, "selector_rank": 32, "selector_top_k": 8},
+    ),
     "eagle3": ("scaled", "eagle3", 3, 40, {"draft_vocab_size": 128}),
 }
 CUT, P_MIN = ["dspark"], 0.3  # the case that is decoded with --spec-draft-p-min too

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
-from drafttrain.drafters.serving.engines import LLAMA_CPP, VLLM
+from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Reading, Unfit
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY
@@ -103,8 +103,5 @@ class DFlash2Layout(DFlashLayout):
         return reason
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        tried = (
-            f"{VLLM}'s {self.name} was read, not tried: it needs a GPU.",
-            f"{LLAMA_CPP}'s {self.name} was read, not tried.",
-        )
-        return *super().notes(config, spec, served), *tried
+        tried = f"{VLLM}'s {self.name} was read, not tried: it needs a GPU."
+        return (*super().notes(config, spec, served), tried)
