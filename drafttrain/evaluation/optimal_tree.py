@@ -20,6 +20,7 @@ from drafttrain.decode.policy import (
     tree_of_ranks,
     tree_of_widths,
 )
+from drafttrain.decode.rows import at_once
 from drafttrain.evaluation.certify import accepted_paths
 from drafttrain.evaluation.cost import Costs
 from drafttrain.evaluation.evaluate import Setup
@@ -94,7 +95,7 @@ def count_ranks(setup: Setup, depth: int) -> dict[str, RankCounts]:
     for place, prompt in enumerate(followed("tune: acceptance by rank", setup.prompts)):
         here = counts.setdefault(prompt.task, RankCounts.empty(depth, width))
         tokens = first_turn(prompt, target, setup.template)
-        decode([tokens], rows=[place], record=here.add)
+        at_once(decode([tokens], rows=[place], record=here.add))
     return counts
 
 

@@ -11,8 +11,12 @@ import yaml
 from builders import draft_model_dir
 
 from drafttrain.__main__ import main
+from drafttrain.commands.setup.evaluation import set_up
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation import tune
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.evaluation.optimal_tree import count_ranks
 from drafttrain.evaluation.record import keep, require_same
 
 PROMPTS = [
@@ -260,6 +264,13 @@ def test_tune_chooses_a_depth_that_evaluate_and_export_take(
     capsys.readouterr()
     assert main(["export", f"run.dir={run}", "export.num_speculative_tokens=auto"]) == 0
     assert f'"num_speculative_tokens": {depth}' in capsys.readouterr().out.replace("\n", "")
+
+
+def test_tune_decodes_the_prompts_to_count_what_each_rank_accepts(run: Path) -> None:
+    given = [f"run.dir={run}", prompts_of(run), *SHORT, *QUICK, "eval.policy=optimal_tree"]
+    counts = count_ranks(set_up(typed(compose("tune", given), TuneConfig)), 2)
+    assert counts.keys() == {prompt["task"] for prompt in PROMPTS}
+    assert all(each.reached[0] > 0 for each in counts.values())
 
 
 def test_tune_makes_the_fastest_trees_and_evaluate_takes_them_task_by_task(
