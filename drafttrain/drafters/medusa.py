@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from drafttrain.drafters.base import (
     quoted,
     spec_bench,
 )
+from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
 
@@ -40,7 +41,7 @@ class MedusaConfig(DepthLossConfig, DrafterConfig):
     logit_scale: float
     head_decay: float
 
-    layout = MedusaLayout()
+    layout: ClassVar[ServedLayout | None] = MedusaLayout()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +99,7 @@ class Medusa(HeadDrafter[MedusaState]):
         ),
         *spec_bench({"Vicuna 13B": (1.8, 2.39), "Vicuna 7B": (1.71, 2.31)}),
     )
-    captures = ()
+    captures: tuple[int, ...] = ()
     branches = True
 
     def __init__(self, config: MedusaConfig, spec: TargetSpec) -> None:

@@ -130,7 +130,7 @@ class Medusa2(Medusa):
         target, device = (model, self.config, self.spec), device_of(self)
         norm = copy_layers(self.target_layers, self.first, *target, device)
         assert norm is not None, "the last layer is among them"
-        self.target_norm.weight = norm.weight.detach()
+        self.target_norm.weight = norm.weight.detach()  # type: ignore[assignment]  # a buffer
 
     def rates(self, done: float) -> dict[str, float]:
         """Return the target's, zero while the heads warm up."""

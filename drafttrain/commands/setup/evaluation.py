@@ -180,8 +180,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             f"a pass of a target of {parameters(size)} is mostly dispatch: its speedups "
             "say little of a large one's; model.inflate=200M times the cost of a larger one"
         )
-    training, told = trained(folder, given.checkpoint)
-    lines += told
+    training, logged = trained(folder, given.checkpoint)
+    lines += logged
     for line in [*skipped.lines(), overlap_line(overlap), *lines]:
         console.print(line)
     exact = target

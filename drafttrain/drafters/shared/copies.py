@@ -32,9 +32,12 @@ class CopiesConfig(DrafterConfig):
 
     def shape(self, spec: TargetSpec) -> LayerShape:
         """Return the shape of the target's layers."""
-        own = (self.attention_bias, self.qk_norm, self.rope_scaling)
-        named = dict(zip(("attention_bias", "qk_norm", "rope_scaling"), own, strict=True))
-        return replace(LayerShape.of(spec), **named)
+        return replace(
+            LayerShape.of(spec),
+            attention_bias=self.attention_bias,
+            qk_norm=self.qk_norm,
+            rope_scaling=self.rope_scaling,
+        )
 
 
 def attend(heads: ByHead, mask: Tensor | None) -> Mixed:

@@ -43,7 +43,7 @@ def merge_lora(model: Any) -> None:
 @torch.no_grad()
 def lora_products(model: nn.Module) -> dict[str, Float[Tensor, "out in"]]:
     """Return what each adapter adds to the weight that it adapts, by the weight's name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora import Linear
 
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
     return {f"{name}.weight": layer.get_delta_weight("default") for name, layer in layers}

@@ -97,12 +97,12 @@ def serving(
     another kind.
     """
     if config.format == GGUF_FORMAT:
-        every = (
+        printed, published = (
             {"llama.cpp": _with_llama_cpp(layout, name, model, dtype, depth, config)}
             for name, model in ((target, place), (TARGET, DRAFTER))
         )
         alone = "TARGET.gguf is the target, by the same converter; LLAMA_CPP a checkout."
-        return EngineCommands(*every, (*layout.notes(native, spec, True), alone))
+        return EngineCommands(printed, published, (*layout.notes(native, spec, True), alone))
     refused = cannot_serve(layout, native, own_embedding, spec)
     if config.dtype == FP8:
         refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
