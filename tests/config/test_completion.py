@@ -20,7 +20,7 @@ from drafttrain.config.groups import choices
         ("python -m drafttrain ex", ["export"]),
         ("drafttrain train dr", ["drafter=", "drafter."]),
         ("drafttrain train drafter=eag", ["drafter=eagle", "drafter=eagle3", "drafter=eagle3_1"]),
-        ("drafttrain train -m drafter=eagle3,med", ["drafter=eagle3,medusa"]),
+        ("drafttrain train -m drafter=eagle3,mlp", ["drafter=eagle3,mlp_speculator"]),
         ("drafttrain train trainer.max_s", ["trainer.max_steps="]),
         ("drafttrain train drafter=medusa drafter.num_h", ["drafter.num_heads="]),
         ("drafttrain train run.see", ["run.seed="]),
@@ -55,8 +55,8 @@ def test_the_script_of_a_shell_is_printed(shell: str, capsys: pytest.CaptureFixt
 def test_bash_completes_what_is_typed() -> None:
     program = f"""
         eval "$({sys.executable} -m drafttrain -sc install=bash)"
-        COMP_WORDS=({sys.executable} -m drafttrain train drafter = med) COMP_CWORD=6
-        COMP_LINE="{sys.executable} -m drafttrain train drafter=med" COMP_POINT=${{#COMP_LINE}}
+        COMP_WORDS=({sys.executable} -m drafttrain train drafter = mlp) COMP_CWORD=6
+        COMP_LINE="{sys.executable} -m drafttrain train drafter=mlp" COMP_POINT=${{#COMP_LINE}}
         _drafttrain {sys.executable}
         printf '[%s]' "${{COMPREPLY[@]}}"
     """
@@ -68,4 +68,4 @@ def test_bash_completes_what_is_typed() -> None:
         check=True,
         timeout=120,
     )
-    assert done.stdout == "[medusa ]"
+    assert done.stdout == "[mlp_speculator ]"
