@@ -95,7 +95,7 @@ class Quantity:
         enough: Callable[[Any], bool] = all if self.every_prompt else any
         if not all(enough(value > 0 for value in run[name]) for name in self.positive):
             return None
-        return float(self.statistic(*(sum(run[name]) for name in self.columns)))
+        return float(self.statistic(*(np.float64(sum(run[name])) for name in self.columns)))
 
     def mean(self, runs: Sequence[Columns], resampling: Resampling) -> Spread:
         """Return the mean over runs, its interval over prompts, the range and each run's own."""
