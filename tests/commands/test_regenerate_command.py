@@ -21,6 +21,7 @@ from builders import BY_TEMPLATE, model_config
 from paths import ROOT
 
 from drafttrain import __main__ as cli
+from drafttrain.config.groups import content_of
 from drafttrain.core.chance import SeededChance
 from drafttrain.data.chat import encode, prompt_tokens
 from drafttrain.data.conversations import JsonlConfig, read
@@ -57,7 +58,7 @@ def settings(**changes: Any) -> RegenerateSettings:
 
 
 def data(path: Path, **changes: Any) -> JsonlConfig:
-    values = yaml.safe_load((CONF / "data" / "jsonl.yaml").read_text())
+    values = content_of("data", "jsonl")
     del values["_target_"]
     return JsonlConfig(**values | {"path": str(path)} | changes)
 

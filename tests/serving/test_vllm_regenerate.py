@@ -25,6 +25,7 @@ from builders import BY_TEMPLATE, model_config
 from paths import ROOT
 
 from drafttrain import __main__ as cli
+from drafttrain.config.groups import content_of
 from drafttrain.core.types import Batch, Sample
 from drafttrain.data.batches import collate, pack
 from drafttrain.data.chat import prompt_tokens
@@ -87,7 +88,7 @@ def target() -> Target:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     file.write_text("".join(json.dumps({"turns": list(turns)}) + "\n" for turns in QUESTIONS))
-    values = yaml.safe_load((CONF / "data" / "jsonl.yaml").read_text())
+    values = content_of("data", "jsonl")
     del values["_target_"]
     return read_asked(JsonlConfig(**values | {"path": str(file)}), "all")[0]
 
