@@ -102,12 +102,12 @@ class Target:
 
     def check_changeable(self) -> None:
         """Raise ValueError unless `change` can reach every weight."""
-        plain = all(
-            type(weight.data) is Tensor and weight.is_floating_point()
-            for weight in self.decoder.parameters()
+        partitioned = bool(self.scattered)
+        quantised = (
+            not partitioned and getattr(self.model.config, "quantization_config", None) is not None
         )
-        if self.scattered or self.where or not plain:
-            why = self.where or ("they are partitioned" if plain else "they are quantised")
+        if partitioned or self.where or quantised:
+            why = self.where or ("they are quantised" if quantised else "they are partitioned")
             raise ValueError(
                 f"a drafter that changes the weights of {self.spec.name} needs them whole on one "
                 f"device and not quantised, got: {why}; use hardware.target_placement=device and "
