@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import drafter_config
 from test_write import CARD, config_of, drafter_of, spec
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.formats.write.export import Exported, export_drafter
+from drafttrain.formats.write.gguf import convert
 
 TYPES = {
     "dflash": "draft-dflash",
@@ -89,6 +92,17 @@ def test_a_checkout_converts_what_was_written(tmp_path: Path) -> None:
     assert done.commands["llama.cpp"].startswith("llama-server ")
     export(drafter_of("dspark"), tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "drafter.gguf").exists()
+
+
+def test_the_converter_gets_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    code = "import os\nassert 'HF_TOKEN' not in os.environ\n"
+    code += "Path(sys.argv[sys.argv.index('--outfile') + 1]).write_text('GGUF')"
+    place = tmp_path / "drafter"
+    layout = CausalLMLayout()
+    place.mkdir()
+    convert(layout, converter(tmp_path / "llama.cpp", code), place, place, "a", torch.float32)
+    assert (place / "drafter.gguf").read_text() == "GGUF"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A GGUF of a drafter, made by llama.cpp's own converter from the directory that it reads."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 
 from drafttrain.drafters.serving.engines import CONVERTER, GGUF, LLAMA_CPP, convert_command
 from drafttrain.drafters.serving.layout import ServedLayout
+from drafttrain.target.vllm.process import environment_of_worker
 
 
 def check_converter(converter: str | None) -> None:
@@ -29,7 +31,11 @@ def convert(
     """
     words = convert_command(layout, converter, str(target), str(folder), dtype)
     words += ["--model-name", name]
-    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=False)
+    # A program of others gets none of the user's tokens.
+    given = {**environment_of_worker(os.environ), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    done = subprocess.run(
+        [sys.executable, *words[1:]], capture_output=True, text=True, check=False, env=given
+    )
     if done.returncode != 0 or not (folder / GGUF).is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         said = lines[-1].strip() if lines else f"exit status {done.returncode}"
