@@ -169,7 +169,7 @@ def _kind_in(folder: Path) -> Any:
 
 def counted(config: ModelConfig, settings: Any) -> Shape:
     """Return the shape of any target, its layers counted on the model without weights."""
-    spec = describe(config, settings, None, None, fingerprint="")
+    spec = describe(config, settings, None, None)
     model = without_weights(settings, trust_code=False)
     text = settings.get_text_config(decoder=True)
     experts = next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 1)

@@ -29,7 +29,7 @@ def open_target(config: ModelConfig) -> tuple[Any, Any, TargetSpec]:
     """
     model_config, tokenizer = load_model_config(config), load_tokenizer(config)
     generation = load_generation_config(config)
-    return model_config, tokenizer, describe(config, model_config, generation, tokenizer, "")
+    return model_config, tokenizer, describe(config, model_config, generation, tokenizer)
 
 
 def with_fingerprint(
@@ -39,9 +39,7 @@ def with_fingerprint(
     return replace(spec, fingerprint=fingerprint(config, dtype, device))
 
 
-def describe(
-    config: ModelConfig, model_config: Any, generation: Any, tokenizer: Any, fingerprint: str
-) -> TargetSpec:
+def describe(config: ModelConfig, model_config: Any, generation: Any, tokenizer: Any) -> TargetSpec:
     """Return the TargetSpec of a Transformers configuration.
 
     `eos_token_ids` joins those of all three sources: in chat models they differ, and each ends an
@@ -56,7 +54,7 @@ def describe(
     return TargetSpec(
         **sizes,
         name=config.label,
-        fingerprint=fingerprint,
+        fingerprint="",  # of the weights: `with_fingerprint`
         architecture=text.model_type,
         num_layers=_needed(config, text, "num_hidden_layers"),
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,

@@ -269,7 +269,7 @@ def best_of(run: Path, key: str) -> tuple[Path, TrainState, dict[str, Tensor]]:
 def expected_spec(model: ModelConfig) -> TargetSpec:
     """Return the description of a target by its configuration and tokenizer, without weights."""
     settings = load_model_config(model)
-    return describe(model, settings, None, load_tokenizer(model), fingerprint="")
+    return describe(model, settings, None, load_tokenizer(model))
 
 
 @dataclass(frozen=True)

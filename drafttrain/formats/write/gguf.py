@@ -9,7 +9,7 @@ import torch
 
 from drafttrain.drafters.serving.engines import CONVERTER, GGUF, LLAMA_CPP, convert_command
 from drafttrain.drafters.serving.layout import ServedLayout
-from drafttrain.target.vllm.process import environment_of_worker
+from drafttrain.runtime.environment import environment_without_secrets
 
 
 def check_converter(converter: str | None) -> None:
@@ -32,7 +32,10 @@ def convert(
     words = convert_command(layout, converter, str(target), str(folder), dtype)
     words += ["--model-name", name]
     # A program of others gets none of the user's tokens.
-    given = {**environment_of_worker(os.environ), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    given = {
+        **environment_without_secrets(os.environ),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
     done = subprocess.run(
         [sys.executable, *words[1:]], capture_output=True, text=True, check=False, env=given
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.runtime.disk import MachineError, no_link, write_whole
+from drafttrain.runtime.environment import environment_without_secrets
 
 WORKER = Path(__file__).with_name("worker.py")
 REQUEST, LOG = "vllm_request.json", "vllm.log"
@@ -27,20 +28,6 @@ HAS_VLLM = "has vllm"
 PROBE = f"import importlib.util as u; print('{HAS_VLLM}' if u.find_spec('vllm') else '')"
 PROBE_S = 60.0
 
-# The environment variables that a worker inherits. Its packages are other people's code, and it
-# loads no model by name: it needs no account and no proxy.
-PASSED = {
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
-    *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH"),
-    *("VIRTUAL_ENV", "CONDA_PREFIX", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"),
-    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_MODULES_CACHE", "TRANSFORMERS_OFFLINE"),
-    *("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"),
-}
-PASSED_FAMILIES = re.compile(
-    r"(LC|VLLM|CUDA|NVIDIA|NCCL|GLOO|UCX|CCL|ROCM|ROCR|HIP|HSA|ZE|OMP|GOMP|KMP|MKL|OPENBLAS|TORCH|"
-    r"TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|NUMBA)_\w+"
-)
-SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)(_|$)")  # e.g. VLLM_API_KEY
 # Variables that vLLM gets unless the user's environment sets them.
 DEFAULTS = {
     # Without "nobind" the CPU worker pins its threads and 288 tokens take a minute, not a second.
@@ -59,14 +46,6 @@ DEFAULTS = {
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # counters and hidden states are read there
 
 Event = dict[str, Any]
-
-
-def environment_of_worker(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in PASSED or (PASSED_FAMILIES.fullmatch(name) and not SECRET.search(name))
-    }
 
 
 def find_python(
@@ -103,7 +82,7 @@ def require_vllm(configured: str | None, asked: str) -> None:
     python = find_python(configured, "vllm.python", asked)
     done = subprocess.run(
         [python, "-I", "-c", PROBE],
-        env=environment_of_worker(os.environ),
+        env=environment_without_secrets(os.environ),
         capture_output=True,
         text=True,
         check=False,
@@ -138,7 +117,7 @@ class Process:
         self.log, self.key, self.patience_s = folder / LOG, key, patience_s
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / REQUEST, json.dumps(request))
-        given = DEFAULTS | environment_of_worker(os.environ) | IN_PROCESS | dict(environment)
+        given = DEFAULTS | environment_without_secrets(os.environ) | IN_PROCESS | dict(environment)
         with open(self.log, "w", opener=no_link) as stderr:
             self.process = subprocess.Popen(
                 [python, "-I", str(WORKER), str(folder / REQUEST)],
