@@ -25,13 +25,16 @@ class Resampling:
     seed: int
 
 
-def interval(statistic: Statistic, columns: ByPrompt, resampling: Resampling) -> Interval | None:
+def interval(
+    statistic: Statistic, columns: ByPrompt, resampling: Resampling, least: float = -np.inf
+) -> Interval | None:
     """Return the 95 % interval of a statistic of whole prompts, or None for too few of them.
 
     `columns` are values by prompt; prompts are resampled whole, so that columns stay paired. The
     interval is that of the studentized bootstrap (bootstrap-t; Efron and Tibshirani, 1993, 12.5):
     how far resamples are off, each in its own standard errors. With few or skewed prompts it
-    covers what percentiles and BCa do not (benchmarks/README.md).
+    covers what percentiles and BCa do not (benchmarks/README.md). It knows no bounds: with few
+    prompts it can reach below `least`, the least that the statistic can be, and is cut off there.
     """
     data = np.asarray(columns, dtype=np.float64)
     num_prompts = data.shape[1]
@@ -51,7 +54,7 @@ def interval(statistic: Statistic, columns: ByPrompt, resampling: Resampling) ->
     every = every[np.isfinite(every)]
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(every, [tail, 1 - tail]) if every.size else (0.0, 0.0)
-    return [float(value[0] - high * error[0]), float(value[0] - low * error[0])]
+    return [max(least, float(value[0] - high * error[0])), float(value[0] - low * error[0])]
 
 
 def _with_error(

@@ -89,6 +89,7 @@ class Quantity:
     statistic: Statistic
     positive: tuple[str, ...]  # columns that must be positive: their sum, or on every prompt
     every_prompt: bool
+    least: float  # that it can be
 
     def of(self, run: Columns) -> float | None:
         """Return the quantity of one run, None if it cannot be computed."""
@@ -126,17 +127,19 @@ class Quantity:
             drafted = [row for row in zip(*columns, strict=True) if any(row)]
             columns = [list(column) for column in zip(*drafted, strict=True)]
         statistic = of_sides(self.statistic, [len(side) for side in sides], len(self.columns))
-        return interval(statistic, columns, resampling)
+        least = self.least if len(sides) == 1 else -np.inf
+        return interval(statistic, columns, resampling, least)
 
 
 ACCEPTANCE_LENGTH = Quantity(
-    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False
+    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False, least=1.0
 )
 SPEEDUP = Quantity(
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),
     speedup_statistic,
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),
     every_prompt=True,
+    least=0.0,
 )
 
 
@@ -218,7 +221,7 @@ def _outside(rows: Sequence[Measurement], resampling: Resampling) -> Outside:
     return Outside(
         **sums,
         acceptance_length=ratio(sum(one.yielded for one in found), drafts),
-        ci95=interval(length_or_one, columns, resampling) if some else None,
+        ci95=interval(length_or_one, columns, resampling, least=1.0) if some else None,
         acceptance_rate=ratio(sums["num_accepted_tokens"], sums["num_draft_tokens"]),
         share_of_drafts=ratio(drafts, sum(row.num_drafts for row in rows)),
     )

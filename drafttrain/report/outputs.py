@@ -62,7 +62,7 @@ def along_output(
     found = []
     for place, prompts in sorted(bins.items()):
         accepted, drafts = zip(*prompts.values(), strict=True)
-        ci95 = interval(length_statistic, [accepted, drafts], resampling)
+        ci95 = interval(length_statistic, [accepted, drafts], resampling, least=0.0)
         counted = sum(drafts), sum(accepted)
         measured = Estimate(counted[1] / counted[0], ci95)
         found.append(OutputBin(place * width, (place + 1) * width - 1, *counted, measured))

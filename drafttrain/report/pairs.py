@@ -74,7 +74,7 @@ def at_pass_time(seconds: float) -> Quantity:
         return plain_passes / (passes + draft_seconds / seconds)
 
     columns = ("plain_passes", "passes", "draft_seconds")
-    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=True)
+    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=True, least=0.0)
 
 
 def adaptation(

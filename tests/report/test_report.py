@@ -26,7 +26,7 @@ from drafttrain.report.config import VerdictSettings
 from drafttrain.report.document import Listing
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
-from drafttrain.report.metrics import length_statistic
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH, length_statistic
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
@@ -343,6 +343,18 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(num_prompts: int):
         low, high = interval(length_statistic, [yielded, drafts], Resampling(500, 0))
         covered += low <= 2.0 <= high
     assert covered >= 0.9 * 400  # 93 %, less two standard errors
+
+
+def test_no_interval_reaches_below_what_its_quantity_can_be():
+    """Bootstrap-t of five prompts, one of them easy, goes below the length of no acceptance."""
+    drafts, yielded = [20.0] * 5, [22.0, 24.0, 26.0, 24.0, 80.0]
+    assert interval(length_statistic, [yielded, drafts], RESAMPLING)[0] < 1
+    run = {"yielded": yielded, "drafts": drafts}
+    assert ACCEPTANCE_LENGTH.mean([run], RESAMPLING).ci95[0] == 1.0
+    half = {"yielded": [value / 2 for value in yielded], "drafts": [10.0] * 5}
+    assert ACCEPTANCE_LENGTH.mean([run, half], RESAMPLING).ci95[0] == 1.0
+    other = {"yielded": [30.0] * 5, "drafts": drafts}
+    assert ACCEPTANCE_LENGTH.difference([run], [other], RESAMPLING).ci95[0] < 1 - 1.5
 
 
 def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied: dict[str, Any]):
