@@ -24,6 +24,7 @@ from drafttrain.report.totals import Key
 from drafttrain.report.wording import bounds, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
+NAMED = 3  # runs that a flag names; more are counted
 PLAIN_APART = 1.1  # times as fast: plain loops of the same target on the same prompts
 SLOWER = (1, 3, 10)  # times the plain pass that was measured: targets of other sizes
 
@@ -379,13 +380,17 @@ def _flags(runs: Sequence[RunReport], methods: Sequence[Method], keys: Sequence[
             if not method.reference and one.identity is not None and one.identity == two.identity:
                 text = f"configuration and seeds are those of {other.label}: not another seed"
                 flag("repeated", method.label, text)
-    own: dict[Flag, list[str]] = {}
+    own: dict[tuple[str, str], dict[str, str]] = {}  # by kind and row: texts by run
     for run in runs:
         for item in run.report.flags:
             if item.kind not in ("lossless", "lossy", "certificate"):  # flagged above
-                own.setdefault(item, []).append(run.name)
-    for item, names in own.items():
-        flag(item.kind, f"{', '.join(names)}: {item.row}", item.text)
+                own.setdefault((item.kind, item.row), {})[run.name] = item.text
+    for (kind, row), texts in own.items():
+        names, text = list(texts), next(iter(texts.values()))
+        several = f"{len(names)} of {len(runs)} runs" if len(names) > NAMED else ", ".join(names)
+        if len(set(texts.values())) > 1:
+            text += f" (so in {names[0]}; the reports of the others have their numbers)"
+        flag(kind, f"{several}: {row}", text)
     return found
 
 
@@ -403,9 +408,10 @@ def plain_loops_apart(runs: Sequence[RunReport], keys: Sequence[Key]) -> str:
             speeds[run.name] = sum(row.num_output_tokens for row in plain) / seconds
     if not speeds or max(speeds.values()) <= PLAIN_APART * min(speeds.values()):
         return ""
-    listed = ", ".join(f"{name} {speed(value)}" for name, value in speeds.items())
+    ends = [choose(speeds, key=speeds.__getitem__) for choose in (min, max)]
+    apart = " to ".join(f"{speed(speeds[name])} in {name}" for name in ends)
     return (
-        f"the plain loops ran at clearly different speeds (tokens per second: {listed}): the "
+        f"the plain loops ran at clearly different speeds (tokens per second: {apart}): the "
         "speedups are not of the same machine at rest, and their order may be chance; evaluate the "
         "runs again, one right after the other"
     )

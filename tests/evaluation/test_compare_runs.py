@@ -508,6 +508,22 @@ def test_lossy_runs_are_flagged_wherever_they_appear(tmp_path: Path) -> None:
     assert " NO" in shown(comparison)
 
 
+def test_a_flag_of_many_runs_is_told_once(tmp_path: Path) -> None:
+    runs = []
+    for seed in range(4):
+        folder = write_run(tmp_path / f"run{seed}", results(seed=seed), seed=seed)
+        file = Path(folder) / "evaluations/default/report.json"
+        report = json.loads(file.read_text())
+        text = f"the machine was busy: other processes used {1 + seed} cores"
+        report["flags"] = [{"kind": "busy", "row": "all", "text": text}]
+        file.write_text(json.dumps(report))
+        runs.append(folder)
+    (flag,) = [flag for flag in compared(*runs)["flags"] if flag["kind"] == "busy"]
+    assert flag["row"] == "4 of 4 runs: all"
+    told = "the machine was busy: other processes used 1 cores (so in run0; the reports of the"
+    assert flag["text"].startswith(told)
+
+
 def test_unlike_machines_and_unlike_texts_are_flagged(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results(seed=1))
     shorter = [
