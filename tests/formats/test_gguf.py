@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from builders import drafter_config
-from test_write import CARD, config_of, drafter_of, spec
+from conftest import character_tokenizer
+from test_write import CARD, VOCAB, config_of, drafter_of, spec
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
+from drafttrain.drafters.small_lm import SmallLM
 from drafttrain.formats.write.export import Exported, export_drafter
 from drafttrain.formats.write.gguf import convert
 
@@ -54,6 +57,20 @@ def untrained(family: str, **changes: Any) -> Drafter:
     return drafter_config(family, **changes).build(spec())
 
 
+def language_model(**settings: Any) -> Drafter:
+    """Return a language model of these settings as a drafter, as drafter.path makes one."""
+    shape: dict[str, Any]
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    shape |= {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(**shape, **settings)
+    drafter = untrained("small_lm")
+    assert isinstance(drafter, SmallLM)
+    drafter.from_serving(
+        config.to_diff_dict(), AutoModelForCausalLM.from_config(config).state_dict()
+    )
+    return drafter
+
+
 def converter(folder: Path, code: str) -> str:
     """Write a checkout whose converter is this code; return the folder."""
     folder.mkdir()
@@ -78,6 +95,19 @@ def test_without_a_checkout_the_command_converts_first(family: str, tmp_path: Pa
     card = (folder / "README.md").read_text()
     assert "--target-model-dir TARGET" in card
     assert str(tmp_path) not in card
+
+
+def test_a_language_model_is_converted_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    settings = config_of(format="gguf")
+    given = untrained("small_lm", hidden_size=32), "/models/tiny", folder, settings, CARD
+    done = export_drafter(*given, character_tokenizer)
+    assert (folder / "tokenizer.json").is_file()
+    assert done.commands["llama.cpp"] == (
+        f"python LLAMA_CPP/convert_hf_to_gguf.py {folder} --outtype bf16 "
+        f"--outfile {folder}/drafter.gguf && llama-server -m TARGET.gguf -md {folder}/drafter.gguf "
+        "--spec-type draft-simple --spec-draft-n-max 3"
+    )
 
 
 def test_a_checkout_converts_what_was_written(tmp_path: Path) -> None:
@@ -131,12 +161,28 @@ def test_a_converter_that_fails_is_told_in_a_line_and_nothing_stays(
         (lambda: drafter_of("medusa"), "takes no Medusa"),
         (lambda: drafter_of("eagle"), "takes no EAGLE-1"),
         (lambda: drafter_of("p_eagle"), "takes no P-EAGLE"),
-        (lambda: drafter_of("eagle3_1"), "computes it without fc_norm and norm_output"),
+        (
+            lambda: drafter_of("eagle3_1"),
+            "drafter.fc_norm and drafter.norm_output must be false in training, got true: .*=vllm",
+        ),
+        (
+            lambda: untrained("eagle3", norm_before_fc=True, norm_output=True),
+            "drafter.norm_output must be false in training, got true: llama.cpp .* has no such",
+        ),
         (lambda: drafter_of("eagle3", layers=[2, 4, 8]), "reads the inputs of three layers"),
         (lambda: drafter_of("eagle3", layers=[2, 4]), "reads the inputs of three layers"),
         (lambda: untrained("dflash", layers=[2, 8]), "8 is the output of the last one"),
         (lambda: untrained("dflash", rope_scaling=LLAMA3), "rotary scaling of kind llama3"),
         (lambda: untrained("eagle3", rope_scaling=YARN), "rotary scaling of kind yarn"),
+        (lambda: language_model(model_type="mistral"), "not tried with mistral models as drafters"),
+        (
+            lambda: language_model(model_type="llama", rope_parameters=YARN),
+            "rotary scaling of kind yarn in llama models",
+        ),
+        (
+            lambda: language_model(model_type="qwen3", rope_parameters=LLAMA3),
+            "rotary scaling of kind llama3 in qwen3 models",
+        ),
         (
             lambda: for_a_target(drafter_of("dflash"), architecture="qwen2"),
             "was not tried with qwen2 targets",

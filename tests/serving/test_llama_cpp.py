@@ -7,6 +7,7 @@ time, on the CPU, and nothing ends a text but the limit.
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,10 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
         {"block_size": 4, "num_layers": 2, "selector_rank": 32, "selector_top_k": 8},
     ),
     "eagle3": ("scaled", "eagle3", 3, 40, {"draft_vocab_size": 128}),
+    "norms": ("llama", "eagle3", 3, 40, {"norm_before_residual": True, "norm_before_fc": True}),
+    "small_lm": ("llama", "small_lm", 3, 60, {}),
+    "scaled layers": ("scaled", "small_lm", 3, 40, {"layers": [0, 3, 6], "lora_rank": 4}),
+    "qwen3 layers": ("qwen3", "small_lm", 3, 40, {"layers": [0, 3, 6]}),
 }
 CUT, P_MIN = ["dspark"], 0.3  # the case that is decoded with --spec-draft-p-min too
 
@@ -57,6 +62,18 @@ class Served:
     folder: Path  # with target.gguf
     target: Target
     texts: list[Text]
+
+
+@dataclass(frozen=True)
+class WholeTokenizer:
+    """A target's tokenizer, saved with sentencepiece's own file where the target has one."""
+
+    served: Served
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.served.target.tokenizer.save_pretrained(folder)
+        for file in self.served.folder.glob("tokenizer.model"):
+            shutil.copy(file, folder)
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,7 @@ def witnessed(
     )
     done = export_drafter(
         *(drafter, str(one.folder), out, settings, card_of(family)),
-        partial(getattr, one.target, "tokenizer"),
+        partial(WholeTokenizer, one),
         target_folder=lambda: one.folder,
     )
     words = shlex.split(done.commands["llama.cpp"])  # as a user is told

@@ -68,6 +68,10 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "small_lm": ("embedded", "small_lm", 60, {}),
     "lora": ("qwen3", "small_lm", 40, {"layers": [0, 3, 6], "lora_rank": 4}),
     "qwen3_block": ("qwen3", "dflash", 25, {"block_size": DEPTH + 1, "num_layers": 3}),
+    "qwen3_candidates": (
+        *("qwen3", "dflash2", 25),
+        {"block_size": DEPTH + 1, "num_layers": 2, "selector_rank": 32, "selector_top_k": 8},
+    ),
 }
 # Cases that are exported in the speculators format too, and how an engine is given that directory:
 # alone, alone with a word on drafts, or beside the target, as the witness of a report gives it.
@@ -84,7 +88,7 @@ BY_ITSELF: dict[str, tuple[str, str]] = {
 }
 # Cases that are exported in 8 bits too; vLLM's product for them runs on every CPU. Where oneDNN has
 # no such type it takes a second per draft, so vLLM is asked few of the prompts.
-IN_EIGHT_BITS = ("eagle3", "p_eagle", "eagle", "qwen3_eagle", "qwen3_block")
+IN_EIGHT_BITS = ("eagle3", "p_eagle", "eagle", "qwen3_eagle", "qwen3_block", "qwen3_candidates")
 PROMPTS_IN_EIGHT_BITS = 2
 
 
@@ -349,9 +353,9 @@ def test_weights_of_eight_bits_are_served_as_they_are_measured_here(
         sum(each[key] for each in counted) for key in ("num_drafts", "num_accepted_tokens")
     )
     print(other, ours, "theirs:", drafts, accepted)
-    # Of some seventy drafts one may differ.
-    assert abs(drafts - ours.num_drafts) <= 0.02 * drafts
-    assert abs(accepted - ours.num_accepted_tokens) <= 0.02 * drafts
+    allowed = max(1, 0.02 * drafts)  # of fifty to a hundred
+    assert abs(drafts - ours.num_drafts) <= allowed
+    assert abs(accepted - ours.num_accepted_tokens) <= allowed
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -45,6 +45,35 @@ def worker_of_the_package() -> Any:
 WORKER = worker_of_the_package()
 
 
+def draft_from_candidates() -> None:
+    """Let the runner for CPUs draft from a drafter's candidates, which vLLM does on GPUs alone.
+
+    That runner refuses such a drafter, for it would leave the candidates out. Loading, layers in 8
+    bits, candidates and their scores are vLLM's own; only the walk over the scores, a Triton kernel
+    there, is done here, for one request and greedily.
+    """
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    likeliest = DFlashProposer._greedy_sample
+
+    def draft(proposer: Any, hidden: Any) -> Any:
+        model = proposer.model
+        if not hasattr(model, "compute_candidates"):
+            return likeliest(proposer, hidden)
+        candidates, logits = model.compute_candidates(hidden)  # of each place, the likeliest first
+        scored = candidates[None], logits[None], hidden[None], proposer.input_ids[:1]
+        before, tokens = 0, []
+        for scores, ids in zip(model.model.candidate_selector(*scored)[0], candidates, strict=True):
+            before = int(scores[before].argmax())
+            tokens.append(ids[before])
+        return torch.stack(tokens)
+
+    DFlashProposer._greedy_sample = draft
+    VllmConfig._is_dflash_candidate_draft = lambda config: False
+
+
 def run_case(case: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     """Start one engine, decode every prompt greedily, and shut it down."""
     request = {
@@ -73,6 +102,7 @@ def main(request_path: str, answer_path: str) -> None:
     request = json.loads(Path(request_path).read_text())
     import vllm
 
+    draft_from_candidates()
     answer: dict[str, Any] = {"vllm": vllm.__version__, "cases": {}}
     for case in request["cases"]:
         start = time.monotonic()

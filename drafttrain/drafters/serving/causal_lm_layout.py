@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.engines import LLAMA_CPP, LLAMA_CPP_TARGETS
 from drafttrain.drafters.serving.layout import (
     GENERAL,
     Config,
@@ -54,6 +55,17 @@ class CausalLMLayout(ServedLayout):
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
         return {"vocab_size": spec.vocab_size}
+
+    def llama_cpp_refuses(self, config: Config, spec: TargetSpec) -> str:
+        kind = config["model_type"]
+        rope = (config.get("rope_parameters") or {}).get("rope_type", "default")
+        # The converter writes llama3's factors for Llama alone, and says nothing of others.
+        tried = ("default", "llama3") if kind == "llama" else ("default",)
+        if kind not in LLAMA_CPP_TARGETS:
+            return f"{LLAMA_CPP} was not tried with {kind} models as drafters"
+        if rope not in tried:
+            return f"{LLAMA_CPP} was not tried with rotary scaling of kind {rope} in {kind} models"
+        return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         return (

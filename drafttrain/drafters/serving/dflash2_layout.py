@@ -103,5 +103,8 @@ class DFlash2Layout(DFlashLayout):
         return reason
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        tried = f"{VLLM}'s {self.name} was read, not tried: it needs a GPU."
+        tried = (
+            f"{VLLM} serves {self.name} on GPUs alone. Its model was tried on a CPU; its kernel "
+            "that walks over candidates was read, not tried."
+        )
         return (*super().notes(config, spec, served), tried)

@@ -169,8 +169,9 @@ class Eagle3Layout(OneLayer):
         layers = config[LAYER_IDS]
         if len(layers) != 3 or max(layers) >= spec.num_layers:
             return f"{LLAMA_CPP} reads the inputs of three layers, and this drafter reads {layers}"
-        if dropped := [key for key in ("fc_norm", "norm_output") if config.get(key)]:
-            return f"{LLAMA_CPP} computes it without {' and '.join(dropped)}"
+        if dropped := [f"drafter.{key}" for key in VARIANTS[2:] if config.get(key)]:
+            keys = " and ".join(dropped)
+            return f"{keys} must be false in training, got true: {LLAMA_CPP} has no such norms"
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:

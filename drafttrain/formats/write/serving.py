@@ -59,6 +59,7 @@ def layout_to_write(
         reason = "no engine serves it"
         if layout is not None:
             reason = llama_cpp_refuses(layout, config, spec)
+            reason += "; give export=vllm" if reason else ""
         if reason:
             raise ValueError(f"{asked} cannot hold this {name} drafter: {reason}")
         return None
