@@ -27,6 +27,8 @@ from drafttrain.training.checkpoint import NAME, WEIGHTS_FILE, CheckpointError, 
 # Sections in which two seeds of one method may differ: names, places, and what by contract changes
 # no result. The machine that timed them is compared by their reports.
 UNSCIENTIFIC = ("run", "tracker", "hardware")
+# What of these changes the drafter all the same.
+DECISIVE = (("run", "init_from"), ("hardware", "weights_dtype"))
 TIMED_WITH = ("dtype", "draft_dtype", "device", "threads")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -145,6 +147,7 @@ def num_parameters(checkpoint: Path) -> int:
 def _identity(config: Mapping[str, Any], report: Report) -> str:
     """Return the settings of training and evaluation, without the seed and the run's name."""
     trained = {key: value for key, value in config.items() if key not in UNSCIENTIFIC}
+    trained |= {key: config.get(section, {}).get(key) for section, key in DECISIVE}
     measured = {key: getattr(report.timing, key) for key in TIMED_WITH}
     depths = report.verdicts["all"].of_depths  # of which each seed takes its fastest
     evaluated: list[Any] = [report.drafter, depths, report.lossless.rule, measured]

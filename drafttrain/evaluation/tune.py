@@ -73,6 +73,8 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
             "eval.policy must be chain for `tune`, got adaptive, which takes what `tune` finds of "
             "chains"
         )
+    why = "be at least 2 for `tune`: an answer's first token comes with the prefill"
+    config.require("max_new_tokens", config.max_new_tokens > 1, why)
     if config.policy == "optimal_tree" and type(timed).propose is not Drafter.propose:
         raise ValueError(
             f"eval.policy must not be optimal_tree for drafter={parts.drafter_name}, which finds "
@@ -232,7 +234,8 @@ def predict(
     the lengths of outputs and acceptance. predicted = t_plain / (t_draft + t_verify) per token,
     where the rows of a batch leave as they end: a plain batch costs one step for each token of its
     longest row, a speculative one a cycle for each acceptance_length tokens of each row.
-    expected: the acceptance lengths by depth and task, where they are known otherwise.
+    expected: the acceptance lengths by depth and task, where they are known otherwise. A task whose
+    answers all end with the prefill's token has no speedup, and is left out; ValueError if all do.
     """
 
     def lengths_of(results: Sequence[PromptResult], task: str) -> dict[int, float]:
@@ -249,6 +252,8 @@ def predict(
     for task in dict.fromkeys(result.task for result in plain):
         rows = [result for result in plain if result.task == task]
         chains = [result for result in drafted if result.task == task]
+        if not all(any(len(result.tokens) > 1 for result in each) for each in (rows, chains)):
+            continue
         lengths = lengths_of(chains, task)
         for depth in depths:
             length = lengths[depth] if expected else None
@@ -257,6 +262,11 @@ def predict(
             totals[depth][1] += theirs
             found = DepthPrediction(task, batch_size, depth, lengths[depth], theirs / ours, None)
             predictions.append(found)
+    if not predictions:
+        raise ValueError(
+            "eval.prompts must have an answer of more than one token for `tune`, got none: the "
+            "first comes with the prefill, and nothing is drafted for it"
+        )
     lengths = lengths_of(drafted, "all")
     predictions += [
         DepthPrediction("all", batch_size, depth, lengths[depth], theirs / ours, None)

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 from rich.console import RenderableType
 from rich.control import Control
 from rich.text import Text
@@ -203,6 +205,27 @@ def test_one_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     target = drafttrain.load_target("tiny", device="cpu", dtype="float32")
     assert code == 0
     assert out == drafttrain.generate(target, None, "Hello", max_new_tokens=8).text + "\n"
+
+
+def test_an_answer_is_cut_where_a_shorter_context_of_the_drafters_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was an error that ended a chat, whatever the target had room for."""
+    short = tmp_path / "short"
+    shutil.copytree(ROOT / "drafttrain/assets/tiny", short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    told = [*QUICK[1:], "drafter=two_model", f"drafter.path={short}", "chat.marks=false"]
+    out = tmp_path / "answers.jsonl"
+    asked = f"chat.prompt=Continue: {'word ' * 30}"
+    code, _, error = run(capsys, "generate", *told, asked, f"chat.out={out}")
+    assert code == 0, error
+    (answer,) = json.loads(out.read_text())["answers"]
+    assert answer["cut"]
+    assert 0 < len(answer["tokens"]) < 32
+    code, _, error = run(capsys, "generate", *told, f"chat.prompt={'word ' * 64}")
+    assert code == 2
+    assert "no room for an answer in the 64 positions of drafter=two_model; shorten it" in error
 
 
 @pytest.mark.parametrize(

@@ -303,13 +303,19 @@ def test_what_is_no_seed_is_not_grouped(tmp_path: Path) -> None:
     deep = write_run(tmp_path / "deep", results(seed=3), seed=1, depth=3)
     untrained = write_run(tmp_path / "found", results(seed=4), seed=None)
     moved = write_run(tmp_path / "moved", results(seed=5), seed=1, overrides=("hardware=cpu",))
-    comparison = compared(a, again, lr, deep, untrained, moved)
+    further = (f"run.init_from={a}",)  # it is longer trained, whatever its seed
+    tuned = write_run(tmp_path / "tuned", results(seed=6), seed=2, overrides=further)
+    low = ("hardware.train_dtype=bfloat16", "hardware.weights_dtype=bfloat16")
+    rounded = write_run(tmp_path / "rounded", results(seed=7), seed=3, overrides=low)
+    comparison = compared(a, again, lr, deep, untrained, moved, tuned, rounded)
     assert [row["runs"] for row in comparison["rows"] if not row["reference"]] == [
         [a, moved],
         [again],
         [lr],
         [deep],
         [untrained],
+        [tuned],
+        [rounded],
     ]
     assert [row["method"] for row in comparison["rows"] if row["reference"]] == [
         "ngram, depth 2",

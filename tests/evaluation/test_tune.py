@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,18 @@ def test_rows_of_a_batch_leave_as_they_end() -> None:
     plain = 4 * COSTS.plain_s(2, 11.5) + 4 * COSTS.plain_s(1, 11.5)
     ours = 2 * COSTS.cycle_s(1, 2, 11.5) + 2 * COSTS.cycle_s(1, 1, 11.5)
     assert one.predicted == pytest.approx(plain / ours)
+
+
+def test_a_task_whose_answers_end_with_the_prefill_has_no_speedup() -> None:
+    counters = Counters(4, 8, 4, [3, 1])
+    decoded = [result("autoregressive", "a", 9), result("eagle3@2", "a", 9, counters)]
+    at_once = [result(name, "b", 1, Counters()) for name in ("autoregressive", "eagle3@2")]
+    at_once = [replace(each, task="yes or no") for each in at_once]
+    found = predict([*decoded, *at_once], "eagle3@2", COSTS, [1, 2], 1)
+    assert found == predict(decoded, "eagle3@2", COSTS, [1, 2], 1)
+    assert {p.task for p in found} == {"math", "all"}
+    with pytest.raises(ValueError, match=r"^eval\.prompts must have an answer of more than one"):
+        predict(at_once, "eagle3@2", COSTS, [1, 2], 1)
 
 
 def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> None:

@@ -188,6 +188,15 @@ def test_bfloat16_rounds_the_weights_and_says_how_far_that_moved_the_logits(
     assert "rounding to bfloat16 moved logits by at most" in text
 
 
+def test_frozen_copies_of_the_targets_layers_are_rounded_too(tmp_path: Path) -> None:
+    """They are no parameters; a target in float16 or float32 has weights that bfloat16 rounds."""
+    torch.manual_seed(0)
+    drafter = drafter_config("early_exit", exit_layer=2).build(spec())
+    done = export(drafter, tmp_path / "out", dtype="bfloat16")
+    assert done.rounding.exact
+    assert done.rounding.largest_difference > 0
+
+
 @pytest.mark.parametrize("family", ["dflash", "dflash2", "dspark"])
 def test_a_mask_token_past_the_first_thousand_ids_is_exported(family: str, tmp_path: Path) -> None:
     large = dataclasses.replace(spec(), vocab_size=3000, pad_token_id=2999)

@@ -23,7 +23,7 @@ from drafttrain.drafters.shared.inflation import inflate_drafter
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import load_model, load_model_config
-from drafttrain.target.pretrained.size import parse_size
+from drafttrain.target.pretrained.size import parameters, parse_size
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20]
 TOKENS = torch.tensor([PROMPT])
@@ -185,6 +185,25 @@ def test_the_drafter_grows_by_the_same_ratio_and_accepts_the_same(
     assert one.tokens == other.tokens
     assert one.stats.untrimmed == other.stats.untrimmed
     assert one.stats.untrimmed.num_accepted_tokens > 5
+
+
+def test_frozen_copies_of_the_targets_layers_grow_as_the_target_does(tiny_target_dir: Path) -> None:
+    plain, wide = pair(tiny_target_dir, torch.float32)
+    drafter = built("early_exit", plain)
+    drafter.initialise(plain.own_model, None)
+    layers = [module for module in drafter.modules() if isinstance(module, MLP)]
+    mlp, trained = layers[0], dict(drafter.named_parameters()).keys()
+    given = torch.randn(3, plain.spec.hidden_size)
+    before, held = mlp(given), sum(value.numel() for value in drafter.state_dict().values())
+    width = wide.model.config.intermediate_size
+    told = inflate_drafter(drafter, width / 64)
+    assert mlp.gate_proj.out_features == width
+    assert torch.allclose(mlp(given), before, rtol=1e-4, atol=1e-6)
+    after = held + 3 * len(layers) * plain.spec.hidden_size * (width - 64)
+    assert told == f"early_exit inflated from {parameters(held)} to {parameters(after)}"
+    shapes = {name: value.shape for name, value in drafter.state_dict().items()}
+    assert shapes["shallow.0.mlp.gate_proj.weight"] == (width, plain.spec.hidden_size)
+    assert dict(drafter.named_parameters()).keys() == trained
 
 
 @pytest.mark.parametrize("name", ["medusa", "ngram"])

@@ -15,6 +15,7 @@ from drafttrain.data.records import Message, Unusable
 from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.decode.policy import Policy
 from drafttrain.decode.stream import Stream
+from drafttrain.evaluation.measure import context_of
 from drafttrain.runtime.hardware import choose_draft_dtype, dtype_name
 from drafttrain.runtime.terminal import console
 from drafttrain.target.pretrained.inflate import count_parameters
@@ -49,16 +50,19 @@ class Talk:
             raise ValueError(f"{error.reason} {error.detail}".strip()) from error
 
     def stream(self, tokens: Sequence[int]) -> Stream:
-        """Return the answer to a prompt, not begun; it is cut where the context ends.
+        """Return the answer to a prompt, not begun; it is cut where the shorter context ends.
 
         ValueError for a prompt that leaves no room for an answer.
         """
         target, drafter = self.loaded.target, self.loaded.given.drafter
-        room = target.spec.max_positions - len(tokens) - self.policy.depth
+        positions, owner = context_of(target.spec, [drafter])
+        room = positions - len(tokens) - self.policy.depth
         if room < 1:
+            own = owner == target.spec.name
+            place = target.spec.context if own else f"{positions:,} positions of {owner}"
             raise ValueError(
                 f"the text so far has {len(tokens):,} tokens and leaves no room for an answer in "
-                f"the {target.spec.context}; shorten it, or begin anew"
+                f"the {place}; shorten it, or begin anew"
             )
         how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
         return stream_of(target, drafter, tokens, how, int(how.depth), self.config.run.seed, most)

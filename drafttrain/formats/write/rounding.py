@@ -48,8 +48,9 @@ def read_back(
     original = copy.deepcopy(drafter).to("cpu", torch.float32).eval()
     trained = probe(original)
     with torch.no_grad():
-        for name, parameter in original.named_parameters():
-            parameter.copy_(precision.rounded(name, parameter))
+        for name, tensor in original.state_dict().items():  # frozen copies of the target's too
+            if tensor.is_floating_point():
+                tensor.copy_(precision.rounded(name, tensor))
     rounded = probe(original)
     fresh = _loaded(folder, drafter, layout).to("cpu", torch.float32).eval()
     if fresh.captures != drafter.captures:

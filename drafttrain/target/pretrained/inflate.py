@@ -77,7 +77,7 @@ def is_gated(module: Any) -> bool:
     if not isinstance(module, nn.Module):
         return False
     # Any other weights could be those of a norm over the inner width (BitNet has one).
-    weighted = {key for key, child in module.named_children() if list(child.parameters())}
+    weighted = {key for key, child in module.named_children() if _weights(child)}
     return weighted == set(NAMES) and all(
         # Subclasses hold packed weights (quantisation), which rows cannot be added to.
         type(getattr(module, key)) is nn.Linear
@@ -98,12 +98,12 @@ def widen(layer: Any, width: int) -> None:
     assert width >= old, f"cannot widen from {old} to {width}"
     rows = torch.arange(width, device=gate.weight.device) % old
     for linear in (gate, up):
-        for name, values in list(linear.named_parameters()):
-            setattr(linear, name, _parameter(values[rows], values))
+        for name, values in _weights(linear).items():
+            setattr(linear, name, _as(values, values[rows]))
         linear.out_features = width
     columns = down.weight.new_zeros(down.out_features, width)
     columns[:, :old] = down.weight
-    down.weight = _parameter(columns, down.weight)
+    down.weight = _as(down.weight, columns)
     down.in_features = width
     if hasattr(layer, "intermediate_size"):
         layer.intermediate_size = width
@@ -114,8 +114,14 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _parameter(values: torch.Tensor, like: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=like.requires_grad)
+def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights by name; those that a drafter has frozen are buffers."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _as(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return new values as a parameter or a buffer, whichever the old ones are."""
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _unknown(name: str, model: Any) -> ValueError:
