@@ -119,6 +119,7 @@ class DrafterCost:
     num_parameters: int
     num_trained: int
     num_copied: int  # numbers of the target's matrices that it has copies of, as buffers
+    num_kept: int  # those of them that it drafts with, and saves
     largest: int  # weights of its largest tensor
     captures: tuple[int, ...]
     draft_vocab: int
@@ -286,6 +287,7 @@ def trace(
         with _unknown(config.name):
             drafter.outline(target)
     sizes = [parameter.numel() for parameter in drafter.parameters()]
+    saved = drafter.state_dict().keys()
 
     @functools.cache
     def step(recompute: bool) -> Step:
@@ -305,6 +307,7 @@ def trace(
         num_parameters=sum(sizes),
         num_trained=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
         num_copied=sum(b.numel() for b in drafter.buffers() if b.dim() > 1),
+        num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
         draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,
@@ -375,7 +378,7 @@ def _traced(drafter: Drafter, dtype: torch.dtype, tokens: int, trained: int, bud
 def _draft(drafter: Drafter, dtype: torch.dtype) -> DraftCost:
     """Return the cost of reading a text and drafting twice, for one row."""
     readout, batch, features = _inputs(drafter, dtype, TRACED, 0)
-    weights = [*drafter.parameters(), readout.head]
+    weights = [*drafter.parameters(), *drafter.buffers(), readout.head]
     last = {layer: hidden[:, -1:] for layer, hidden in features.captured.items()}
     newest = TargetFeatures(last, features.final_hidden[:, -1:], readout)
     token = batch.tokens[:, -1:]

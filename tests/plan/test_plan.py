@@ -596,6 +596,22 @@ def test_speculation_is_weighed_for_no_batch_that_the_memory_cannot_hold() -> No
     assert any("every batch whose cache fits" in text for text in beyond.advice)
 
 
+def test_copies_of_the_targets_layers_are_held_and_read_by_a_drafter_that_drafts_with_them() -> (
+    None
+):
+    plan = planned("model=llama8b", "drafter=early_exit", "hardware=h100x1")
+    parts, attention = plan.job.parts, 2 * 4096 * 4096 + 2 * 4096 * 1024
+    copied = 2 * (attention + 3 * 4096 * 14336)
+    assert parts.num_kept == copied
+    assert plan.host.drafter_bytes == 2 * (parts.num_parameters + copied)
+    for one in (parts.draft().first, parts.draft().further):
+        assert one.weights == copied + attention + 128256 * 4096  # and the target's head
+    assert any("The drafter has 6.0% of the target's weights" in text for text in plan.advice)
+    heads = planned("model=llama8b", "drafter=medusa2", "hardware=h100x1")  # it drafts without
+    assert heads.job.parts.num_kept == 0
+    assert heads.host.drafter_bytes == 2 * heads.job.parts.num_parameters
+
+
 def test_the_size_that_a_drafter_may_have_costs_what_it_says() -> None:
     plan = planned("model=llama70b", "hardware=h100x8")
     host, weights = plan.host, affordable(plan.host, 0.1)
