@@ -205,7 +205,7 @@ def build(
     """Return a random target, tried as every target is when it is loaded."""
     settings = settings_of(kind, changes)
     config = config or model_config_of()
-    spec = describe(config, settings, None, None, "random")
+    spec = dataclasses.replace(describe(config, settings, None, None), fingerprint="random")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(

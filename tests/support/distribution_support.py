@@ -8,7 +8,7 @@ rule promises.
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class Small:
         """Make a random target over the first so many words, the last of which is the end."""
         words = (*WORDS[: num_words - 1], END)
         model, tokenizer = small_llama(words, SEEDS[num_words]).double(), tokenizer_of(words)
-        spec = describe(model_config(folder), model.config, None, tokenizer, "small")
+        spec = describe(model_config(folder), model.config, None, tokenizer)
+        spec = replace(spec, fingerprint="small")
         return cls(Target(model, tokenizer, spec), words, folder)
 
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_a_target_is_refused_by_name(kind: str, changes: Any, rea
     with pytest.raises(
         ValueError, match=rf"model=tiny_test \({kind}\) cannot be a target: .*{reason}"
     ):
-        describe(CONFIG, config, None, None, "")
+        describe(CONFIG, config, None, None)
 
 
 def test_an_unknown_rope_is_refused_by_name() -> None:
@@ -100,7 +100,7 @@ def test_the_refusal_comes_before_weights_are_read(tiny_target_dir: Path, tmp_pa
 
 def test_latent_attention_is_described_by_its_own_head(tiny_target_dir: Path) -> None:
     config = AutoConfig.for_model("deepseek_v3", **SHAPE | LATENT)
-    spec = describe(CONFIG, config, None, None, "")
+    spec = describe(CONFIG, config, None, None)
     assert spec.head_dim % 2 == 0
 
 
