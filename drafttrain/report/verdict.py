@@ -71,11 +71,13 @@ def _money(row: MethodRow, settings: VerdictSettings) -> Money | None:
         return None
     per_token = settings.price_per_hour / SECONDS_PER_HOUR
     ci95 = row.speedup.ci95
+    # A speedup that may be 0 may cost any price: what is saved has no interval then.
+    saved = [1 - 1 / bound for bound in ci95] if ci95 is not None and ci95[0] > 0 else None
     return Money(
         settings.currency,
         settings.price_per_hour,
         Speeds(1e6 * per_token / plain, 1e6 * per_token / fast),
-        Estimate(1 - plain / fast, None if ci95 is None else [1 - 1 / bound for bound in ci95]),
+        Estimate(1 - plain / fast, saved),
     )
 
 
