@@ -169,7 +169,7 @@ class Eagle3Layout(OneLayer):
         layers = config[LAYER_IDS]
         if len(layers) != 3 or max(layers) >= spec.num_layers:
             return f"{LLAMA_CPP} reads the inputs of three layers, and this drafter reads {layers}"
-        if dropped := [f"drafter.{key}" for key in VARIANTS[2:] if config.get(key)]:
+        if dropped := [f"drafter.{key}" for key in ("fc_norm", "norm_output") if config.get(key)]:
             keys = " and ".join(dropped)
             return f"{keys} must be false in training, got true: {LLAMA_CPP} has no such norms"
         return ""
