@@ -165,9 +165,8 @@ def about_drafter(plan: Plan) -> Iterator[str]:
     """Yield advice on the size of the drafter: the cost of a drafted token in target passes."""
     job, host = plan.job, plan.host
     each = host.draft(1, plan.depth) / plan.depth / host.target_pass(1, 1)[0]
-    held = job.parts.num_parameters + job.parts.num_kept
     yield (
-        f"The drafter has {held / job.shape.num_parameters:.1%} of the "
+        f"The drafter has {job.parts.num_served / job.shape.num_parameters:.1%} of the "
         f"target's weights, and a drafted token costs {each:.0%} of a target pass at batch 1; "
         "below 10% is about right: one layer of the target's width, or a few narrow ones."
     )

@@ -49,8 +49,7 @@ class Host:
     @property
     def drafter_bytes(self) -> float:
         """Bytes of the weights that the drafter adds to the target."""
-        parts = self.job.parts
-        return float((parts.num_parameters + parts.num_kept) * self.job.load.width)
+        return float(self.job.parts.num_served * self.job.load.width)
 
     @property
     def draft_cache_bytes(self) -> float:

@@ -127,6 +127,11 @@ class DrafterCost:
     draft: Callable[[], DraftCost]
     step: Callable[[bool], Step]  # of training; whether layers' activations are recomputed
 
+    @property
+    def num_served(self) -> int:
+        """How many numbers it drafts with: its parameters and the copies that it keeps."""
+        return self.num_parameters + self.num_kept
+
 
 class Count:
     """Counts what operations on outlines allocate and multiply while it is open."""
