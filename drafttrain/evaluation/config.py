@@ -21,6 +21,7 @@ RULES = ("lossless", "block", "typical", "lenience")
 LOSSY = ("typical", "lenience")
 POLICIES = ("chain", "static_tree", "dynamic_tree", "optimal_tree", "adaptive")
 FROM_TUNE = ("optimal_tree", "adaptive")  # policies made of what `tune` measured
+TREES = ("fastest", "longest")
 MOST_NODES = 1024  # of a tree
 # Keys of `eval` that no measurement depends on.
 REPORTED = (
@@ -340,6 +341,7 @@ class TuneSettings(Settings):
     contexts: list[int]
     rounds: int
     measure: bool
+    trees: str
 
     def __post_init__(self) -> None:
         for key in ("depths", "batch_sizes", "contexts"):
@@ -347,6 +349,7 @@ class TuneSettings(Settings):
             holds = bool(values) and min(values) >= 1 and len(set(values)) == len(values)
             self.require(key, holds, "be distinct numbers of at least 1")
         self.require("rounds", self.rounds >= 1, "be at least 1")
+        self.require("trees", self.trees in TREES, "be fastest or longest")
 
     def fitting(self, deepest: int | None) -> list[int]:
         """Return the depths, ascending, that a drafter can draft (None: any)."""

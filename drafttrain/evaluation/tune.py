@@ -30,6 +30,7 @@ from drafttrain.evaluation.measure import (
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import (
     OptimalTree,
+    Times,
     count_ranks,
     fastest_trees,
     predicted_times,
@@ -150,7 +151,11 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
 def optimal_trees(
     setup: Setup, settings: TuneSettings, depths: Sequence[int], sizes: Sequence[int]
 ) -> TreesBySize:
-    """Return the fastest tree of each depth at each batch size, by acceptance and costs."""
+    """Return the best tree of each depth at each batch size, by acceptance and costs.
+
+    With tune.trees=longest a cycle is taken to cost the same whatever its tree: Sequoia's tree of
+    eval.tree_nodes, which accepts most.
+    """
     config, target, drafter = setup.settings, setup.parts.target, setup.parts.timed_drafter
     deepest, most = depths[-1], config.tree_nodes
     counts = count_ranks(setup, deepest)
@@ -160,12 +165,13 @@ def optimal_trees(
     costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)
     lengths = [len(first_turn(prompt, target, setup.template)) for prompt in setup.prompts]
     context = sum(lengths) / len(lengths) + config.max_new_tokens / 2
-    return {
-        size: fastest_trees(
-            counts, predicted_times(costs, list(kinds), size, context), depths, most
-        )
-        for size in sizes
-    }
+
+    def seconds(size: int) -> Times:
+        if settings.trees == "longest":
+            return lambda tree: 1.0
+        return predicted_times(costs, list(kinds), size, context)
+
+    return {size: fastest_trees(counts, seconds(size), depths, most) for size in sizes}
 
 
 class Kept:

@@ -16,7 +16,7 @@ from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TuneConfig
 from drafttrain.evaluation import tune
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.optimal_tree import count_ranks
+from drafttrain.evaluation.optimal_tree import RankCounts, count_ranks
 from drafttrain.evaluation.record import keep, require_same
 
 PROMPTS = [
@@ -321,6 +321,20 @@ def test_tune_makes_the_fastest_trees_and_evaluate_takes_them_task_by_task(
         capsys.readouterr().err
     )
     file.unlink()
+
+
+def test_tune_makes_the_longest_trees_where_it_is_asked_to(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = RankCounts([1000, 600], [[600, 100], [500, 50]])
+    monkeypatch.setattr(tune, "count_ranks", lambda *_: {"math": counted})
+    monkeypatch.setattr(tune, "predicted_times", lambda *_: lambda tree: float(tree.num_nodes))
+    given = [f"run.dir={run}", prompts_of(run), *SHORT, *QUICK, "eval.policy=optimal_tree"]
+    given += ["eval.tree_nodes=6", "eval.tree_width=2", "tune.contexts=[8]"]
+    for asked, nodes in (("fastest", 2), ("longest", 6)):  # a second choice does not pay here
+        config = typed(compose("tune", [*given, f"tune.trees={asked}"]), TuneConfig)
+        found = tune.optimal_trees(set_up(config), config.tune, [2], [1])[1][2]
+        assert (found.tree.depth, found.tree.num_nodes) == (2, nodes)
 
 
 def test_an_adaptive_chain_takes_what_tune_timed(

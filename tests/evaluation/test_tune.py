@@ -153,7 +153,8 @@ def test_the_answer_names_a_tree(nodes: str, told: str) -> None:
 
 def tune_settings(**changes: Any) -> TuneSettings:
     values: dict[str, Any] = {"name": "x", "depths": [1], "batch_sizes": [1], "contexts": [8]}
-    return TuneSettings(**{**values, "overwrite": False, "rounds": 1, "measure": True, **changes})
+    values |= {"overwrite": False, "rounds": 1, "measure": True, "trees": "fastest"}
+    return TuneSettings(**(values | changes))
 
 
 TREES: dict[int, Policy] = {1: tree_of_widths([3]), 3: DynamicTree(3, 2, 6)}
