@@ -54,7 +54,7 @@ def autoregressive_passes(
     token, with the token that completes a stop string, or at the limit. stop_tokens: None takes the
     target's end-of-sequence tokens.
     """
-    check_room(target, prompts, max_new_tokens, 0)
+    check_room(target, prompts, max_new_tokens)
     stops = Stops(target, max_new_tokens, stop_tokens, stop_strings)
     batch, clock = Rows(prompts, rows), Clock(target.device)
     started = clock.now()

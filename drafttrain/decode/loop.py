@@ -122,7 +122,7 @@ def speculative_passes(
             f"rule must not be block for a {policy.describe()}: it is defined for chains; "
             "choose lossless"
         )
-    capacity = check_room(target, prompts, max_new_tokens, policy.depth)
+    capacity = check_room(target, prompts, max_new_tokens, drafter, policy.depth)
     stops = Stops(target, max_new_tokens, stop_tokens, stop_strings)
     batch, clock = Rows(prompts, rows), Clock(target.device)
     started = clock.now()

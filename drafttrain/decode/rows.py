@@ -7,7 +7,8 @@ from typing import ParamSpec
 
 import torch
 
-from drafttrain.core.types import Decoded, DecodeStats
+from drafttrain.core.types import Decoded, DecodeStats, TargetSpec
+from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
 
 
@@ -143,19 +144,34 @@ def to_the_end(decode: Callable[Told, Passes]) -> Callable[Told, list[Decoded]]:
     return whole
 
 
+def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
+    """Return the shortest context of a target and its drafters, in positions, and its owner."""
+    theirs = [(each.max_positions, f"drafter={each.config.name}") for each in drafters]
+    stated = [(positions, who) for positions, who in theirs if positions is not None]
+    return min([(spec.max_positions, spec.name), *stated])
+
+
 def check_room(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, depth: int
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    drafter: Drafter | None = None,
+    depth: int = 0,
 ) -> int:
-    """Return the positions that decoding may need; ValueError if the context is too short."""
+    """Return the positions that decoding may need; ValueError if a context is too short."""
     if not all(prompts):
         raise ValueError("the prompt is empty: it must hold at least one token")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     longest = max(len(prompt) for prompt in prompts)
     needed = longest + max_new_tokens + depth
-    if needed > target.spec.max_positions:
+    positions, owner = context_of(target.spec, [] if drafter is None else [drafter])
+    if needed > positions:
+        place = target.spec.context
+        if positions < target.spec.max_positions:
+            place = f"{positions} positions of {owner}"
         raise ValueError(
-            f"prompt and output must fit in the {target.spec.context}: the prompt has {longest}, "
+            f"prompt and output must fit in the {place}: the prompt has {longest}, "
             f"max_new_tokens is {max_new_tokens}, the depth {depth}; shorten one of them"
         )
     return needed

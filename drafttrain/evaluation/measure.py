@@ -9,7 +9,7 @@ from typing import Any
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Decoded, PromptResult, TargetSpec
+from drafttrain.core.types import Decoded, PromptResult
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
@@ -18,7 +18,7 @@ from drafttrain.data.template import Template
 from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.policy import Policy
-from drafttrain.decode.rows import Passes, at_once, in_turns
+from drafttrain.decode.rows import Passes, at_once, context_of, in_turns
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
@@ -114,13 +114,6 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
             f"positions, and eval.max_new_tokens={config.max_new_tokens} and a prompt need some "
             "of them"
         )
-
-
-def context_of(spec: TargetSpec, drafters: Sequence[Drafter]) -> tuple[int, str]:
-    """Return the shortest context of a target and its drafters, in positions, and its owner."""
-    theirs = [(each.max_positions, f"drafter={each.config.name}") for each in drafters]
-    stated = [(positions, who) for positions, who in theirs if positions is not None]
-    return min([(spec.max_positions, spec.name), *stated])
 
 
 def fitting(

@@ -2,10 +2,14 @@
 
 import asyncio
 import gc
+import json
+import shutil
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 import drafttrain
 from drafttrain.core.ops.ragged_cache import RaggedCache
@@ -211,3 +215,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_decoded(
         drafttrain.stream(target, lookup, "word " * 3000)
     with pytest.raises(ValueError, match="did you mean depth"):
         drafttrain.stream(target, lookup, "Hi", dept=3)
+
+
+def test_a_shorter_context_of_the_drafters_is_refused_before_anything_is_decoded(
+    target: Target, tmp_path: Path
+) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(ROOT / "drafttrain/assets/tiny", short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    drafter = drafttrain.load_drafter("two_model", target, path=str(short))
+    assert drafttrain.stream(target, drafter, "Hello", max_new_tokens=8)
+    told = r"must fit in the 64 positions of drafter=two_model: the prompt has \d+, max_new_tokens"
+    with pytest.raises(ValueError, match=told):
+        drafttrain.stream(target, drafter, "Hello", max_new_tokens=64)

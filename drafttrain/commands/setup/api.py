@@ -192,7 +192,7 @@ def stream_of(
         "rows": [0],
     }
     # What does not fit is refused here, not where the first piece is asked for.
-    check_room(target, [tokens], most, 0 if drafter is None else policy.depth)
+    check_room(target, [tokens], most, drafter, 0 if drafter is None else policy.depth)
     if drafter is None:
         return Stream(autoregressive_passes(target, [tokens], **told), target.tokenizer, most)
     _check_pair(target, drafter)

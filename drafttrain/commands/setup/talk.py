@@ -14,8 +14,8 @@ from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.records import Message, Unusable
 from drafttrain.decode.loop import describe_rule, is_lossless
 from drafttrain.decode.policy import Policy
+from drafttrain.decode.rows import context_of
 from drafttrain.decode.stream import Stream
-from drafttrain.evaluation.measure import context_of
 from drafttrain.runtime.hardware import choose_draft_dtype, dtype_name
 from drafttrain.runtime.terminal import console
 from drafttrain.target.pretrained.inflate import count_parameters
