@@ -60,10 +60,15 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
     Raises ValueError in one line for a run without that evaluation or with a broken one, for runs
     that were evaluated differently, and for an unknown baseline.
     """
-    short = [Path(run).resolve().name for run in config.runs]
+    places = [Path(run).resolve() for run in config.runs]
+    short, root = [place.name for place in places], os.path.commonpath(places)
     runs = [
-        read_run(Path(run), run if short.count(name) > 1 else name, config.evaluation)
-        for run, name in zip(config.runs, short, strict=True)
+        read_run(
+            Path(run),
+            os.path.relpath(place, root) if short.count(place.name) > 1 else place.name,
+            config.evaluation,
+        )
+        for run, place in zip(config.runs, places, strict=True)
     ]
     return build_comparison(
         runs,

@@ -139,9 +139,16 @@ def methods_of(runs: Sequence[RunReport]) -> list[Method]:
 
 
 def _common(names: Sequence[str]) -> str:
-    """Return the common prefix of names such as demo-seed0 and demo-seed1, without "-seed"."""
+    """Return what names such as demo-seed0 and demo-seed1, or a/x and b/x, have in common."""
+    parts = zip(*(name.split("/") for name in names), strict=False)
+    return "/".join(alike for part in parts if (alike := _beginning(part)) or not any(part))
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """Return the common prefix of names, without "-seed"; a name itself where all are the same."""
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    return re.sub(r"[-_. ]+(seed|s)?[-_. ]*$", "", "".join(letters[0] for letters in alike))
+    found = "".join(letters[0] for letters in alike)
+    return found if {found} == set(names) else re.sub(r"[-_. ]+(seed|s)?[-_. ]*$", "", found)
 
 
 def find_method(methods: Sequence[Method], baseline: str | None) -> Method:

@@ -296,6 +296,17 @@ def test_runs_that_differ_only_in_their_seed_are_one_method(tmp_path: Path) -> N
     assert found["ci95"] == pytest.approx(studentized_by_hand(difference, 16), abs=0.03)
 
 
+def test_seeds_in_a_folder_each_are_called_what_their_places_share(tmp_path: Path) -> None:
+    wide = ("drafter.unroll=2",)
+    runs = [
+        write_run(tmp_path / f"s{seed}" / name, results(seed=seed), seed=seed, overrides=told)
+        for seed in range(2)
+        for name, told in (("narrow", ()), ("wide", wide))
+    ]
+    rows = compared(*runs)["rows"]
+    assert [row["method"] for row in rows] == ["s/narrow", "s/wide", "ngram"]
+
+
 def test_what_is_no_seed_is_not_grouped(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results())
     again = write_run(tmp_path / "again", results(seed=1))
