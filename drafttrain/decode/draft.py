@@ -43,7 +43,8 @@ def draft(
     if whole is not None:
         return whole
     if isinstance(policy, DynamicTree):
-        return best_tree(drafter, state, policy.depth, policy.width, policy.num_nodes)
+        shape = (policy.depth, policy.width, policy.num_nodes)
+        return best_tree(drafter, state, *shape, policy.temperature)
     if isinstance(policy, Adaptive):
         policy = chain(policy.depth)
     assert isinstance(policy, StaticTree)

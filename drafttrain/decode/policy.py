@@ -166,12 +166,15 @@ class DynamicTree(Policy):
     On each of `depth` levels the `width` nodes of the highest cumulative draft probability are
     expanded, each to its `width` most likely children; of all of them the best num_nodes are
     proposed. Its children are chosen, never drawn: to drop a node that was drawn because of its own
-    probability would change the distribution of the output.
+    probability would change the distribution of the output. temperature: of the probabilities that
+    rank the nodes. A greedy target takes a likely token more often than a drafter that learned its
+    distribution says, so that below 1 they are nearer to what is accepted.
     """
 
     depth: int
     width: int
     num_nodes: int
+    temperature: float = 1.0
     branches = True  # also where it is one node wide: its nodes have parents
 
     def __post_init__(self) -> None:
@@ -193,7 +196,10 @@ class DynamicTree(Policy):
             )
 
     def describe(self) -> str:
-        return f"dynamic tree of {self.num_nodes} nodes, {self.depth} deep, {self.width} wide"
+        ranked = "" if self.temperature == 1 else f", ranked at temperature {self.temperature:g}"
+        return (
+            f"dynamic tree of {self.num_nodes} nodes, {self.depth} deep, {self.width} wide{ranked}"
+        )
 
 
 @lru_cache(maxsize=16)

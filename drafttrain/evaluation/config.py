@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drafttrain.core.sampling_config import Sampling
+from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling
 from drafttrain.data.suites import PromptSource
 from drafttrain.runtime.settings import AUTO, Settings
 from drafttrain.runtime.untrusted_input import folder_name
@@ -54,6 +54,7 @@ class EvalConfig(Settings):
     tree_replacement: bool
     tree_nodes: int
     tree_width: int
+    tree_temperature: float
     latency_ms: float | None
     temperature: float
     top_k: int
@@ -143,6 +144,8 @@ class EvalConfig(Settings):
             allowed = "be 0 or null with eval.policy=dynamic_tree: it keeps nodes for their own "
             allowed += "probability, which is not lossless for nodes that are drawn by chance"
             self.require("draft_temperature", not self.draft_temperature, allowed)
+            warm = self.tree_temperature >= SMALLEST_TEMPERATURE
+            self.require("tree_temperature", warm, f"be at least {SMALLEST_TEMPERATURE:g}")
         if self.policy not in ("chain", "adaptive") and self.rule == "block":
             raise ValueError(
                 f"eval.rule must not be block with eval.policy={self.policy}: it is defined for "
@@ -177,9 +180,10 @@ class EvalConfig(Settings):
     @property
     def policy_settings(self) -> str:
         """The settings of the policy, as on the command line, but for the depth."""
+        ranked = ("tree_temperature",) if self.tree_temperature != 1 else ()
         of_it = {
             "static_tree": ("tree", "tree_replacement"),
-            "dynamic_tree": ("tree_nodes", "tree_width"),
+            "dynamic_tree": ("tree_nodes", "tree_width", *ranked),
             "optimal_tree": ("tree_nodes", "tree_width"),
         }
         keys = ("policy", *of_it.get(self.policy, ()))
@@ -221,7 +225,8 @@ class EvalConfig(Settings):
                 return policy.tree_of_ranks(nodes, self.tree_replacement)
             return policy.tree_of_widths(self.tree[:depth], self.tree_replacement)
         if self.policy == "dynamic_tree":
-            return policy.DynamicTree(depth, self.tree_width, self.tree_nodes)
+            ranked_at = self.tree_temperature
+            return policy.DynamicTree(depth, self.tree_width, self.tree_nodes, ranked_at)
         return policy.chain(depth)
 
     @property

@@ -80,10 +80,13 @@ def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[Draf
 def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
     """Return the settings of a reference: it drafts chains if it cannot branch.
 
-    So it does beside what `tune` chose, which it chose for another.
+    So it does beside what `tune` chose, which it chose for another. One that proposes in a shape of
+    its own has no nodes to rank.
     """
     fits = drafter.branches and config.policy in ("chain", "static_tree", "dynamic_tree")
-    return config if fits else replace(config, policy="chain")
+    ranked_at = config.tree_temperature if type(drafter).propose is Drafter.propose else 1.0
+    policy = config.policy if fits else "chain"
+    return replace(config, policy=policy, tree_temperature=ranked_at)
 
 
 def check_depths(drafter: Drafter, config: EvalConfig) -> None:
@@ -101,6 +104,12 @@ def check_depths(drafter: Drafter, config: EvalConfig) -> None:
         width = "tree" if config.policy == "static_tree" else "tree_width"
         named = {"depth": key, "width": width}.get(word, word)
         raise ValueError(f"eval.{named} {rest}") from None
+    ranked = config.policy == "dynamic_tree" and config.tree_temperature != 1
+    if ranked and type(drafter).propose is not Drafter.propose:
+        raise ValueError(
+            f"eval.tree_temperature must be 1 with drafter={drafter.config.name}, which finds its "
+            f"proposals in a shape of their own, got {config.tree_temperature:g}"
+        )
     positions, who = context_of(drafter.spec, [drafter])
     most = positions - config.max_new_tokens - 1
     if most < 1:

@@ -60,9 +60,14 @@ def report_of(run: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def test_an_ensemble_is_certified_beside_plain_decoding(place: Path, tmp_path: Path) -> None:
+def test_an_ensemble_is_certified_beside_plain_decoding(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = arguments(place, [str(place / "two"), "ngram"], tmp_path / "new")
     told += ["eval.policy=dynamic_tree", "eval.tree_nodes=8", "eval.tree_width=3"]
+    assert main([*told, "eval.tree_temperature=0.5"]) == 2
+    wanted = "eval.tree_temperature must be 1 with drafter=ensemble, which finds its proposals in"
+    assert wanted in capsys.readouterr().err
     assert main([*told, "eval.certify=true", "eval.batch_size=2", "eval.draft_temperature=0"]) == 0
     report = report_of(tmp_path / "new", "ensemble")
     assert report["certificate"]["certified"], report["certificate"]

@@ -337,6 +337,16 @@ def test_tune_makes_the_longest_trees_where_it_is_asked_to(
         assert (found.tree.depth, found.tree.num_nodes) == (2, nodes)
 
 
+def test_a_report_names_the_temperature_that_ranked_a_dynamic_tree(run: Path) -> None:
+    told = ["evaluate", f"run.dir={run}", prompts_of(run), *SHORT, "eval.policy=dynamic_tree"]
+    told += ["eval.tree_nodes=6", "eval.tree_width=2", "eval.tree_temperature=0.5"]
+    assert main([*told, "eval.name=ranked"]) == 0
+    report = json.loads((run / "evaluations/ranked/report.json").read_text())
+    assert report["tree"] == "dynamic tree of 6 nodes, 3 deep, 2 wide, ranked at temperature 0.5"
+    assert report["lossless"]["greedy_identical"] == report["lossless"]["greedy_total"]
+    assert "ngram" in report["methods"], "which finds its proposals in a shape of its own"
+
+
 def test_an_adaptive_chain_takes_what_tune_timed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -419,6 +429,10 @@ def test_a_run_saved_before_a_setting_existed_takes_the_settings_of_today(run: P
         ),
         (["eval.policy=dynamic_tree", "eval.tree_nodes=0"], "eval.tree_nodes must be in 3..1024"),
         (["eval.policy=dynamic_tree", "eval.tree_width=0"], "eval.tree_width must be in 1..eval"),
+        (
+            ["eval.policy=dynamic_tree", "eval.tree_temperature=0"],
+            "eval.tree_temperature must be at least 0.0001, got 0.0",
+        ),
         (
             ["eval.policy=dynamic_tree", "eval.draft_temperature=1"],
             "eval.draft_temperature must be 0 or null with eval.policy=dynamic_tree",

@@ -225,6 +225,7 @@ def test_three_rows_of_a_batch_are_independent(smalls: dict[int, Small]) -> None
 BRANCHING = [name for name in DRAFTERS if name != "ngram"]  # whose shape is not the text's
 TWO_LEVELS = tree_of_ranks([(0,), (1,), (0, 0), (1, 0)])
 LOPSIDED = tree_of_ranks([(0,), (1,), (1, 0), (1, 1)])  # the first child has no children
+SHARP = DynamicTree(depth=2, width=2, num_nodes=4, temperature=0.3)
 SHAPES = {
     "without_replacement": (TWO_LEVELS, PLAIN),
     "with_replacement": (replace(TWO_LEVELS, replacement=True), PLAIN),
@@ -276,7 +277,9 @@ def test_trees_of_what_followed_before_have_the_distribution_of_the_target(
             assert "another child accepted" in replayed.seen
 
 
-@pytest.mark.parametrize("policy", [LOPSIDED, SHAPES["dynamic"][0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "policy", [LOPSIDED, SHAPES["dynamic"][0], SHARP], ids=["static", "dynamic", "sharp"]
+)
 @pytest.mark.parametrize("name", BRANCHING)
 def test_at_temperature_zero_a_tree_gives_the_targets_own_text(
     name: str, policy: Policy, smalls: dict[int, Small]

@@ -39,6 +39,31 @@ def target(tiny_target_dir: Path) -> Target:
     return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("temperature", "nodes"),
+    [
+        (1.0, [(0,), (1,), (0, 0)]),  # 0.6, 0.4, 0.36; then 0.24 and, three deep, 0.216
+        (0.25, [(0,), (0, 0), (0, 0, 0)]),  # 0.835, 0.697, 0.582; the other first token 0.165
+    ],
+)
+def test_a_temperature_says_how_sure_a_drafter_is_held_to_be(
+    temperature: float, nodes: list[Node], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token 0 has six times in ten and token 1 four times, whatever was drafted before."""
+    drafter = random_drafter("medusa", target)
+
+    def expand(state: DraftState, newest: Tensor | None, parents: Tensor | None = None) -> Tensor:
+        probs = torch.zeros(1, 1 if newest is None else newest.shape[1], target.spec.vocab_size)
+        probs[..., 0], probs[..., 1] = 0.6, 0.4
+        return probs.log()
+
+    monkeypatch.setattr(drafter, "expand", expand)
+    policy = DynamicTree(depth=3, width=2, num_nodes=3, temperature=temperature)
+    state, rows = DraftState(target.readout), [0]
+    proposal = draft(policy, drafter, state, GREEDY, SeededChance(0), rows, rows)
+    assert nodes_of(proposal) == [nodes]
+
+
 def tree(opinions: Sequence[Sequence[Node]], width: int, most: int) -> list[Node]:
     """The kept nodes, in order, as paths."""
     tokens, parents = merged(opinions, width, most)

@@ -23,7 +23,8 @@ from drafttrain.target.pretrained.inflate import count_parameters
 PLAIN_STEPS = 8  # of the target alone, which the drafter's speed is compared with
 # Settings of `eval` that say how to decode; the others are of measurements.
 DECODING = (
-    *("policy", "tree", "tree_replacement", "tree_nodes", "tree_width", "latency_ms", "depth"),
+    *("policy", "tree", "tree_replacement", "tree_nodes", "tree_width", "tree_temperature"),
+    *("latency_ms", "depth"),
     *("temperature", "top_k", "top_p", "draft_temperature", "draft_top_k", "draft_top_p", "rule"),
     *("typical_epsilon", "typical_delta", "lenience", "stop_strings", "from_tune"),
 )

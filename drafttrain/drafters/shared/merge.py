@@ -70,11 +70,16 @@ def proposal_of(
 
 
 def best_tree(
-    drafter: Drafter, state: DraftState, depth: int, width: int, num_nodes: int
+    drafter: Drafter,
+    state: DraftState,
+    depth: int,
+    width: int,
+    num_nodes: int,
+    temperature: float = 1.0,
 ) -> Proposal:
     """Return the tree of the best cumulative draft probabilities, best first (EAGLE-2, section 4).
 
-    Width 1 is the chain of the most likely tokens.
+    temperature: of these probabilities. Width 1 is the chain of the most likely tokens.
     """
     logits = drafter.expand(state, None)
     batch, device = len(logits), logits.device
@@ -85,7 +90,7 @@ def best_tree(
     all_parents: list[Tensor] = []
     for level in range(depth):
         num_children = min(width, logits.shape[-1])
-        best = logits.float().log_softmax(-1).topk(num_children, dim=-1)
+        best = (logits.float() / temperature).log_softmax(-1).topk(num_children, dim=-1)
         tokens = best.indices if drafter.vocab is None else drafter.vocab.target_ids[best.indices]
         all_tokens.append(tokens.flatten(1))
         all_scores.append((scores[..., None] + best.values).flatten(1))
