@@ -19,6 +19,8 @@ HERE = "@_here_"  # how a part of choices is told to fill their own section: par
 GONE = {"eval": ("tuned",)}  # keys that older versions wrote
 # The choice of runs that are older than a section.
 BEFORE = {"optimizer": "adamw"}
+# What keys of a choice were in runs that are older than they, where that is not today's default.
+BEFORE_KEYS = {"drafter": {"scale_embeddings": False}}
 # Keys that let other people's code run are not taken from the config.yaml of a run.
 WITHHELD = {"trust_remote_code": False, "allow_pickle": False, "python": None}
 
@@ -110,10 +112,11 @@ def complete(group: str, saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
     else:
         now = content_of(group, _counterpart(group, section))
     section = {key: value for key, value in section.items() if key not in GONE.get(group, ())}
+    before = {key: was for key, was in BEFORE_KEYS.get(group, {}).items() if section and key in now}
     # The folder may come from anyone: the user must allow its code anew for each command.
     kept = {key: value for key, value in section.items() if key not in WITHHELD}
     withheld = {key: value for key, value in WITHHELD.items() if key in section}
-    found = {**withheld, **now, **kept}
+    found = {**withheld, **now, **before, **kept}
     found.pop("defaults", None)  # Hydra would obey it
     # Between versions classes of ours move, their names stay: the saved module may be gone.
     if str(section.get("_target_")).startswith("drafttrain."):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -36,6 +36,7 @@ from drafttrain.drafters.base import (
     spec_bench,
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
+from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
@@ -46,6 +47,7 @@ class EagleConfig(DepthLossConfig, LayerConfig):
     """Shape and loss of EAGLE-1; its width is the target's, because it uses the target's head.
 
     token_weight: the weight of all `losses` together, as feature_weight is of the regression.
+    scale_embeddings: whether embeddings are made as large as features before they are joined.
     reads: which of its two inputs it reads; the other one is zero (the paper's ablation).
     unroll: the alignment steps of HASS; 1 trains on the target's features alone.
     """
@@ -54,6 +56,7 @@ class EagleConfig(DepthLossConfig, LayerConfig):
     feature_weight: float
     token_weight: float
     feature_noise: float
+    scale_embeddings: bool
     reads: list[str]
     unroll: int
 
@@ -127,14 +130,20 @@ class Eagle(LayerDrafter):
         width = spec.hidden_size
         self.unroll = config.unroll
         self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
+        self.scale = EmbeddingScale(config.scale_embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(self.shape)])
         self.embed_tokens = self.own_embedding()
 
+    def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
+        """Choose the factor of embeddings; a fresh table of its own is as large as features."""
+        if self.embed_tokens is None:
+            self.scale.prepare(readout)
+
     def _pairs(
         self, readout: Readout, tokens: Tensor, features: Tensor
     ) -> Float[Tensor, "batch seq hidden"]:
-        embedded = self.embed(readout, tokens)
+        embedded = self.scale(self.embed(readout, tokens))
         both = dict(zip(INPUTS, (embedded, features.to(embedded.dtype)), strict=True))
         read = [
             each if name in self.config.reads else torch.zeros_like(each)
@@ -251,11 +260,12 @@ class Eagle(LayerDrafter):
             **self.serving_keys(),
         }
         tensors = dict(self.state_dict())
+        tensors.pop("scale.factor", None)
         for name, columns in zip(INPUTS, (slice(width), slice(width, None)), strict=True):
             if name not in self.config.reads:  # an engine reads both
                 tensors["fc.weight"] = tensors["fc.weight"].clone()
                 tensors["fc.weight"][:, columns] = 0
-        if self.embed_tokens is None:
-            tensors = rescaled(tensors, self.spec.embedding_scale)
+        of_target = self.spec.embedding_scale if self.embed_tokens is None else 1.0
+        tensors = rescaled(tensors, self.scale.value() * of_target)
         tensors.setdefault("fc.bias", torch.zeros(width, dtype=dtype_of(self)))
         return config, tensors

@@ -19,6 +19,7 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, TargetSpec
 from drafttrain.drafters.base import About, quoted, rows_at, spec_bench
 from drafttrain.drafters.medusa import ResidualBlocks
+from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.layer import CachedState, LayerShape
 from drafttrain.drafters.shared.parallel import BlockLayer
@@ -36,6 +37,7 @@ class HydraHeadsConfig(SequentialConfig):
     num_heads: int
     num_layers: int
     prefix_attention: bool
+    scale_embeddings: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,6 +128,7 @@ class HydraHeads(SequentialHeads):
         super().__init__(config, spec, config.num_heads)
         width, heads = spec.hidden_size, range(config.num_heads)
         self.max_depth = config.num_heads
+        self.scale = EmbeddingScale(config.scale_embeddings)
         self.mlps = nn.ModuleList(HydraMLP(width, k + 1, config.num_layers) for k in heads)
         self.lm_heads = own_heads(width, spec.vocab_size, config.num_heads)
         self.prefix: PrefixLayer | None = None
@@ -134,7 +137,8 @@ class HydraHeads(SequentialHeads):
             self.prefix = PrefixLayer(self.shape)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Copy the target's head to every head, as Medusa's heads begin."""
+        """Copy the target's head to every head, as Medusa's begin; choose embeddings' factor."""
+        self.scale.prepare(readout)
         with torch.no_grad():
             for head in self.lm_heads:
                 head.get_parameter("weight").copy_(readout.head)
@@ -164,7 +168,8 @@ class HydraHeads(SequentialHeads):
         return found
 
     def follow(self, depth: int, states: Tensor, tokens: Tensor, readout: Readout) -> Tensor:
-        return torch.cat([states, readout.embed(tokens).to(states.dtype)], dim=-1)
+        embedded = self.scale(readout.embed(tokens).to(states.dtype))
+        return torch.cat([states, embedded], dim=-1)
 
     def leave(self, depth: int, states: Tensor) -> Tensor:
         hidden: Tensor = self.mlps[depth](states)

@@ -11,6 +11,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import About
 from drafttrain.drafters.medusa import ResidualBlocks
+from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
 
@@ -22,6 +23,7 @@ class ReDrafterConfig(SequentialConfig):
     unroll: int
     num_layers: int
     exit_size: int | None
+    scale_embeddings: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +51,7 @@ class ReDrafter(SequentialHeads):
         super().__init__(config, spec, config.unroll)
         width = spec.hidden_size
         inner = config.exit_size or 2 * width
+        self.scale = EmbeddingScale(config.scale_embeddings)
         self.rnn_w = nn.Linear(width, width, bias=False)
         self.rnn_u = nn.Linear(width, width)
         self.input_proj = None if config.exit_size is None else nn.Linear(2 * width, inner)
@@ -56,7 +59,11 @@ class ReDrafter(SequentialHeads):
         self.lm_heads = own_heads(inner, spec.vocab_size, 1)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Copy the target's head to the hidden state's columns, as Medusa's heads begin."""
+        """Copy the target's head to the hidden state's columns, as Medusa's heads begin.
+
+        Without a projection before the blocks; and choose the factor of embeddings.
+        """
+        self.scale.prepare(readout)
         if self.input_proj is None:
             with torch.no_grad():
                 columns = self.lm_heads[0].get_parameter("weight")[:, : self.spec.hidden_size]
@@ -67,7 +74,7 @@ class ReDrafter(SequentialHeads):
 
     def follow(self, depth: int, states: Tensor, tokens: Tensor, readout: Readout) -> Tensor:
         hidden, state = states.chunk(2, dim=-1)
-        embedded = readout.embed(tokens).to(states.dtype)
+        embedded = self.scale(readout.embed(tokens).to(states.dtype))
         state = functional.silu(self.rnn_w(embedded) + self.rnn_u(state))
         return torch.cat([hidden, state], dim=-1)
 

@@ -42,7 +42,7 @@ def test_an_input_that_is_not_read_changes_nothing(read: str, target: Target) ->
 @torch.no_grad()
 def test_an_engine_that_reads_both_inputs_computes_the_same(read: str, target: Target) -> None:
     drafter = random_drafter("eagle", target, reads=[read]).double()
-    both = random_drafter("eagle", target).double()
+    both = random_drafter("eagle", target, scale_embeddings=False).double()
     _, tensors = drafter.to_serving()
     both.load_weights({name: t for name, t in tensors.items() if name != "fc.bias"})
     batch = as_batch([1, 20, 33, 41, 20, 52])

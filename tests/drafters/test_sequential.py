@@ -132,7 +132,8 @@ def made(case: str, target: Target) -> tuple[Any, Callable[..., Tensor]]:
 
     def logits(hidden: Tensor, read: list[int]) -> Tensor:
         weights = dict(drafter.state_dict())
-        return reference(drafter, weights, hidden, target.readout.embedding, read)
+        table = target.readout.embedding * weights.get("scale.factor", 1.0)
+        return reference(drafter, weights, hidden, table, read)
 
     return drafter, logits
 

@@ -107,6 +107,8 @@ def test_products_are_written_in_eight_bits_and_read_back_as_measured(
     assert done.rounding.exact
     rounded = done.rounding.written.state_dict()
     for name, weight in drafter.state_dict().items():
+        if name == "scale.factor":  # of EAGLE's embeddings: in fc
+            continue
         wanted: Tensor = weight
         if name.endswith(PRODUCTS):
             wanted = worth(*quantised(weight))

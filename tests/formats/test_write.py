@@ -170,8 +170,22 @@ def test_an_export_holds_every_tensor_of_its_layout_and_loads_back(
     assert done.rounding.largest_difference == 0
     assert done.rounding.same_choice == 1
     read, original = loaded(tmp_path / "out", drafter).state_dict(), drafter.state_dict()
+    original.pop("scale.factor", None)  # of EAGLE's embeddings: in fc
     assert all(torch.equal(read.pop(name), tensor) for name, tensor in original.items())
     assert not any(tensor.any() for tensor in read.values()), "EAGLE's files hold a bias of zeros"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_a_factor_of_embeddings_is_in_fc_and_rounds_nothing(dtype: str, tmp_path: Path) -> None:
+    """In 8 bits a row's scale serves both halves of fc: there it rounds differently."""
+    drafter: Any = drafter_of("eagle")
+    drafter.scale.factor.fill_(16)
+    done = export(drafter, tmp_path / "out", dtype=dtype)
+    assert done.rounding.exact == (dtype != "fp8")
+    written = done.rounding.written.state_dict()
+    assert "scale.factor" not in written
+    ratio = written["fc.weight"][:, :HIDDEN] / drafter.fc.weight[:, :HIDDEN]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 16), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

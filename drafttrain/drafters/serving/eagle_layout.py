@@ -118,6 +118,7 @@ class EagleLayout(OneLayer):
             raise Unfit(raw.complaints)
         settings["fc_bias"] = "fc.bias" in files.names or bias
         settings["own_embedding"] = "embed_tokens.weight" in files.names
+        settings["scale_embeddings"] = False  # a factor is in fc.weight
         config = replace(base, **settings)
         declared = replace(spec, vocab_size=vocab, hidden_size=hidden)
         tensors = files.tensors()
@@ -169,7 +170,7 @@ def rescaled(tensors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
     """Return the weights with the half of fc that reads embeddings multiplied by `factor`.
 
     Engines' drafters read the target's embedding table without the factor that the target applies
-    (Gemma, Granite): served weights have it in fc.weight.
+    (Gemma, Granite), or the drafter's own: served weights have it in fc.weight.
     """
     fused = tensors.get("fc.weight")
     if factor == 1.0 or fused is None or fused.dim() != 2:
