@@ -120,7 +120,8 @@ SETTINGS: dict[str, Callable[[Small], dict[str, Any]]] = {
     },
     "eagle3": lambda small: {"layers": [0, 1, 2], "draft_vocab_size": len(small.words) - 1},
     "early_exit": lambda small: {"exit_layer": 1},
-    "redrafter": lambda small: {"scale_embeddings": False},  # else as dflash2's scores
+    "hydra_pp": lambda small: {"scale_embeddings": False},  # else as dflash2's scores
+    "redrafter": lambda small: {"scale_embeddings": False},
     "two_model": lambda small: {"path": _draft_model(small, small.words)},
     "two_model/intersection": lambda small: {
         "path": _draft_model(small, _other_words(small)),
