@@ -353,7 +353,7 @@ def test_weights_of_eight_bits_are_served_as_they_are_measured_here(
         sum(each[key] for each in counted) for key in ("num_drafts", "num_accepted_tokens")
     )
     print(other, ours, "theirs:", drafts, accepted)
-    allowed = max(1, 0.02 * drafts)  # of fifty to a hundred
+    allowed = max(2, 0.04 * drafts)  # of fifty to a hundred: a neighbour shifts what comes after
     assert abs(drafts - ours.num_drafts) <= allowed
     assert abs(accepted - ours.num_accepted_tokens) <= allowed
 
