@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     ),
     "qwen3": ("qwen3", "eagle3", 50, {"draft_vocab_size": 128}),
-    "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96}),
+    "qwen3_eagle": ("qwen3", "eagle", 60, {"intermediate_size": 96, "scale_embeddings": False}),
     "small_lm": ("embedded", "small_lm", 60, {}),
     "lora": ("qwen3", "small_lm", 40, {"layers": [0, 3, 6], "lora_rank": 4}),
     "qwen3_block": ("qwen3", "dflash", 25, {"block_size": DEPTH + 1, "num_layers": 3}),
@@ -353,7 +353,7 @@ def test_weights_of_eight_bits_are_served_as_they_are_measured_here(
         sum(each[key] for each in counted) for key in ("num_drafts", "num_accepted_tokens")
     )
     print(other, ours, "theirs:", drafts, accepted)
-    allowed = max(2, 0.04 * drafts)  # of fifty to a hundred: a neighbour shifts what comes after
+    allowed = max(1, 0.02 * drafts)  # of fifty to a hundred
     assert abs(drafts - ours.num_drafts) <= allowed
     assert abs(accepted - ours.num_accepted_tokens) <= allowed
 
