@@ -59,10 +59,7 @@ class ReDrafter(SequentialHeads):
         self.lm_heads = own_heads(inner, spec.vocab_size, 1)
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
-        """Copy the target's head to the hidden state's columns, as Medusa's heads begin.
-
-        Without a projection before the blocks; and choose the factor of embeddings.
-        """
+        """Choose embeddings' factor; copy the target's head to the hidden state's columns."""
         self.scale.prepare(readout)
         if self.input_proj is None:
             with torch.no_grad():

@@ -60,7 +60,7 @@ def read_back(
         )
     loaded = probe(fresh)
     exact = loaded.shape == rounded.shape and torch.equal(loaded, rounded)
-    rescaled = _rescaled(drafter) and loaded.shape == rounded.shape
+    rescaled = not exact and loaded.shape == rounded.shape and _rescaled(drafter)
     slack = 4 * precision.eps * moved(rounded, torch.zeros_like(rounded))
     if not exact and not (rescaled and moved(loaded, rounded) <= slack):
         raise ValueError(
