@@ -98,7 +98,7 @@ def test_eagles_files_hold_it_in_fc(target: Target) -> None:
 
 def test_a_table_of_its_own_is_not_scaled(target: Target) -> None:
     drafter: Any = build("eagle", target.spec, own_embedding=True)
-    drafter.prepare(torch.ones(target.spec.vocab_size), target.readout)
+    drafter.prepare(torch.ones(target.spec.vocab_size, dtype=torch.long), target.readout)
     assert drafter.scale.value() == 1.0
 
 
