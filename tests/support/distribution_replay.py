@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from distribution_support import Case, Distribution, Small, target_distribution
+from shape_checker import unchecked
 from torch import Tensor
 
 from drafttrain.core.chance import Draw
@@ -21,6 +22,7 @@ from drafttrain.decode.loop import Cycle
 from drafttrain.drafters.base import Drafter
 
 EXACT = 1e-12  # what rounding may do
+CHECKED = 16  # shapes are checked in the first of so many decodings, and so on
 Key = tuple[int, int, int]  # (row of the case, start, draw): whatever chance is asked for
 Walk = dict[Key, tuple[float, float]]  # the interval in which each key's uniform lies
 
@@ -147,7 +149,7 @@ def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Rep
     distribution: Distribution = {}
     seen = Seen(case, small.target.spec.eos_token_ids)
     pending: list[Walk] = [{}]
-    num_walks = num_repeated = 0
+    num_walks = num_repeated = num_decodings = 0
     while pending:
         chance = Replay(pending[-width:], group)
         del pending[-width:]
@@ -159,19 +161,21 @@ def replay(small: Small, drafter: Drafter | None, case: Case, width: int) -> Rep
             "rows": range(len(prompts)),
             "stop_strings": case.stop_strings,
         }
-        if drafter is None:
-            decoded = autoregressive_decode_batch(small.target, prompts, **settings)
-        else:
-            decoded = loop.speculative_decode_batch(
-                small.target,
-                drafter,
-                prompts,
-                policy=case.policy or case.depth,
-                draft_sampling=case.draft_sampling,
-                rule=case.rule,
-                record=seen,
-                **settings,
-            )
+        with unchecked(num_decodings % CHECKED > 0):
+            if drafter is None:
+                decoded = autoregressive_decode_batch(small.target, prompts, **settings)
+            else:
+                decoded = loop.speculative_decode_batch(
+                    small.target,
+                    drafter,
+                    prompts,
+                    policy=case.policy or case.depth,
+                    draft_sampling=case.draft_sampling,
+                    rule=case.rule,
+                    record=seen,
+                    **settings,
+                )
+        num_decodings += 1
         outputs = [row.tokens for row in decoded]
         for index, walk in enumerate(chance.walks):
             said = tuple(outputs[index * group : (index + 1) * group])
