@@ -93,7 +93,6 @@ class SpreadTarget(Target):
 
     def __init__(self, model: Any, tokenizer: Any, spec: TargetSpec) -> None:
         super().__init__(model, tokenizer, spec)
-        self.scattered = True
         # Transformers sets no map where there is only one device.
         dealt = getattr(model, "hf_device_map", {"": str(self.device)})
         layers = {id(layer) for layer in self.layers}

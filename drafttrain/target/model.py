@@ -53,9 +53,9 @@ class Target:
         self.eager = model.config._attn_implementation == "eager"
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.rooms: Rooms | None = None  # where passes are captured
-        self.scattered = False  # whether the layers' weights are not whole in this process
         self.placed = ""  # where the target is, and why
-        self.where = ""  # which layers are where, if they are in several places
+        # Which layers are where, if their weights are not whole on one device of this process.
+        self.where = ""
         self.config: ModelConfig | None = None  # None where no configuration named the target
         self.changed_by = ""  # the drafter whose changes its weights have, "" if they are as loaded
 
@@ -98,16 +98,13 @@ class Target:
 
         Where the layers are not whole in this process, any use of it raises ValueError.
         """
-        return self.model if not self.scattered else Scattered(self.where)
+        return Scattered(self.where) if self.where else self.model
 
     def check_changeable(self) -> None:
         """Raise ValueError unless `change` can reach every weight."""
-        partitioned = bool(self.scattered)
-        quantised = (
-            not partitioned and getattr(self.model.config, "quantization_config", None) is not None
-        )
-        if partitioned or self.where or quantised:
-            why = self.where or ("they are quantised" if quantised else "they are partitioned")
+        quantised = getattr(self.model.config, "quantization_config", None) is not None
+        if self.where or quantised:
+            why = self.where or "they are quantised"
             raise ValueError(
                 f"a drafter that changes the weights of {self.spec.name} needs them whole on one "
                 f"device and not quantised, got: {why}; use hardware.target_placement=device and "

@@ -140,7 +140,6 @@ class ShardedTarget(Target):
     ) -> None:
         super().__init__(model, tokenizer, spec)
         self.ranks = ranks
-        self.scattered = True
         self._engine = engine  # its hooks gather
         self._counting = False
         parts = [p for p in self.decoder.parameters() if hasattr(p, "ds_numel")]
