@@ -10,15 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drafttrain.drafters.serving.known import LAYOUTS
-from drafttrain.runtime.untrusted_input import (
-    MAX_VOCABULARY,
-    TensorEntry,
-    UntrustedError,
-    header_of,
-    read_object,
-    shards_of,
-    shown,
-)
+from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, TensorEntry, read_object, shown
+from drafttrain.target.pretrained.files import only_pickled, shards_in, tensors_in
 
 CONFIG = "config.json"
 # In this order: safetensors, which cannot run code, come before pickle.
@@ -116,11 +109,7 @@ def open_folder(path: Path, allow_pickle: bool) -> Folder:
     config, files = read_object(file, f"{origin}: {CONFIG}"), _weights(path, origin)
     pickled = [file.name for file in files if file.suffix != ".safetensors"]
     if pickled and not allow_pickle:
-        raise ValueError(
-            f"{origin} holds its weights only as pickle ({pickled[0]}), a format that can run "
-            "code; convert them to safetensors, or set drafter.allow_pickle=true to have them read "
-            "with weights_only=True"
-        )
+        raise ValueError(only_pickled(origin, pickled[0], "drafter"))
     return Folder(path, config, {file: _entries(file, origin) for file in files})
 
 
@@ -143,10 +132,7 @@ def _shards(path: Path, name: str, origin: str) -> tuple[Path, ...]:
     index = path / f"{name}.index.json"
     if not index.is_file():
         return (path / name,) if (path / name).is_file() else ()
-    try:
-        listed = shards_of(index, Path(name).suffix, f"{origin}: {index.name}")
-    except UntrustedError as error:
-        raise ValueError(f"{error}; copy or download it again") from None
+    listed = shards_in(index, origin)
     missing = [shard for shard in listed if not (path / shard).is_file()]
     if missing:
         raise ValueError(
@@ -158,11 +144,7 @@ def _shards(path: Path, name: str, origin: str) -> tuple[Path, ...]:
 
 def _entries(file: Path, origin: str) -> dict[str, TensorEntry]:
     if file.suffix == ".safetensors":
-        try:
-            entries = header_of(file, f"{origin}: {file.name}")
-        except UntrustedError as error:
-            raise ValueError(f"{error}; copy or download it again") from None
-        return _known(entries, file, origin)
+        return _known(tensors_in(file, origin), file, origin)
     try:
         loaded = _unpickled(file)
     except Exception as error:  # torch raises pickle's own errors, zipfile's, and its own

@@ -110,10 +110,10 @@ def tensors_in(file: Path, origin: str) -> dict[str, TensorEntry]:
         raise ValueError(f"{error}; copy or download it again") from None
 
 
-def only_pickled(origin: str) -> str:
+def only_pickled(origin: str, file: str = PICKLED, section: str = "model") -> str:
     return (
-        f"{origin} holds its weights only as pickle ({PICKLED}), a format that can run code;"
-        " convert them to safetensors, or set model.allow_pickle=true to have them read with"
+        f"{origin} holds its weights only as pickle ({file}), a format that can run code;"
+        f" convert them to safetensors, or set {section}.allow_pickle=true to have them read with"
         " weights_only=True"
     )
 
@@ -128,10 +128,14 @@ def _listed(folder: Path, name: str, origin: str | None = None) -> list[str]:
     if (folder / name).is_file():
         return [name]
     index = folder / f"{name}.index.json"
-    if not index.is_file():
-        return []
+    return shards_in(index, origin) if index.is_file() else []
+
+
+def shards_in(index: Path, origin: str | None = None) -> list[str]:
+    """Return the files that an index of weights names; ValueError if it is damaged."""
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
     try:
-        return shards_of(index, Path(name).suffix, origin and f"{origin}: {index.name}")
+        return shards_of(index, suffix, origin and f"{origin}: {index.name}")
     except UntrustedError as error:
         raise ValueError(f"{error}; copy or download it again") from None
 
