@@ -37,11 +37,9 @@ class ExportSettings:
     def __post_init__(self) -> None:
         depth, formats = self.num_speculative_tokens, f"be one of {', '.join(FORMATS)}"
         require(self.format in FORMATS, "export.format", formats, repr(self.format))
-        if self.converter is not None and self.format != GGUF_FORMAT:
-            raise ValueError(
-                f"export.converter must come with export.format={GGUF_FORMAT}, got {self.format}: "
-                "give export=gguf"
-            )
+        own = self.converter is None or self.format == GGUF_FORMAT
+        need = f"come with export.format={GGUF_FORMAT}"
+        require(own, "export.converter", need, self.format, ": give export=gguf")
         dtypes, known = f"be one of {', '.join(DTYPES)}", self.dtype in DTYPES
         require(known, "export.dtype", dtypes, repr(self.dtype))
         size = "be a number with KB, MB, GB or TB, such as 5GB"
@@ -57,11 +55,9 @@ class ExportSettings:
         named = self.push is None or REPO.fullmatch(self.push) is not None
         example = "; for example export.push=ada/Llama-3.1-8B-drafter"
         require(named, "export.push", "be user/repo", repr(self.push), example)
-        if self.dry_run and self.push is None:
-            raise ValueError(
-                "export.dry_run=true must come with export.push=user/repo, got no repo: "
-                "it shows what a push would upload"
-            )
+        named = not self.dry_run or self.push is not None
+        need, why = "come with export.push=user/repo", ": it shows what a push would upload"
+        require(named, "export.dry_run=true", need, "no repo", why)
 
     def depth(self, block: int | None, deepest: int | None) -> int:
         """Return how many tokens engines are told to draft: the number given, or what suits best.

@@ -121,7 +121,7 @@ def export_drafter(
     if drafter.changes_target:
         notes.append(sentence(tuned_statement(name)))
     count = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-    inside = of_target = None
+    of_target = None
     if layout is not None and (layout.within_target or config.converter is not None):
         of_target = target_folder() if target_folder is not None else None
         if of_target is None:
@@ -132,22 +132,20 @@ def export_drafter(
                 f"model must be a directory or a repository for a {name} drafter, {why}; {target} "
                 "has no files"
             )
-    if layout is not None and layout.within_target:
-        assert of_target is not None
-        inside = of_target
+    inside = of_target if layout is not None and layout.within_target else None
+    if layout is not None and inside is not None:
         settings = config_within(layout, native, inside, spec.fingerprint)
     else:
         settings = {**settings, **precision.config}
-    if spec.fingerprint and inside is None:
-        # Engines ignore it; when the export is loaded here again, it reveals a changed target.
-        settings["target_fingerprint"] = spec.fingerprint
+        if spec.fingerprint:
+            # Engines ignore it; when the export is loaded here again, it reveals a changed target.
+            settings["target_fingerprint"] = spec.fingerprint
     with all_or_nothing(folder, config.overwrite) as draft:
         (draft / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        if inside is None:
-            write_weights(draft, precision.stored(tensors), config.max_shard_size)
-        else:
-            assert layout is not None
+        if layout is not None and inside is not None:
             add_to_target(draft, inside, precision.stored(tensors), layout.held)
+        else:
+            write_weights(draft, precision.stored(tensors), config.max_shard_size)
         rounding = read_back(draft, drafter, precision, derived or layout)
         if measure is not None:
             notes.append(measure(precision.as_engines_compute(rounding.written), depth))

@@ -11,6 +11,8 @@ from drafttrain.drafters.serving.engines import CONVERTER, GGUF, LLAMA_CPP, conv
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.runtime.environment import environment_without_secrets
 
+BY_HAND = "leave export.converter out, and run the printed command in the converter's environment"
+
 
 def check_converter(converter: str | None) -> None:
     """Raise ValueError unless it is a checkout of llama.cpp, or None."""
@@ -56,9 +58,5 @@ def _advice(said: str) -> str:
             f"needed ({LLAMA_CPP} was tried)"
         )
     if said.startswith("ModuleNotFoundError"):
-        return f"install that module beside drafttrain, or {_by_hand()}"
-    return _by_hand()
-
-
-def _by_hand() -> str:
-    return "leave export.converter out, and run the printed command in the converter's environment"
+        return f"install that module beside drafttrain, or {BY_HAND}"
+    return BY_HAND

@@ -98,10 +98,13 @@ def serving(
     another kind.
     """
     if config.format == GGUF_FORMAT:
-        printed, published = (
-            {"llama.cpp": _with_llama_cpp(layout, name, model, dtype, depth, config)}
-            for name, model in ((target, place), (TARGET, DRAFTER))
-        )
+
+        def converted(target: str, model: str) -> dict[str, str]:
+            words = convert_command(layout, "LLAMA_CPP", target, model, dtype)
+            first = "" if config.converter is not None else f"{shlex.join(words)} && "
+            return {"llama.cpp": first + llama_cpp_command(layout, model, depth)}
+
+        printed, published = converted(target, place), converted(TARGET, DRAFTER)
         alone = "TARGET.gguf is the target, by the same converter; LLAMA_CPP a checkout."
         return EngineCommands(printed, published, (*layout.notes(native, spec, True), alone))
     refused = cannot_serve(layout, native, own_embedding, spec)
@@ -146,22 +149,6 @@ def _sharing(layout: ServedLayout, native: Config, own_embedding: bool) -> list[
     if own_head:
         return ["It reads the target's embedding; its head is its own."]
     return ["It reads the target's embedding and head."]
-
-
-def _with_llama_cpp(
-    layout: ServedLayout,
-    target: str,
-    model: str,
-    dtype: torch.dtype,
-    depth: int,
-    config: ExportSettings,
-) -> str:
-    """Return the command line of llama.cpp; that of its converter first, if it was not called."""
-    command = llama_cpp_command(layout, model, depth)
-    if config.converter is not None:
-        return command
-    words = convert_command(layout, "LLAMA_CPP", target, model, dtype)
-    return f"{shlex.join(words)} && {command}"
 
 
 def _check_path(key: str, path: str, layout: ServedLayout) -> None:
