@@ -19,12 +19,10 @@ class MuonAndAdamW:
         self.state = adamw.state = muon.state
 
     def step(self) -> None:
-        """Update all parameters that have a gradient."""
         for optimizer in self._both:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Clear all gradients."""
         for optimizer in self._both:
             optimizer.zero_grad()
 
@@ -53,7 +51,7 @@ def build_optimizer(
         by_muon = [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
     taken = set(by_muon)
     adamw = torch.optim.AdamW(
-        by_part(parameter_groups([p for p in trainable if p not in taken], weight_decay), parts),
+        parameter_groups([p for p in trainable if p not in taken], weight_decay, parts),
         lr=0.0,
         betas=betas,
         eps=eps,
@@ -62,9 +60,8 @@ def build_optimizer(
     if not by_muon:
         return adamw
     muon = torch.optim.Muon(
-        by_part([{"params": by_muon}], parts),
+        parameter_groups(by_muon, weight_decay, parts),
         lr=0.0,
-        weight_decay=weight_decay,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
@@ -72,25 +69,19 @@ def build_optimizer(
 
 
 def parameter_groups(
-    parameters: Sequence[nn.Parameter], weight_decay: float
+    parameters: Sequence[nn.Parameter],
+    weight_decay: float,
+    parts: Mapping[nn.Parameter, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not."""
+    """Return torch's parameter groups: matrices decay, vectors (biases, norm scales) do not.
+
+    Matrices come first, and each group is of one part.
+    """
+    found: dict[tuple[bool, str], list[nn.Parameter]] = {}
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    for parameter in sorted(trainable, key=lambda p: p.ndim < 2):
+        found.setdefault((parameter.ndim >= 2, parts.get(parameter, "")), []).append(parameter)
+    return [
+        {"params": own, "weight_decay": weight_decay if decays else 0.0, "part": part}
+        for (decays, part), own in found.items()
     ]
-    return [group for group in groups if group["params"]]
-
-
-def by_part(
-    groups: Sequence[dict[str, Any]], parts: Mapping[nn.Parameter, str]
-) -> list[dict[str, Any]]:
-    """Return torch's parameter groups, divided so that each is of one part."""
-    divided = []
-    for group in groups:
-        names = [parts.get(parameter, "") for parameter in group["params"]]
-        for name in dict.fromkeys(names):
-            own = [p for p, part in zip(group["params"], names, strict=True) if part == name]
-            divided.append(group | {"params": own, "part": name})
-    return divided
