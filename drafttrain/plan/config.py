@@ -28,20 +28,17 @@ class PlanSettings(Settings):
 
     def __post_init__(self) -> None:
         sizes, accepted, price = self.batch_sizes, self.acceptance_length, self.price_per_hour
-        longest = f"in [1, {self.depth + 1}] for plan.depth={self.depth}"
-        ranges = {
-            **{
-                key: ("at least 1", getattr(self, key) is None or getattr(self, key) >= 1)
-                for key in ("length", "tokens", "depth", "context", "serving_gpus")
-            },
-            "loss_share": ("in (0, 1]", 0 < self.loss_share <= 1),
-            "acceptance_rate": ("in [0, 1]", 0 <= self.acceptance_rate <= 1),
-            "acceptance_length": (longest, accepted is None or 1 <= accepted <= self.depth + 1),
-            "batch_sizes": ("numbers of at least 1", bool(sizes) and min(sizes) >= 1),
-            "price_per_hour": ("at least 0", price is None or price >= 0),
-        }
-        for key, (allowed, holds) in ranges.items():
-            self.require(key, holds, f"be {allowed}")
+        for key in ("length", "tokens", "depth", "context", "serving_gpus"):
+            value = getattr(self, key)
+            self.require(key, value is None or value >= 1, "be at least 1")
+        self.require("loss_share", 0 < self.loss_share <= 1, "be in (0, 1]")
+        self.require("acceptance_rate", 0 <= self.acceptance_rate <= 1, "be in [0, 1]")
+        possible = accepted is None or 1 <= accepted <= self.depth + 1
+        longest = f"be in [1, {self.depth + 1}] for plan.depth={self.depth}"
+        self.require("acceptance_length", possible, longest)
+        positive = bool(sizes) and min(sizes) >= 1
+        self.require("batch_sizes", positive, "be numbers of at least 1")
+        self.require("price_per_hour", price is None or price >= 0, "be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+
+from drafttrain.plan.accelerator import host_memory
 from drafttrain.plan.job import Job
 from drafttrain.plan.shapes import Shape
 from drafttrain.plan.trace import DrafterCost, Load
+from drafttrain.plan.units import gib
+from drafttrain.training.engine.config import DeepSpeedConfig
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
 LIVE_LAYERS = 2  # of a sharded target: the one in use, and the one that is being gathered
@@ -40,15 +44,13 @@ class Sharding:
     bucket: int  # elements that are reduced at a time
 
     @classmethod
-    def of(cls, name: str, enabled: bool, config: dict[str, Any]) -> "Sharding":
+    def of(cls, section: DeepSpeedConfig) -> "Sharding":
         """Return the sharding that DeepSpeed's own keys describe."""
-        zero = config.get("zero_optimization", {})
-        optimizer, weights = (
-            (zero.get(key) or {}).get("device", "none") != "none"
-            for key in ("offload_optimizer", "offload_param")
+        stage = section.stage if section.enabled else None
+        bucket = int(section.zero.get("reduce_bucket_size", DEFAULT_BUCKET))
+        return cls(
+            section.name, stage, section.offloads_optimizer, section.offloads_weights, bucket
         )
-        bucket = int(zero.get("reduce_bucket_size", DEFAULT_BUCKET))
-        return cls(name, zero.get("stage", 0) if enabled else None, optimizer, weights, bucket)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,28 @@ def place(job: Job, sharding: Sharding, placement: str) -> Memory:
     if whole.fits or job.load.ranks == 1:
         return whole
     return memory_of(job, sharding, "zero3")
+
+
+def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
+    """Raise ValueError where training needs more memory than there is, even at the lowest estimate.
+
+    A device map may use the disk as well, slowly; auto may choose it for every GPU and the host.
+    """
+    asked = place(job, sharding, placement)
+    if asked.least <= asked.limit or placement == "device_map":
+        return
+    if placement == "auto" and not job.chip.is_cpu:
+        spread = memory_of(job, sharding, "stored").least + job.target_bytes
+        if spread <= max(1, torch.cuda.device_count()) * job.chip.memory + host_memory():
+            return
+    states = sum(asked.parts[name] for name in STATES)
+    raise ValueError(
+        f"hardware must hold the run: it takes at least {gib(asked.least)} where {job.machine} has "
+        f"{gib(asked.limit)} (weights of model={job.target} {gib(asked.parts['target'])}, drafter "
+        f"and optimizer {gib(states)}, activations of hardware.micro_batch={job.load.rows} "
+        f"{gib(asked.parts['working'])}); `python -m drafttrain plan` with the same model, "
+        "drafter, trainer and hardware shows what fits; hardware.check_fit=false tries all the same"
+    )
 
 
 def target_activations(shape: Shape, load: Load) -> float:

@@ -59,7 +59,9 @@ class Host:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the target's cache for one request."""
-        return self.context * self.job.shape.key_value_bytes(self.job.load.width)
+        shape = self.job.shape
+        each = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim
+        return self.context * each * self.job.load.width
 
     def target_pass(self, batch: int, new: int) -> tuple[float, str]:
         """Return the seconds of a pass over `new` tokens of each row, and what it waits for."""

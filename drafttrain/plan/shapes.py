@@ -83,10 +83,6 @@ class Shape(TargetSpec):
         saved = dtype_bytes - QUANTIZED_BYTES[quantization]
         return whole - self.num_layers * self.layer.matrices * saved
 
-    def key_value_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of one token in the cache, over all layers."""
-        return 2 * self.num_layers * self.num_key_value_heads * self.head_dim * dtype_bytes
-
 
 def shape_of(config: ModelConfig) -> Shape:
     """Return the target that `config` names as drafters see it: before it is inflated.

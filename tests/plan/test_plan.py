@@ -408,7 +408,7 @@ def test_what_an_engine_holds_between_steps_is_as_planned(name: str, low: bool) 
         del losses
         held = tracked.now - bytes_of(step.inputs())
     section = load_choice("deepspeed", name)
-    sharding = Sharding.of(section.name, section.enabled, section.config)
+    sharding = Sharding.of(section)
     counted = training_bytes(step.parts, sharding, 1, low)
     kept = ["weights", "masters", "moments"]
     kept += ["gradients", "buckets"] if sharding.stage == 3 else []

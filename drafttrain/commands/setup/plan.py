@@ -17,9 +17,8 @@ from drafttrain.data.conversations import HubConfig, JsonlConfig, SelfgenConfig
 from drafttrain.plan.accelerator import Accelerator, accelerator, matching, processor
 from drafttrain.plan.advice import Plan, build_plan
 from drafttrain.plan.config import PlanSettings
-from drafttrain.plan.fit import refuse_unless_fitting
 from drafttrain.plan.job import Job
-from drafttrain.plan.memory import Sharding, place
+from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
 from drafttrain.plan.shapes import inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
@@ -30,7 +29,6 @@ from drafttrain.runtime.run_folder import PROVENANCE
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
 from drafttrain.target.store.config import StoredFeaturesConfig
-from drafttrain.training.engine.config import DeepSpeedConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
 FASTEST = 1e12  # tokens per second: no machine reaches it, so a file that has more is wrong
@@ -46,8 +44,8 @@ def plan_of(config: PlanConfig) -> tuple[Plan, str]:
         chip = replace(chip, efficiency=measured_efficiency(Path(settings.measured), chip))
         source = f"measured in {settings.measured}"
     job = job_of(config, settings, chip)
-    shardings = [_sharding(load_choice("deepspeed", name)) for name in choices("deepspeed")]
-    own = _sharding(config.deepspeed)
+    shardings = [Sharding.of(load_choice("deepspeed", name)) for name in choices("deepspeed")]
+    own = Sharding.of(config.deepspeed)
     if own not in shardings:
         shardings.append(own)
     order = sorted(shardings, key=lambda way: (way.stage is not None, way.stage or 0, way.offload))
@@ -62,7 +60,7 @@ def foresee(config: TrainConfig) -> list[str]:
         job = job_of(config, settings, chip)
     except UnknownCostError as error:  # no reason to refuse
         return [f"plan: none, {error}"]
-    own, placement = _sharding(config.deepspeed), hardware.target_placement
+    own, placement = Sharding.of(config.deepspeed), hardware.target_placement
     features = config.features
     stored = isinstance(features, StoredFeaturesConfig)
     if isinstance(features, StoredFeaturesConfig) and not features.validate:
@@ -219,11 +217,7 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
             f"{folder}, which ran on {shown(', '.join(machine.gpus) or machine.cpu)}"
         )
     job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
-    found = place(job, _sharding(config.deepspeed), config.hardware.target_placement)
+    found = place(job, Sharding.of(config.deepspeed), config.hardware.target_placement)
     stored = isinstance(config.features, StoredFeaturesConfig)
     ideal = cost(job, found, stored).speed.tokens_per_s
     return float(median(speeds[SETTLING:] or speeds)) / ideal
-
-
-def _sharding(section: DeepSpeedConfig) -> Sharding:
-    return Sharding.of(section.name, section.enabled, section.config)

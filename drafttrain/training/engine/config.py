@@ -47,7 +47,7 @@ class DeepSpeedConfig:
             )
         place = "deepspeed.config.zero_optimization"
         for key in ("", "offload_optimizer", "offload_param"):
-            part = self._zero.get(key) if key else self.config.get("zero_optimization")
+            part = self.zero.get(key) if key else self.config.get("zero_optimization")
             if part is not None and not isinstance(part, dict):
                 where = f"{place}.{key}".rstrip(".")
                 raise ValueError(f"{where} must be keys with values, got {part}")
@@ -71,28 +71,34 @@ class DeepSpeedConfig:
                     f"{place}.{key} needs stage {lowest} or above, got {self.stage}; "
                     f"use deepspeed={use}"
                 )
-        if self._zero.get("zenflow") is not None:
+        if self.zero.get("zenflow") is not None:
             raise ValueError(
-                f"{place}.zenflow must not be set, got {self._zero['zenflow']}: it updates weights "
+                f"{place}.zenflow must not be set, got {self.zero['zenflow']}: it updates weights "
                 "late, and no checkpoint would be exact; use deepspeed=zero2_offload"
             )
 
     @property
-    def _zero(self) -> dict[str, Any]:
+    def zero(self) -> dict[str, Any]:
+        """DeepSpeed's own settings of ZeRO."""
         return self.config.get("zero_optimization") or {}
 
     def _offload(self, key: str) -> str:
-        return str((self._zero.get(key) or {}).get("device") or "none")
+        return str((self.zero.get(key) or {}).get("device") or "none")
 
     @property
     def stage(self) -> int:
         """ZeRO's stage, which shards over ranks: 1 moments, 2 gradients too, 3 weights too."""
-        return self._zero.get("stage", 0)
+        return self.zero.get("stage", 0)
 
     @property
     def offloads_optimizer(self) -> bool:
         """Whether moments and masters are in the host's memory, and updated there."""
         return self._offload("offload_optimizer") == "cpu"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether the shards of the weights are in the host's memory."""
+        return self._offload("offload_param") == "cpu"
 
     def check_low_weights(self) -> None:
         """Raise ValueError if weights cannot be in bfloat16 with masters in float32."""
