@@ -145,12 +145,12 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     keep, skip = trainer.keep_checkpoints, config.run.skip_damaged
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep, skip)
     latest = checkpoints.to_resume(engine)
+    resume_step = None if latest is None else load_state(latest).step
     for line in checkpoints.skipped:
         say(f"skipped because of run.skip_damaged=true: {line}")
-    if latest is not None:
-        step = load_state(latest).step
+    if resume_step is not None:
         done = f": at or past trainer.max_steps={trainer.max_steps}, nothing is left to train"
-        say(f"resuming from {latest}{done if step >= trainer.max_steps else ''}")
+        say(f"resuming from {latest}{done if resume_step >= trainer.max_steps else ''}")
     elif config.run.resume:  # batch scripts always ask for it, and a mistyped name looks the same
         say(f"nothing to resume in {folder}: training begins at step 0")
     if engine.is_main:
@@ -169,7 +169,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         config.tracker,
         folder,
         config=asdict(config),
-        resume_step=None if latest is None else load_state(latest).step,
+        resume_step=resume_step,
         is_main=engine.is_main,
     )
     read_ahead = partial(store.read, captures=drafter.captures) if store else None

@@ -33,7 +33,7 @@ REPEATED = "conversations repeat another, token for token: equal ones are held o
 
 
 def encode(
-    conversations: Conversations, tokenizer: Any, config: DataConfig, show: bool = False
+    conversations: Conversations, tokenizer: Any, config: DataConfig
 ) -> tuple[list[Sample], SkipReport]:
     """Return tokens and loss mask of each conversation, and what was skipped.
 
@@ -53,7 +53,7 @@ def encode(
     longest = config.max_length * max(map(len, tokenizer.get_vocab()))  # characters, at the most
     report = SkipReport(len(conversations))
     samples: list[Sample] = []
-    shown = show and len(conversations) >= SHOW_FROM
+    shown = len(conversations) >= SHOW_FROM
     with progress("tokenising", len(conversations), show=shown) as tick:
         for first in range(0, len(conversations), CHUNK):
             chunk = conversations[first : first + CHUNK]

@@ -59,8 +59,7 @@ class Generated(Decoded):
     @property
     def acceptance_length(self) -> float | None:
         """Tokens per target pass that verified a draft, bonus counted; None without a draft."""
-        told = self.stats.trimmed
-        return told.acceptance_length
+        return self.stats.trimmed.acceptance_length
 
 
 def load_target(
@@ -142,7 +141,8 @@ def stream(
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     check_alone(config.eval)
     tokens = prompt_tokens(_messages(prompt), target.tokenizer, config.data.text_format)
-    return stream_of(target, drafter, tokens, config.eval, _depth_of(config), seed)
+    _check_depth(config.eval)
+    return stream_of(target, drafter, tokens, config.eval, seed)
 
 
 def generate(
@@ -178,12 +178,11 @@ def stream_of(
     drafter: Drafter | None,
     tokens: Sequence[int],
     how: EvalConfig,
-    depth: int,
     seed: int,
     most: int | None = None,
 ) -> Stream:
     """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens."""
-    most, policy = most or how.max_new_tokens, how.policy_at(depth)
+    most, policy = most or how.max_new_tokens, how.policy_at(int(how.depth))
     told: dict[str, Any] = {
         "sampling": how.sampling,
         "max_new_tokens": most,
@@ -223,7 +222,7 @@ def evaluate(
     _check_pair(target, drafter)
     config = _composed(f"drafter={LOOKUP}", **_decoding(seed, settings))
     device, dtype = str(target.device), dtype_name(target.dtype)
-    _depth_of(config)
+    _check_depth(config.eval)
     config = replace(
         config,
         model=_config_of(target),
@@ -255,9 +254,8 @@ def _composed(*chosen: str, **settings: object) -> EvaluateConfig:
     return typed(compose("evaluate", [*chosen, *told]), EvaluateConfig)
 
 
-def _depth_of(config: EvaluateConfig) -> int:
-    """Return the depth; what `tune` chose is known to commands, which know the run's folder."""
-    how = config.eval
+def _check_depth(how: EvalConfig) -> None:
+    """Refuse what `tune` chose for a run, whose folder is known to commands alone."""
     made = how.policy in FROM_TUNE
     if made or how.depth == AUTO:
         wanted = f"policy={how.policy}" if made else f"depth={how.depth}"
@@ -265,7 +263,6 @@ def _depth_of(config: EvaluateConfig) -> int:
             f"{wanted} takes what `tune` chose for a run, and is for `evaluate`; give "
             "depth=NUMBER, or policy='static_tree' and tree=NODES (tuned.json holds them)"
         )
-    return int(how.depth)
 
 
 def _keys(section: str, settings: Mapping[str, object]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,13 @@ class Talk:
                 f"the {place}; shorten it, or begin anew"
             )
         how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
-        return stream_of(target, drafter, tokens, how, int(how.depth), self.config.run.seed, most)
+        return stream_of(target, drafter, tokens, how, self.config.run.seed, most)
 
     def plain_tokens_per_second(self, tokens: Sequence[int]) -> float | None:
         """Return the speed of the target alone after a prompt, from a few steps, warmed up."""
         how, seed = self.config.eval, self.config.run.seed
         most = min(PLAIN_STEPS + 1, self.loaded.target.spec.max_positions - len(tokens))
-        told = self.loaded.target, None, tokens, how, 1, seed, most
+        told = self.loaded.target, None, tokens, how, seed, most
         return [stream_of(*told).rest().tokens_per_second for _ in range(2)][-1]
 
     @property
@@ -116,15 +116,12 @@ def _ready(config: ChatConfig) -> Talk:
     size = count_parameters(given.drafter)
     dtype = choose_draft_dtype(config.hardware, device, loaded.choice.dtype, size)
     drafter = given.drafter.to(device, dtype)
-    settings = {field: getattr(config, field) for field in ChatConfig.__dataclass_fields__}
-    talk = Talk(loaded, ChatConfig(**(settings | {"eval": how})))
+    talk = Talk(loaded, replace(config, eval=how))
     talk.policy.check(drafter, how.draft_sampling)
     name = Path(folder).name if given.checkpoint else drafter.config.name
-    rule = (
-        ""
-        if is_lossless(how.acceptance_rule, how.sampling)
-        else (f", by {describe_rule(how.sampling, how.acceptance_rule)}")
-    )
+    rule = ""
+    if not is_lossless(how.acceptance_rule, how.sampling):
+        rule = f", by {describe_rule(how.sampling, how.acceptance_rule)}"
     console.print(
         f"{target.spec.name} answers with {name}, {talk.policy.describe()}{rule}, "
         f"{dtype_name(loaded.choice.dtype)}, {loaded.choice.threads} threads on {device}"

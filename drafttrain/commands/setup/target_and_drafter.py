@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def _read_samples(config: DataConfig, model: ModelConfig) -> tuple[list[Sample],
     tokenizer = load_tokenizer(model)  # first: a data set may take long to download
     with working("reading the data"):
         conversations, unread = read(config)
-    samples, unfit = encode(conversations, tokenizer, config, show=True)
+    samples, unfit = encode(conversations, tokenizer, config)
     spec = expected_spec(model)
     samples, beyond = within_positions(samples, spec)
     size, largest = spec.vocab_size, max(int(s.tokens.max()) for s in samples)
@@ -390,12 +390,10 @@ def load_target_to_decode(
     model: ModelConfig, hardware: HardwareConfig, device: torch.device
 ) -> tuple[Target, DecodeChoice]:
     """Return the target in the dtype to decode in, and how that was chosen."""
-    targets: dict[torch.dtype, Target] = {}
 
+    @cache
     def target_in(dtype: torch.dtype) -> Target:
-        if dtype not in targets:
-            targets[dtype] = load_alone(model, hardware, dtype, device)
-        return targets[dtype]
+        return load_alone(model, hardware, dtype, device)
 
     def pass_of(dtype: torch.dtype) -> Callable[[int], None]:
         target = target_in(dtype)
