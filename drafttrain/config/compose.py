@@ -168,8 +168,7 @@ def typed(config: DictConfig, schema: type[Config]) -> Config:
 
     ValueError in one line names section.key, what must hold and what was got.
     """
-    plain = revealed(OmegaConf.to_container(config))
-    return _typed({field.name: plain[field.name] for field in fields(cast(Any, schema))}, schema)
+    return _typed(revealed(OmegaConf.to_container(config)), schema)
 
 
 def _typed(plain: dict[str, dict[str, Any]], schema: type[Config]) -> Config:

@@ -68,7 +68,7 @@ def check_resumed(config: Any) -> list[str]:
     if not (config.run.resume and has_checkpoints(folder)):
         return []
     found = differences(config, load_config(folder))
-    decisive = [one for one in found if is_decisive(one[0])]
+    decisive = [one for one in found if _named(one[0], DECISIVE) and one[0] not in HARMLESS]
     allowed = [one for one in decisive if _named(one[0], config.run.allow_changes)]
     refused = [one for one in decisive if one not in allowed]
     if refused:
@@ -116,11 +116,6 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
             and not (field.name == "trainer" and value == AUTO)  # not chosen yet
         ]
     return found
-
-
-def is_decisive(key: str) -> bool:
-    """Whether the losses depend on a key, or on a whole section."""
-    return _named(key, DECISIVE) and key not in HARMLESS
 
 
 def _named(key: str, names: Iterable[str]) -> bool:

@@ -82,17 +82,12 @@ def _prompt(record: Any, task_by: str) -> Prompt:
     for place, turn in enumerate(turns, 1):
         if not checked_text(turn, f"turn {place}").strip():
             raise Unusable("an empty prompt", f"turn {place}")
-    names = {key: _name(record[key], key) for key in ("id", "task")}
+    name, task = _name(record["id"], "id"), _name(record["task"], "task")
     category = _name(record.get("category") or record["task"], "category")
-    task = category if task_by == "category" else names["task"]
-    if task == "all":
+    group = category if task_by == "category" else task
+    if group == "all":
         raise Unusable(f'{task_by} is "all", as reports call all tasks together')
-    return Prompt(
-        id=names["id"],
-        task=task,
-        category=category,
-        turns=tuple(turns),
-    )
+    return Prompt(name, group, category, tuple(turns))
 
 
 def _name(value: Any, key: str) -> str:

@@ -85,8 +85,7 @@ class Renderer:
                 self.close()
                 raise
             if line.endswith(b"\n"):
-                found: dict[str, str] = json.loads(line)
-                return found
+                return json.loads(line)
             status = self.close()
         if line:
             return {"limit": "too much text"}

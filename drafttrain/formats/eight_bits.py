@@ -4,13 +4,12 @@ As vLLM 0.32 reads them (CompressedTensorsW8A8Fp8): a matrix in float8_e4m3fn, a
 of its rows as NAME_scale; activations are rounded while decoding, each token by its own scale.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain.drafters.serving.layout import Config, Files, Unfit
 from drafttrain.runtime.untrusted_input import shown
@@ -59,15 +58,6 @@ def rounded_by_token(values: Float[Tensor, "*token width"]) -> Float[Tensor, "*t
     scale = scale.clamp(min=LEAST_SCALE)
     rounded = (values.float() * scale.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8)
     return (rounded.float() * scale).to(values.dtype)
-
-
-def round_activations(modules: Mapping[str, nn.Module], weights: Iterable[str]) -> None:
-    """Let the linear modules of these weights round what they read, as engines do."""
-    for name in weights:
-        module = modules[name.removesuffix(".weight")]
-        module.register_forward_pre_hook(
-            lambda module, given: (rounded_by_token(given[0]), *given[1:])
-        )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, silently
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
-from drafttrain.training.loop import ERROR
+from drafttrain.training.loop import ERROR, METRIC
 
 # The loss of a target that training changes, on held-out texts, and what it was before.
 LOSS, LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
@@ -28,7 +28,7 @@ LOSS, LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 class Validation:
     """Decodes the first prompt of held-out conversations greedily; every rank takes its share."""
 
-    metric = "val/acceptance_length"
+    metric = METRIC
 
     def __init__(
         self,

@@ -62,8 +62,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
 
     def own(family: str) -> DrafterConfig:
         if isinstance(given, AdmittedConfig):
-            found: DrafterConfig = load_choice("drafter", family)
-            return found
+            return load_choice("drafter", family)
         if family != name and given.layout is not None and given.layout.within_target:
             raise ValueError(
                 f"run.init_from={folder} must hold {given.layout.title}, and holds none; leave out "

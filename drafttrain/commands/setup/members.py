@@ -62,7 +62,6 @@ def _refuse_joined(name: str, content: dict[str, Any]) -> None:
 
 def _built(name: str, content: dict[str, Any]) -> DrafterConfig:
     try:
-        config: DrafterConfig = build("drafter", content)
+        return build("drafter", content)
     except ValueError as error:
         raise ValueError(f"{KEY}: {shown(name)} must be usable: {error}") from error
-    return config

@@ -78,7 +78,10 @@ class Precision:
 
     def as_engines_compute(self, drafter: Drafter) -> Drafter:
         """Let a drafter round what its weights of 8 bits read, and return it."""
-        modules = dict(drafter.named_modules())
-        names = [name for name, _ in drafter.named_parameters() if self.takes(name)]
-        eight_bits.round_activations(modules, names)
+        for name, _ in drafter.named_parameters():
+            if self.takes(name):
+                module = drafter.get_submodule(name.removesuffix(".weight"))
+                module.register_forward_pre_hook(
+                    lambda _, given: (eight_bits.rounded_by_token(given[0]), *given[1:])
+                )
         return drafter
