@@ -48,8 +48,6 @@ SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The configuration of `train`."""
-
     run: RunConfig
     model: "ModelConfig"
     data: "DataConfig"
@@ -78,15 +76,11 @@ class SavedRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(SavedRunConfig):
-    """The configuration of `evaluate`."""
-
     tracker: "TrackerConfig"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(EvaluateConfig):
-    """The configuration of `tune`."""
-
     tune: "TuneSettings"
 
 
@@ -126,8 +120,6 @@ class CaptureConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RegenerateConfig:
-    """The configuration of `regenerate`."""
-
     regenerate: "RegenerateSettings"
     model: "ModelConfig"
     data: "DataConfig"

@@ -62,11 +62,9 @@ class Dict:
     """`dict` as a template may call it, without its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dictionary."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary of equal values."""
         return dict.fromkeys(*args)
 
 

@@ -79,7 +79,6 @@ class Line:
     each: float
 
     def at(self, tokens: float) -> float:
-        """Return the bytes for a number of tokens."""
         return self.start + self.each * tokens
 
 
@@ -203,11 +202,9 @@ class Outline(Tensor):
 
     @classmethod
     def of(cls, *shape: int, dtype: torch.dtype) -> "Outline":
-        """Return an outline of this shape."""
         return cls(torch.empty(shape, dtype=dtype, device="meta"))
 
     def tolist(self) -> Any:
-        """Return zeros."""
         return torch.zeros(self.shape, dtype=self.dtype).tolist()
 
     @classmethod
@@ -269,7 +266,6 @@ class NoNoise(TrainingChance):
     """Feature noise as an outline: it takes memory, and has no values."""
 
     def uniform_like(self, values: Tensor, document: Tensor) -> Tensor:
-        """Return an outline for uniforms."""
         return torch.empty_like(values)
 
 

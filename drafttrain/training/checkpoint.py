@@ -306,7 +306,6 @@ def _way_round(folder: Path) -> str:
 
 
 def load_state(folder: Path) -> TrainState:
-    """Return the state in a checkpoint."""
     return _read_state(folder).state
 
 

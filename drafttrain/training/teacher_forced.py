@@ -142,5 +142,4 @@ class NoChance(TrainingChance):
     def uniform_like(
         self, values: Float[Tensor, "batch seq hidden"], document: Int[Tensor, "batch seq"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Refuse."""
         raise AssertionError("a drafter that is not training asked for noise")
