@@ -292,10 +292,8 @@ def verify(folder: Path, only: str | None = None) -> None:
             wrong = f"have the {recorded.bytes} bytes that were written, got {size}: it was cut off"
             wrong += " or changed"
         elif (found := sha256_of(path)) != recorded.sha256:
-            wrong = (
-                f"match its recorded checksum {recorded.sha256[:12]}..., got {found[:12]}...: it"
-            )
-            wrong += " is damaged or changed"
+            wrong = f"match its recorded checksum {recorded.sha256[:12]}..., got {found[:12]}...:"
+            wrong += " it is damaged or changed"
         else:
             continue
         raise CheckpointError(f"{path} must {wrong}; {_way_round(folder)}")

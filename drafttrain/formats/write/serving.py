@@ -101,6 +101,7 @@ def serving(
 
         def converted(target: str, model: str) -> dict[str, str]:
             words = convert_command(layout, "LLAMA_CPP", target, model, dtype)
+            # The converter's command comes first, unless it was called already.
             first = "" if config.converter is not None else f"{shlex.join(words)} && "
             return {"llama.cpp": first + llama_cpp_command(layout, model, depth)}
 
