@@ -1,16 +1,16 @@
 """What rounding a drafter's weights costs: both decode the same prompts, by the same chance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from drafttrain.core.chance import SeededChance
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
-from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.rows import at_once
+from drafttrain.decode.verify import LOSSLESS
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.measure import first_turn
+from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
 from drafttrain.report.bootstrap import Resampling
-from drafttrain.report.metrics import Pairs, length_difference, ratio
+from drafttrain.report.metrics import Pairs, by_draft, length_difference, ratio
 from drafttrain.report.results import BeforeAfter, Estimate
 from drafttrain.report.wording import bounds, drawn, number, signed, things
 from drafttrain.runtime.terminal import followed
@@ -31,25 +31,16 @@ def acceptance_change(
     The first turns are decoded, each by both with the chance of its place and the policy of
     `config`; tokens past the end of an output do not count.
     """
-    chance = SeededChance(seed)
-    counted: Mapping[str, Pairs] = {"before": [], "after": []}
+    policy = config.policy_at(config.depth)
+    methods = [DraftMethod("before", before, policy), DraftMethod("after", after, policy)]
+    decode = decoders(target, methods, config, config.sampling, seed)
+    counted: dict[str, Pairs] = {method.name: [] for method in methods}
     for row, prompt in enumerate(followed("acceptance", prompts)):
         tokens = first_turn(prompt, target, template)
-        for drafter, pairs in zip((before, after), counted.values(), strict=True):
-            decoded = speculative_decode(
-                target,
-                drafter,
-                tokens,
-                row=row,
-                policy=config.policy_at(config.depth),
-                sampling=config.sampling,
-                draft_sampling=config.draft_sampling,
-                max_new_tokens=config.max_new_tokens,
-                chance=chance,
-                stop_strings=tuple(config.stop_strings),
-            )
-            pairs.append((decoded.stats.trimmed.yielded, decoded.stats.trimmed.num_drafts))
-    old, new = counted["before"], counted["after"]
+        for name, pairs in counted.items():
+            (decoded,) = at_once(decode[name]([tokens], rows=[row], rule=LOSSLESS))
+            pairs.append(by_draft(decoded.stats.trimmed))
+    old, new = counted.values()
     lengths = [
         Estimate(ratio(sum(tokens for tokens, _ in pairs), sum(of for _, of in pairs)), None)
         for pairs in (old, new)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from drafttrain.core.types import Counters
+from drafttrain.core.types import Counters, Drafted
 from drafttrain.report.bootstrap import Resampling, Statistic, Values, interval, of_sides
 from drafttrain.report.results import (
     NOT_COMPARED,
@@ -114,7 +114,7 @@ class Quantity:
         values = [self.of(run) for run in (*runs, *others)]
         known = [value for value in values if value is not None]
         if len(known) < len(values):
-            return Change(None, None)
+            return NOT_COMPARED
         mine, theirs = known[: len(runs)], known[len(runs) :]
         value = sum(mine) / len(mine) - sum(theirs) / len(theirs)
         return Change(value, self._interval([runs, others], resampling))
@@ -237,19 +237,16 @@ def _differences(
     if theirs is None:
         return Differences(NOT_COMPARED, NOT_COMPARED)
 
-    def difference(
-        mine: Sequence[Measurement | OutsideCounts] | None,
-        theirs: Sequence[Measurement | OutsideCounts] | None,
-    ) -> Change:
-        one, two = (
-            None if rows is None else [pairs(row) for row in rows] for rows in (mine, theirs)
-        )
-        return length_difference(one, two, resampling)
+    def paired(rows: Sequence[Measurement] | Sequence[OutsideCounts] | None) -> Pairs | None:
+        return None if rows is None else [pairs(row) for row in rows]
 
-    return Differences(difference(mine, theirs), difference(outside_of(mine), outside_of(theirs)))
+    return Differences(
+        length_difference(paired(mine), paired(theirs), resampling),
+        length_difference(paired(outside_of(mine)), paired(outside_of(theirs)), resampling),
+    )
 
 
-def by_draft(row: Measurement | OutsideCounts) -> tuple[int, int]:
+def by_draft(row: Drafted) -> tuple[int, int]:
     """Return the tokens that drafts yielded, and the drafts."""
     return row.yielded, row.num_drafts
 
