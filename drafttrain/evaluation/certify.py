@@ -148,9 +148,10 @@ def certify(
         resampling = Resampling(config.resamples, seed)
         checks += text_checks(target, prompts, drafted, plain, audit, resampling)
         if config.batch_size > 1:
-            rows = _decoded(speculate, prompts[: config.batch_size], together=True)
+            batch = [tokens for _, tokens in prompts[: config.batch_size]]
+            rows = at_once(speculate(batch, rows=range(len(batch))))
             alone = not isinstance(method.policy, Adaptive) and not policies
-            checks.append(batch_check(rows, drafted[: config.batch_size], alone))
+            checks.append(batch_check(rows, drafted[: len(batch)], alone))
     return checks
 
 
@@ -355,12 +356,8 @@ def _decoded(
     decode: Decode,
     prompts: Prompts,
     policies: Mapping[str, Policy] | None = None,
-    together: bool = False,
     tick: Ticker = silent,
 ) -> list[Decoded]:
-    texts = [tokens for _, tokens in prompts]
-    if together:
-        return at_once(decode(texts, rows=range(len(texts))))
     found: list[Decoded] = []
     for row, (name, tokens) in enumerate(prompts):
         own = {"policy": policies[name]} if policies and name in policies else {}
