@@ -6,6 +6,7 @@ drafter's passes counted too, so that a chain is chosen where a chain is faster.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -152,12 +153,8 @@ def fastest_trees(
     counts: Mapping[str, RankCounts], seconds: Times, depths: Sequence[int], num_nodes: int
 ) -> dict[int, OptimalTree]:
     """Return, for each depth, the tree of exactly that depth which makes most tokens per second."""
-    every = list(counts.values())
-    total = every[0]
-    for other in every[1:]:
-        total = total.plus(other)
     acceptance = {task: found.acceptance for task, found in counts.items()}
-    acceptance["all"] = total.acceptance
+    acceptance["all"] = reduce(RankCounts.plus, counts.values()).acceptance
 
     def length(tree: StaticTree, task: str) -> float:
         return 1 + sum(accepted_along(acceptance[task], path) for path in tree.paths)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from drafttrain.report.bootstrap import Resampling
@@ -176,10 +177,10 @@ def build_comparison(
     plain_ms = mean_ratio(base.columns(keys), "plain_seconds", "plain_passes", scale=1000.0)
     passes = [times * plain_ms for times in SLOWER] if plain_ms else []
     resampling = Resampling(resamples, seed)
-    pairs = [(method, base) for method in methods if method is not base]
+    others = [method for method in methods if method is not base]
+    pairs = [(method, base) for method in others]
     if all_pairs:
-        others = [method for method in methods if method is not base]
-        pairs += [(later, one) for i, one in enumerate(others) for later in others[i + 1 :]]
+        pairs += [(later, one) for one, later in combinations(others, 2)]
     return Comparison(
         schema_version=SCHEMA_VERSION,
         name=name,
