@@ -317,16 +317,11 @@ def adaptation_table(section: Adaptation) -> Table:
 def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
     """Return the sweep as a table of the report; rules: the verification rule by temperature."""
     of_summary = (LENGTH, PLAIN_SPEED, SPEED, SPEEDUP, PREDICTED)
-    headings = [heading for heading, _ in of_summary]
-    rows: list[list[Cell]] = [
-        [
-            f"{point.temperature:g}",
-            str(point.batch_size),
-            str(point.depth),
-            *(cell_of(point.summary) for _, cell_of in of_summary),
-            point.ngram.speedup if point.ngram else NOTHING,
-        ]
-        for point in points
+    columns: list[Column[Point]] = [
+        ("batch", lambda point: str(point.batch_size)),
+        ("depth", lambda point: str(point.depth)),
+        *((heading, lambda point, of=of: of(point.summary)) for heading, of in of_summary),
+        ("speedup of ngram", lambda point: point.ngram.speedup if point.ngram else NOTHING),
     ]
     notes = []
     for (temperature, size), best in best_depths(points).items():
@@ -335,14 +330,13 @@ def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
         notes.append(f"{at}: depth {best['all'].depth} in all; by task {by_task}.")
     if len(set(rules.values())) > 1:
         notes += [f"Rule at temperature {where:g}: {rule}." for where, rule in rules.items()]
-    return Table(
-        "Depth, temperature and batch",
+    caption = (
         "Rows of a batch are decoded together and leave as they end; tokens per second are of the "
-        "whole batch. Ngram drafts at the report's depth.",
-        ["temperature", "batch", "depth", *headings, "speedup of ngram"],
-        rows,
-        [*notes, *stops_paying(points)],
+        "whole batch. Ngram drafts at the report's depth."
     )
+    lines = [(f"{point.temperature:g}", point) for point in points]
+    notes += stops_paying(points)
+    return table("Depth, temperature and batch", caption, "temperature", columns, lines, notes)
 
 
 def best_depths(points: Sequence[Point]) -> dict[tuple[float, int], dict[str, Point]]:
