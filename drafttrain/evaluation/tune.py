@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
@@ -36,6 +35,7 @@ from drafttrain.evaluation.optimal_tree import (
     predicted_times,
     samples,
 )
+from drafttrain.report.outputs import first_blocks
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
@@ -93,12 +93,16 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     sizes = sorted(settings.batch_sizes)
     point = {**setup.conditions, **config.conditions, "depths": depths}
     trees: TreesBySize = {}
-    kept: Kept | None = None
+    told = point | {"tune": {**vars(settings), "name": "", "overwrite": False}}
+    mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    kept = folder / f"trees.{mark[:8]}.partial.json"  # for a `tune` that is stopped and resumes
     if config.policy == "optimal_tree":
-        kept = Kept(folder, point | {"tune": {**vars(settings), "name": "", "overwrite": False}})
         timed_at = sorted({1, *sizes})  # acceptance is measured at batch size 1
-        trees = kept.of(depths, timed_at) or optimal_trees(setup, settings, depths, timed_at)
-        kept.write(trees)
+        trees = kept_trees(kept, depths, timed_at) or optimal_trees(
+            setup, settings, depths, timed_at
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, json.dumps({"trees": as_data(trees)}) + "\n")
 
     def policies(size: int) -> dict[int, Policy]:
         if not trees:
@@ -140,8 +144,7 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
         predictions += [replace(p, nodes=shapes[p.depth].nodes_told) for p in here]
     for journal in journals:  # only now: a tune that stops resumes from all that it measured
         journal.finish()
-    if kept is not None:
-        kept.finish()
+    kept.unlink(missing_ok=True)
     found = _accepted([result for result in alone if result.method == names[depths[-1]]])
     reached = [found.num_drafts, *found.num_accepted_tokens_per_position]
     acceptance = [after / before if before else 0.0 for before, after in pairwise(reached)]
@@ -174,32 +177,14 @@ def optimal_trees(
     return {size: fastest_trees(counts, seconds(size), depths, most) for size in sizes}
 
 
-class Kept:
-    """The trees of a `tune` that has not ended, on disk: a stopped one measures the same ones."""
-
-    def __init__(self, folder: Path, conditions: Mapping[str, Any]) -> None:
-        text = json.dumps(conditions, sort_keys=True)
-        self.file = folder / f"trees.{hashlib.sha256(text.encode()).hexdigest()[:8]}.partial.json"
-
-    def of(self, depths: Sequence[int], sizes: Sequence[int]) -> TreesBySize | None:
-        """Return the trees that were kept; None if some are missing."""
-        try:
-            found = read_typed(_Trees, self.file).trees
-            whole = all(
-                found[size][depth].tree.depth == depth for size in sizes for depth in depths
-            )
-        except (ValueError, KeyError, OSError):
-            return None
-        return found if whole else None
-
-    def write(self, trees: TreesBySize) -> None:
-        """Write the trees; they are on the disk when this returns."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.file, json.dumps({"trees": as_data(trees)}) + "\n")
-
-    def finish(self) -> None:
-        """Remove the file, so that the next `tune` starts afresh."""
-        self.file.unlink(missing_ok=True)
+def kept_trees(file: Path, depths: Sequence[int], sizes: Sequence[int]) -> TreesBySize | None:
+    """Return the trees that a stopped `tune` kept; None if some are missing."""
+    try:
+        found = read_typed(dict[str, TreesBySize], file)["trees"]
+        whole = all(found[size][depth].tree.depth == depth for size in sizes for depth in depths)
+    except (ValueError, KeyError, OSError):
+        return None
+    return found if whole else None
 
 
 def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list[PromptResult]:
@@ -208,10 +193,7 @@ def in_order(results: Sequence[PromptResult], prompts: Sequence[Prompt]) -> list
     Measurements come by timing block, and a prompt may be in several.
     """
     places = {prompt.id: place for place, prompt in enumerate(prompts)}
-    once: dict[tuple[str, str, int], PromptResult] = {}
-    for result in results:
-        once.setdefault((result.method, result.prompt_id, result.turn), result)
-    return sorted(once.values(), key=lambda result: places[result.prompt_id])
+    return sorted(first_blocks(results), key=lambda result: places[result.prompt_id])
 
 
 def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, float]:
@@ -355,8 +337,3 @@ def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:
                 best[p.task] = ChosenDepth(p.depth, speedup, speedup > 1, p.nodes)
         chosen[str(size)] = TunedChoice(best.pop("all"), best)
     return chosen
-
-
-@dataclass(frozen=True)
-class _Trees:
-    trees: TreesBySize

@@ -29,12 +29,11 @@ MOST_BINS = 12
 NARROWEST_BIN = 4  # positions
 
 
-def first_blocks(results: Iterable[PromptResult], method: str) -> list[PromptResult]:
-    """Return a method's results, each turn of each prompt once: in the block that came first."""
-    found: dict[tuple[str, str, int], PromptResult] = {}
+def first_blocks(results: Iterable[PromptResult]) -> list[PromptResult]:
+    """Return each turn of each prompt once by every method: in the block that came first."""
+    found: dict[tuple[str, str, str, int], PromptResult] = {}
     for result in results:
-        if result.method == method:
-            found.setdefault((result.task, result.prompt_id, result.turn), result)
+        found.setdefault((result.method, result.task, result.prompt_id, result.turn), result)
     return list(found.values())
 
 
@@ -46,7 +45,7 @@ def along_output(
     Bins are equally wide; those without a draft are left out. Intervals are by bootstrap over
     prompts. Counts are trimmed: the last draft of an output counts as far as it reached it.
     """
-    mine = first_blocks(results, drafter)
+    mine = [result for result in first_blocks(results) if result.method == drafter]
     width = NARROWEST_BIN
     while width * MOST_BINS < max((len(result.tokens) for result in mine), default=0):
         width *= 2
@@ -77,12 +76,9 @@ def examples_of(
     Empty where passes were not recorded.
     """
     texts = {(prompt.task, prompt.id): prompt.turns[0] for prompt in prompts}
-    plain = {(r.task, r.prompt_id): r for r in first_blocks(results, PLAIN) if r.turn == 0}
-    mine = [
-        result
-        for result in first_blocks(results, drafter)
-        if result.turn == 0 and result.stats.passes
-    ]
+    first = [result for result in first_blocks(results) if result.turn == 0]
+    plain = {(r.task, r.prompt_id): r for r in first if r.method == PLAIN}
+    mine = [result for result in first if result.method == drafter and result.stats.passes]
     mine.sort(key=_accepted_per_draft)
     places = sorted({0, len(mine) // 2, len(mine) - 1}) if mine else []
     found = []
