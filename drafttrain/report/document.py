@@ -1,10 +1,7 @@
 """The content of a page, in order, before it is rendered as Markdown or HTML."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from drafttrain.report.results import Example, Flag, Table
 
@@ -41,22 +38,6 @@ class Outputs:
     writers: Mapping[str, str]  # what each name means
     examples: Sequence[Example]
     table: Table
-
-
-@dataclass(frozen=True)
-class Figure(ABC):
-    """A picture with its title and caption, which `plots` draws; Markdown leaves it out."""
-
-    title: str
-    caption: str
-
-    @abstractmethod
-    def __html__(self) -> str:
-        """Return the picture as an element of a page."""
-
-    @abstractmethod
-    def pixels(self) -> np.ndarray:
-        """Return the picture as colours: bytes, "height width 3"."""
 
 
 Block = Table | Listing | Outputs

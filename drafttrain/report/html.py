@@ -1,21 +1,24 @@
 """A document as one self-contained HTML file: a page to show a colleague."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from drafttrain.report.document import Document, Figure
+from drafttrain.report.document import Document
 from drafttrain.report.markdown import LONGEST_TEXT
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
 from drafttrain.report.wording import positions, value_and_range
 from drafttrain.runtime.untrusted_input import escaped, shown
 
+if TYPE_CHECKING:
+    from drafttrain.report.plots import Figure  # matplotlib takes a second
+
 LONG = 28  # characters; a longer cell takes several lines
 
 
-def html(document: Document, figures: Sequence[Figure] = ()) -> str:
+def html(document: Document, figures: Sequence["Figure"] = ()) -> str:
     """Return the page: style and figures inline, every text escaped."""
     environment = Environment(
         loader=PackageLoader("drafttrain.report"),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import matplotlib
 import numpy as np
 from markupsafe import Markup
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.colors import get_named_colors_mapping
 from matplotlib.figure import Figure as Canvas
@@ -22,7 +22,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
-from drafttrain.report.document import Figure
 from drafttrain.report.results import (
     PLAIN,
     Estimate,
@@ -88,9 +87,11 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Drawing(Figure):
-    """What `draw` draws, for a page or as pixels."""
+class Figure:
+    """What `draw` draws, for a page or as pixels; Markdown leaves it out."""
 
+    title: str
+    caption: str
     height: int
     draw: Callable[[Axes], None]
 
@@ -119,11 +120,11 @@ class Drawing(Figure):
 
     def _saved(self, form: str, **how: Any) -> bytes:
         content = io.BytesIO()
-        with matplotlib.rc_context(), warnings.catch_warnings():
+        look = {**STYLE, "svg.hashsalt": self.name}
+        # After a reset, which ignores the user's matplotlibrc.
+        with style.context(look, after_reset=True), warnings.catch_warnings():
             # Sizes are estimated with matplotlib's font; the browser has one for every script.
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-            matplotlib.rcdefaults()  # ignore the user's matplotlibrc
-            matplotlib.rcParams.update({**STYLE, "svg.hashsalt": self.name})
             figure = Canvas(figsize=(WIDTH / DPI, self.height / DPI), dpi=DPI)
             self.draw(figure.subplots())
             figure.savefig(content, format=form, **how)
@@ -273,7 +274,7 @@ def dots(
     even: float,
     from_zero: bool = True,
     lesser: str = "",
-) -> Drawing:
+) -> Figure:
     """Return a figure of values as dots on their intervals, with a line at no gain (`even`).
 
     Several series on a row are drawn below each other. The first one's values are written next to
@@ -318,7 +319,7 @@ def dots(
         legend(axes, marks)
 
     height = height_of(rows, bars=1 if alone else 1 + len(series))
-    return Drawing(title, caption, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
+    return Figure(title, caption, height + 18 * max(0, (len(series) + 1) // 2 - 2), draw)
 
 
 def stacked(
@@ -331,7 +332,7 @@ def stacked(
     digits: int = 2,
     end: float | None = None,
     limit: float | None = None,
-) -> Drawing:
+) -> Figure:
     """Return a figure of stacked bars, one per row; parts without a colour are "the rest".
 
     end: where bars are cut; their numbers stay true. limit: drawn as a dashed line.
@@ -357,10 +358,10 @@ def stacked(
         legend(axes, patches({**colours, **({"the rest": "rest"} if rest else {})}))
 
     height = height_of(bars, bars=2) + 22 * ((len(colours) + 1) // 2)
-    return Drawing(title, caption, height, draw)
+    return Figure(title, caption, height, draw)
 
 
-def memory_figure(ways: Mapping[str, Mapping[str, float]], limit: float) -> Drawing:
+def memory_figure(ways: Mapping[str, Mapping[str, float]], limit: float) -> Figure:
     """Return a figure of memory in GiB by component: a bar per way to shard, and the limit."""
     sizes = {name: max(way[name] for way in ways.values()) for name in next(iter(ways.values()))}
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
@@ -466,7 +467,7 @@ def along_figure(bins: Sequence[OutputBin]) -> Figure:
         "Accepted tokens per draft with 95 % intervals, by the position at which the draft began. "
         "Numbers on top: drafts in the bin."
     )
-    return Drawing("Acceptance along the output", caption, 290, draw)
+    return Figure("Acceptance along the output", caption, 290, draw)
 
 
 def time_figure(examples: Sequence[Example], drafter: str) -> Figure:
@@ -493,7 +494,7 @@ def time_figure(examples: Sequence[Example], drafter: str) -> Figure:
         "The example outputs below, by their numbers: a plain pass yields one token, a pass with a "
         "draft several."
     )
-    return Drawing("Tokens against time", caption, 290, draw)
+    return Figure("Tokens against time", caption, 290, draw)
 
 
 def training_figure(curves: TrainingCurves) -> Figure:
@@ -525,7 +526,7 @@ def training_figure(curves: TrainingCurves) -> Figure:
     caption = f"{sentence(curves.statement)}{units}"
     if curves.checkpoint_step is not None:
         caption += " Dashed: the evaluated checkpoint."
-    return Drawing("Training", caption, 300, draw)
+    return Figure("Training", caption, 300, draw)
 
 
 def acceptance_figure(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -> Figure:
@@ -568,7 +569,7 @@ def acceptance_figure(rows: Mapping[str, MethodRow], kinds: Mapping[str, str]) -
         "Bars: share of all drafts, in percent. Line, conditional: share of the drafts that got so "
         "far."
     )
-    return Drawing("Acceptance by position", caption, 290, draw)
+    return Figure("Acceptance by position", caption, 290, draw)
 
 
 def speed_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str, str]) -> Figure:
@@ -593,7 +594,7 @@ def speed_figure(rows: Mapping[str, Mapping[str, MethodRow]], kinds: Mapping[str
         legend(axes, patches(colours))
 
     caption = "Prefill included; each pass counts at the median of its kind."
-    return Drawing("Tokens per second", caption, height_of(drafter, len(bars)), draw)
+    return Figure("Tokens per second", caption, height_of(drafter, len(bars)), draw)
 
 
 def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | None]]) -> Figure:
@@ -628,7 +629,7 @@ def depth_figure(points: Sequence[tuple[float, int, int, float | None, float | N
         "Solid: measured. Dashed: predicted from acceptance length and the times of a cycle. "
         "Dotted: no gain."
     )
-    return Drawing("Speedup by depth", caption, 300, draw)
+    return Figure("Speedup by depth", caption, 300, draw)
 
 
 def batch_figure(points: Sequence[Point]) -> Figure:
@@ -660,7 +661,7 @@ def batch_figure(points: Sequence[Point]) -> Figure:
         "At the depth that is fastest for the batch, with 95 % intervals. Where it meets the "
         "dotted line, speculation stops paying."
     )
-    return Drawing("Speedup by batch size", caption, 300, draw)
+    return Figure("Speedup by batch size", caption, 300, draw)
 
 
 def gain_axes(axes: Axes, x: str, y: str) -> None:

@@ -5,14 +5,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drafttrain.report.document import Document, Figure
+from drafttrain.report.document import Document
 from drafttrain.report.html import html
 from drafttrain.report.markdown import markdown
 from drafttrain.report.results import Table
 from drafttrain.report.tables import texts
 from drafttrain.runtime.disk import write_whole, writing
+
+if TYPE_CHECKING:
+    from drafttrain.report.plots import Figure  # matplotlib takes a second
 
 
 def as_data(value: Any) -> Any:
@@ -42,7 +45,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 
 
 def write_pages(
-    folder: Path, name: str, document: Document, figures: Sequence[Figure], content: object = None
+    folder: Path, name: str, document: Document, figures: Sequence["Figure"], content: object = None
 ) -> Path:
     """Write a document as Markdown and HTML, and its content as JSON; return the HTML page."""
     texts = {} if content is None else {f"{name}.json": as_json(as_data(content))}
