@@ -1,7 +1,5 @@
 """An answer as it is decoded, on a terminal: who wrote which text, and how fast it comes."""
 
-from types import TracebackType
-
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -32,12 +30,7 @@ class AnswerView:
         self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stream.close()
         self.live.stop()
         self._keep(self.line)

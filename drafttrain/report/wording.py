@@ -14,9 +14,7 @@ OF_TUNED = "for the tuned target, whose weights were trained too, not for the mo
 
 def number(value: Number | None, digits: int = 2) -> str:
     """Return the value with `digits` decimals, or a dash for None."""
-    if value is None:
-        return NOTHING
-    return f"{round(value, digits) + 0.0:,.{digits}f}"  # no minus before a zero
+    return NOTHING if value is None else f"{value:z,.{digits}f}"  # z: no minus before a zero
 
 
 def count(value: Number | None) -> str:
@@ -78,8 +76,7 @@ def value_and_range(measured: Estimate) -> list[str]:
 
 def positions(values: Sequence[Number | None]) -> str:
     """Return rates by position, without leading zeros, to fit a narrow column."""
-    texts = [number(value) for value in values]
-    return " ".join(text[1:] if text.startswith("0.") else text for text in texts) or NOTHING
+    return " ".join(number(value).removeprefix("0") for value in values) or NOTHING
 
 
 def cell(value: Cell) -> str:
