@@ -25,7 +25,7 @@ from drafttrain.evaluation.witness.compare import Ours, compare_with_ours, predi
 from drafttrain.evaluation.witness.engine import BatchWitness, ServedDrafter, Witness, witness
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.build import row_of
-from drafttrain.report.metrics import acceptance_length, rows_of, speed, speedup
+from drafttrain.report.metrics import acceptance_length, ratio, rows_of, speed, speedup
 from drafttrain.report.results import (
     PLAIN,
     BothSeconds,
@@ -261,8 +261,7 @@ def _row(
         **counters.of_vllm,
         acceptance_length=Estimate(length, alone.ci95 if alone else None),
         acceptance_per_position=[
-            accepted / drafts if drafts else None
-            for accepted in counters.num_accepted_tokens_per_position
+            ratio(accepted, drafts) for accepted in counters.num_accepted_tokens_per_position
         ],
         seconds=BothSeconds(sum(batch.plain.seconds), sum(batch.speculative.seconds)),
         num_output_tokens=sum(len(output) for output in batch.speculative.tokens),
