@@ -9,9 +9,10 @@ if TYPE_CHECKING:  # slow to import: a mistyped key is reported before that
     from drafttrain.data.conversations import DataConfig
     from drafttrain.decode.config import ChatSettings
     from drafttrain.drafters.base import DrafterConfig
-    from drafttrain.evaluation.config import CompareSettings, EvalConfig, TuneSettings
+    from drafttrain.evaluation.config import EvalConfig, TuneSettings
     from drafttrain.formats.write.config import ExportSettings
     from drafttrain.plan.config import PlanSettings
+    from drafttrain.report.config import CompareSettings
     from drafttrain.runtime.config import HardwareConfig
     from drafttrain.runtime.tracker import TrackerConfig
     from drafttrain.target.answers.config import RegenerateSettings
@@ -38,7 +39,7 @@ SECTIONS = {
     "export": "drafttrain.formats.write.config.ExportSettings",
     "tune": "drafttrain.evaluation.config.TuneSettings",
     "chat": "drafttrain.decode.config.ChatSettings",
-    "compare": "drafttrain.evaluation.config.CompareSettings",
+    "compare": "drafttrain.report.config.CompareSettings",
     "regenerate": "drafttrain.target.answers.config.RegenerateSettings",
     "vllm": "drafttrain.target.vllm.config.VllmConfig",
     "plan": "drafttrain.plan.config.PlanSettings",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report.comparison import Comparison, build_comparison
+from drafttrain.report.config import CompareSettings
 from drafttrain.report.pairs import measured_of
 from drafttrain.report.results import NOT_COMPARED, SCHEMA_VERSION, Report
 from drafttrain.report.runs import RunReport
@@ -70,16 +70,7 @@ def compare_runs(config: CompareSettings, provenance: Mapping[str, Any]) -> Comp
         )
         for run, place in zip(config.runs, places, strict=True)
     ]
-    return build_comparison(
-        runs,
-        name=config.name,
-        evaluation=config.evaluation,
-        baseline=config.baseline,
-        all_pairs=config.all_pairs,
-        resamples=config.resamples,
-        seed=config.seed,
-        provenance=provenance,
-    )
+    return build_comparison(runs, config, provenance)
 
 
 def read_run(folder: Path, name: str, evaluation: str) -> RunReport:

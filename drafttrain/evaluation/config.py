@@ -1,9 +1,8 @@
-"""The settings of `evaluate`, `tune` and `compare`."""
+"""The settings of `evaluate` and `tune`."""
 
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drafttrain.core.sampling_config import SMALLEST_TEMPERATURE, Sampling
@@ -365,35 +364,3 @@ class TuneSettings(Settings):
                 f"{list(self.depths)}"
             )
         return depths
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareSettings(Settings):
-    """Which runs are compared, with which baseline, and where the comparison is written."""
-
-    section = "compare"
-
-    runs: list[str]
-    evaluation: str
-    baseline: str | None
-    all_pairs: bool
-    resamples: int
-    seed: int
-    name: str
-    dir: str
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise ValueError(
-                "runs must name at least one evaluated run, got none: "
-                "python -m drafttrain compare 'runs=[outputs/a,outputs/b]'"
-            )
-        places = [Path(run).resolve() for run in self.runs]
-        twice = [
-            run for run, place in zip(self.runs, places, strict=True) if places.count(place) > 1
-        ]
-        if twice:
-            raise ValueError(f"runs must name each run once, got {' and '.join(twice[:2])}")
-        folder_name(self.evaluation, "compare.evaluation")
-        self.require("resamples", self.resamples >= 100, "be at least 100")
-        self.require("seed", self.seed >= 0, "be at least 0")

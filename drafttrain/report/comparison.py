@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from drafttrain.report.bootstrap import Resampling
+from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import comparison_definitions
 from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, mean_ratio
 from drafttrain.report.pairs import at_pass_time, by_scope
@@ -153,38 +154,30 @@ class Comparison:
 
 
 def build_comparison(
-    runs: Sequence[RunReport],
-    *,
-    name: str,
-    evaluation: str,
-    baseline: str | None,
-    all_pairs: bool,
-    resamples: int,
-    seed: int,
-    provenance: Mapping[str, Any],
+    runs: Sequence[RunReport], config: CompareSettings, provenance: Mapping[str, Any]
 ) -> Comparison:
     """Return the comparison of several runs.
 
-    `baseline` is a run or a method, None for the first run's; every other row is compared with it
-    and, with `all_pairs`, with each other. Raises ValueError if the runs did not decode the same
-    prompts with the same target in the same way, or none is called `baseline`.
+    `config.baseline` is a run or a method, None for the first run's; every other row is compared
+    with it and, with `config.all_pairs`, with each other. Raises ValueError if the runs did not
+    decode the same prompts with the same target in the same way, or none is called `baseline`.
     """
     check_comparable(runs)
     keys = shared_prompts(runs)
     methods = methods_of(runs)
-    base = find_method(methods, baseline)
+    base = find_method(methods, config.baseline)
     scopes = by_scope(keys)
     plain_ms = mean_ratio(base.columns(keys), "plain_seconds", "plain_passes", scale=1000.0)
     passes = [times * plain_ms for times in SLOWER] if plain_ms else []
-    resampling = Resampling(resamples, seed)
+    resampling = Resampling(config.resamples, config.seed)
     others = [method for method in methods if method is not base]
     pairs = [(method, base) for method in others]
-    if all_pairs:
+    if config.all_pairs:
         pairs += [(later, one) for one, later in combinations(others, 2)]
     return Comparison(
         schema_version=SCHEMA_VERSION,
-        name=name,
-        evaluation=evaluation,
+        name=config.name,
+        evaluation=config.evaluation,
         target=runs[0].report.target,
         baseline=base.label,
         conditions=conditions(runs[0].report),
@@ -211,7 +204,7 @@ def build_comparison(
             )
             for run in runs
         ],
-        definitions=comparison_definitions(resamples),
+        definitions=comparison_definitions(config.resamples),
         provenance=dict(provenance),
         flags=_flags(runs, methods, keys),
     )

@@ -25,10 +25,10 @@ from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters, DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs
 from drafttrain.evaluation.compare_runs import comparison_table as table_for_tracker
-from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report import comparison_pages as pages
 from drafttrain.report.build import certified
 from drafttrain.report.comparison import Comparison
+from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import COMPARED, DEFINITIONS
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of

@@ -11,10 +11,9 @@ from test_report import built, many_prompts
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.evaluation.compare_runs import compare_runs
-from drafttrain.evaluation.config import CompareSettings
 from drafttrain.report.build import certified, sweep_point
 from drafttrain.report.comparison_pages import write_comparison
-from drafttrain.report.config import VerdictSettings
+from drafttrain.report.config import CompareSettings, VerdictSettings
 from drafttrain.report.pages import write_report
 from drafttrain.report.results import Check, ExtraMemory, LosslessCheck, TimingInfo
 from drafttrain.report.tables import certificate_table, sweep_table
