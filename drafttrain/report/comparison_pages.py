@@ -102,38 +102,25 @@ def comparison_summary(comparison: Comparison) -> Table:
     notes += [f"Flag: {flag.row}: {flag.text}." for flag in comparison.flags]
     notes += [f"{conditions_line(comparison)}.", "Intervals: 95 %, paired by prompt."]
     notes.append("Size: the drafter's parameters.")
-    rows: list[list[Cell]] = []
+
+    def both(row: ComparedMethod, quantity: str) -> str:
+        difference = _difference(comparison, row, "all", quantity)
+        return f"{cell(getattr(row.summary, quantity))}\n{cell(difference)}"
+
+    columns: list[Column[ComparedMethod]] = [
+        ("accept. length, 95 %\ndifference", lambda row: both(row, "acceptance_length")),
+        ("speedup, 95 %\ndifference", lambda row: both(row, "speedup")),
+        ("draft\nms", lambda row: number(row.summary.draft_ms)),
+        ("size", lambda row: size(row.drafter_parameters)),
+        ("lossless", lambda row: _shortly(row.lossless)),
+    ]
+    lines = []
     for row in comparison.rows:
         seeds = len(row.seeds)
         training = f"{seeds} seeds" if seeds > 1 else "single run" if seeds else "reference"
-        numbers = [
-            f"{cell(getattr(row.summary, quantity))}\n"
-            f"{cell(_difference(comparison, row, 'all', quantity))}"
-            for quantity in QUANTITIES
-        ]
-        rows.append(
-            [
-                f"{row.method}\n{training}",
-                *numbers,
-                number(row.summary.draft_ms),
-                size(row.drafter_parameters),
-                _shortly(row.lossless),
-            ]
-        )
-    return Table(
-        f"{comparison.target}: differences to {comparison.baseline}",
-        "",
-        [
-            "method\ntraining",
-            "accept. length, 95 %\ndifference",
-            "speedup, 95 %\ndifference",
-            "draft\nms",
-            "size",
-            "lossless",
-        ],
-        rows,
-        notes,
-    )
+        lines.append((f"{row.method}\n{training}", row))
+    title = f"{comparison.target}: differences to {comparison.baseline}"
+    return table(title, "", "method\ntraining", columns, lines, notes)
 
 
 def _numbers_table(comparison: Comparison) -> Table:
