@@ -39,11 +39,6 @@ def ratio(numerator: int | float, denominator: int | float) -> float | None:
     return numerator / denominator if denominator > 0 else None
 
 
-def length_statistic(yielded: Values, drafts: Values) -> Values:
-    """Return tokens per draft: of all that drafts yielded, the acceptance length."""
-    return yielded / drafts
-
-
 def length_or_one(yielded: Values, of: Values) -> Values:
     """Return the acceptance length, or 1 where the prompts hold no draft."""
     return np.where(of > 0, yielded / np.where(of > 0, of, 1), 1.0)
@@ -132,7 +127,7 @@ class Quantity:
 
 
 ACCEPTANCE_LENGTH = Quantity(
-    ("yielded", "drafts"), length_statistic, ("drafts",), every_prompt=False, least=1.0
+    ("yielded", "drafts"), np.divide, ("drafts",), every_prompt=False, least=1.0
 )
 SPEEDUP = Quantity(
     ("tokens", "seconds", "plain_tokens", "plain_seconds"),

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from drafttrain.core.types import Decoded, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, pieces_of
 from drafttrain.decode.stream import PLAIN as UNDRAFTED
 from drafttrain.report.bootstrap import Resampling, interval
-from drafttrain.report.metrics import length_statistic
 from drafttrain.report.results import (
     PLAIN,
     Estimate,
@@ -61,7 +62,7 @@ def along_output(
     found = []
     for place, prompts in sorted(bins.items()):
         accepted, drafts = zip(*prompts.values(), strict=True)
-        ci95 = interval(length_statistic, [accepted, drafts], resampling, least=0.0)
+        ci95 = interval(np.divide, [accepted, drafts], resampling, least=0.0)
         counted = sum(drafts), sum(accepted)
         measured = Estimate(counted[1] / counted[0], ci95)
         found.append(OutputBin(place * width, (place + 1) * width - 1, *counted, measured))

@@ -400,8 +400,7 @@ def report_figures(report: Report) -> list[Figure]:
             "acceptance length and the times of a cycle."
         )
         unit = "times plain decoding, 95 % interval"
-        how: dict[str, Any] = {"even": 1.0, "lesser": "predicted"}
-        found.append(dots("Speedup by task", caption, series, unit, **how))
+        found.append(dots("Speedup by task", caption, series, unit, even=1.0, lesser="predicted"))
         found.append(speed_figure(rows, colours))
     if any(row.num_drafts for row in summaries.values()):
         found.append(acceptance_figure(summaries, colours))

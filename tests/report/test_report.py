@@ -26,7 +26,7 @@ from drafttrain.report.config import VerdictSettings
 from drafttrain.report.document import Listing
 from drafttrain.report.html import html as page_of
 from drafttrain.report.markdown import markdown as text_of
-from drafttrain.report.metrics import ACCEPTANCE_LENGTH, length_statistic
+from drafttrain.report.metrics import ACCEPTANCE_LENGTH
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
@@ -326,7 +326,7 @@ def test_every_block_times_the_passes_of_all_prompts():
 def test_interval_of_a_mean_agrees_with_the_closed_form():
     values = np.random.default_rng(1).normal(3.0, 1.0, 200)
     ones = [1.0] * len(values)
-    low, high = interval(length_statistic, [values.tolist(), ones], RESAMPLING)
+    low, high = interval(np.divide, [values.tolist(), ones], RESAMPLING)
     half = 1.96 * values.std(ddof=1) / math.sqrt(len(values))
     assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
     assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
@@ -340,7 +340,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(num_prompts: int):
     for _ in range(400):
         drafts = np.maximum(1, random.poisson(20, num_prompts)).astype(float)
         yielded = drafts * (1 + random.exponential(1.0, num_prompts))
-        low, high = interval(length_statistic, [yielded, drafts], Resampling(500, 0))
+        low, high = interval(np.divide, [yielded, drafts], Resampling(500, 0))
         covered += low <= 2.0 <= high
     assert covered >= 0.9 * 400  # 93 %, less two standard errors
 
@@ -348,7 +348,7 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(num_prompts: int):
 def test_no_interval_reaches_below_what_its_quantity_can_be():
     """Bootstrap-t of five prompts, one of them easy, goes below the length of no acceptance."""
     drafts, yielded = [20.0] * 5, [22.0, 24.0, 26.0, 24.0, 80.0]
-    assert interval(length_statistic, [yielded, drafts], RESAMPLING)[0] < 1
+    assert interval(np.divide, [yielded, drafts], RESAMPLING)[0] < 1
     run = {"yielded": yielded, "drafts": drafts}
     assert ACCEPTANCE_LENGTH.mean([run], RESAMPLING).ci95[0] == 1.0
     half = {"yielded": [value / 2 for value in yielded], "drafts": [10.0] * 5}
@@ -370,8 +370,7 @@ def test_pairing_with_plain_decoding_shrinks_the_interval_of_the_speedup(varied:
         ]
 
     slow, fast = (
-        interval(length_statistic, speeds(method), RESAMPLING)
-        for method in ("autoregressive", "eagle3")
+        interval(np.divide, speeds(method), RESAMPLING) for method in ("autoregressive", "eagle3")
     )
     assert high - low < 0.2 * (fast[1] / slow[0] - fast[0] / slow[1])
 
