@@ -106,7 +106,7 @@ def _conditions(report: Report) -> str:
 
 
 def _tiles(report: Report) -> list[Tile]:
-    row, check = report.drafting[report.drafter].summary, report.lossless
+    row, check = report.summary, report.lossless
     length = row.acceptance_length
     of_length = f"; {bounds(length.ci95)}" if length.ci95 else ""
     exact = check.lossless and check.greedy_total and check.identical

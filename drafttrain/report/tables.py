@@ -261,7 +261,7 @@ def along_table(bins: Sequence[OutputBin]) -> Table:
 
 def published_table(report: Report) -> Table:
     """Return the family's published measurements below this report's, with what differs."""
-    row = report.drafting[report.drafter].summary
+    row = report.summary
     shape = report.tree or f"chain of {report.verdicts['all'].depth}"
     hardware = f"{report.timing.device}, {report.timing.dtype}"
     prompts = f"{things(row.num_prompts, 'prompt')}, {drawn(report.sampling.temperature)}"
