@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 OF_ONE_MACHINE = {
     *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "reiserfs"),
@@ -104,11 +102,13 @@ def is_locked(file: Path) -> bool:
 
 def is_of_one_machine(file: Path) -> bool:
     """Whether a file's file system is known to be of this machine alone."""
-    with suppress(OSError):
-        place = file.parent.resolve()
-        mounts = psutil.disk_partitions(all=True)
-        around = [mount for mount in mounts if place.is_relative_to(mount.mountpoint)]
-        # The innermost is last; of several at one point, the last hides the others.
-        around.sort(key=lambda mount: len(mount.mountpoint))
-        return bool(around) and around[-1].fstype in OF_ONE_MACHINE
-    return False
+    best, kind = "", ""
+    with suppress(OSError, IndexError):
+        place = str(file.parent.resolve())
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields, _, rest = line.partition(" - ")
+            point = fields.split()[4].encode().decode("unicode_escape")  # a space is \040
+            inside = place == point or place.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, rest.split()[0]
+    return kind in OF_ONE_MACHINE
