@@ -125,10 +125,10 @@ class Published:
 def quoted(
     source: str,
     drafts: str,
-    trained_on: str,
-    prompts: str,
-    hardware: str,
     rows: Mapping[str, tuple[float | None, float | None]],
+    trained_on: str = "not stated",
+    prompts: str = "not stated",
+    hardware: str = "not stated",
 ) -> tuple[Published, ...]:
     """Return the measurements of one source; rows: speedup and acceptance length, by target."""
     return tuple(
@@ -144,7 +144,7 @@ def spec_bench(
 ) -> tuple[Published, ...]:
     """Return the measurements of Spec-Bench's leaderboard, as `quoted` does."""
     prompts = "Spec-Bench, greedy, batch 1"
-    return quoted("Spec-Bench leaderboard", drafts, trained_on, prompts, "A100", rows)
+    return quoted("Spec-Bench leaderboard", drafts, rows, trained_on, prompts, "A100")
 
 
 @dataclass

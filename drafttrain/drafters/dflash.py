@@ -114,11 +114,12 @@ class Blocks:
     tokens: Int[Tensor, "block token"]
 
 
+_ALL_TASKS = "mean of all tasks; greedy, batch 1"
 _PAPER = partial(
     quoted,
     "arXiv:2602.06036",
     "chain, blocks of 16",
-    "answers by the target to about 800k prompts",
+    trained_on="answers by the target to about 800k prompts",
 )
 
 
@@ -131,9 +132,9 @@ class DFlash(ParallelDrafter):
 
     about = About("A DFlash", "2602.06036")
     published = (
-        *_PAPER("MT-bench; greedy, batch 1", "H200", {"Qwen3 4B": (2.85, 4.35)}),
-        *_PAPER("mean of all tasks; greedy, batch 1", "H200", {"Qwen3 4B": (4.91, 6.54)}),
-        *_PAPER("mean of all tasks; greedy, batch 1", "not stated", {"Qwen3 8B": (4.86, 6.49)}),
+        *_PAPER({"Qwen3 4B": (2.85, 4.35)}, prompts="MT-bench; greedy, batch 1", hardware="H200"),
+        *_PAPER({"Qwen3 4B": (4.91, 6.54)}, prompts=_ALL_TASKS, hardware="H200"),
+        *_PAPER({"Qwen3 8B": (4.86, 6.49)}, prompts=_ALL_TASKS),
     )
     first_place = 1  # of a block's that drafts: the anchor itself, at 0, does not
     config: DFlashConfig

@@ -152,7 +152,7 @@ _MATCHED = partial(
     quoted,
     "NVIDIA/Model-Optimizer#2342",
     "chain of 15",
-    "answers by the target to Nemotron Post-Training Dataset v2",
+    trained_on="answers by the target to Nemotron Post-Training Dataset v2",
     hardware="H100",
 )
 
@@ -175,8 +175,8 @@ class DFlash2(DFlash):
 
     about = About("A DFlash-2", "2602.06036")  # DFlash's paper: it has none of its own
     published = (
-        *_MATCHED("GSM8K; greedy, batch 1", rows={"Qwen3 8B": (5.06, 7.252)}),
-        *_MATCHED("MATH500; greedy, batch 1", rows={"Qwen3 8B": (6.49, 8.999)}),
+        *_MATCHED({"Qwen3 8B": (5.06, 7.252)}, prompts="GSM8K; greedy, batch 1"),
+        *_MATCHED({"Qwen3 8B": (6.49, 8.999)}, prompts="MATH500; greedy, batch 1"),
     )
     config: DFlash2Config
 

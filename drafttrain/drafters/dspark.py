@@ -90,8 +90,7 @@ _PAPER = partial(
     quoted,
     "arXiv:2607.05147",
     "chain of 7",
-    "answers by the target to about 1.3M prompts",
-    hardware="not stated",
+    trained_on="answers by the target to about 1.3M prompts",
 )
 
 
@@ -111,12 +110,14 @@ class DSpark(DFlash):
 
     about = About("A DSpark", "2607.05147")
     published = (
-        *_PAPER("GSM8K; temperature 1", rows={"Qwen3 4B": (None, 6.11), "Qwen3 8B": (None, 6.17)}),
         *_PAPER(
-            "HumanEval; temperature 1", rows={"Qwen3 4B": (None, 5.38), "Qwen3 8B": (None, 5.52)}
+            {"Qwen3 4B": (None, 6.11), "Qwen3 8B": (None, 6.17)}, prompts="GSM8K; temperature 1"
         ),
         *_PAPER(
-            "MT-bench; temperature 1", rows={"Qwen3 4B": (None, 3.64), "Qwen3 8B": (None, 3.72)}
+            {"Qwen3 4B": (None, 5.38), "Qwen3 8B": (None, 5.52)}, prompts="HumanEval; temperature 1"
+        ),
+        *_PAPER(
+            {"Qwen3 4B": (None, 3.64), "Qwen3 8B": (None, 3.72)}, prompts="MT-bench; temperature 1"
         ),
     )
     first_place = 0

@@ -102,24 +102,22 @@ class Eagle(LayerDrafter):
         *quoted(
             "arXiv:2401.15077",
             "static tree of 26 nodes",
-            "ShareGPT, 68k texts as they are",
-            "MT-bench, greedy",
-            "not stated",
             {"Vicuna 13B": (3.07, 3.98), "Vicuna 7B": (None, 3.94)},
+            trained_on="ShareGPT, 68k texts as they are",
+            prompts="MT-bench, greedy",
         ),
         *spec_bench({"Vicuna 13B": (2.16, 3.64), "Vicuna 7B": (2.1, 3.58)}),
         *quoted(
             "arXiv:2408.15766",
             "EAGLE-2's tree",
-            "not stated",
-            "greedy, prompts not stated",
-            "H800",
             {
                 "Llama 2 7B (HASS)": (3.24, 5.15),
                 "Llama 2 13B (HASS)": (3.65, 5.58),
                 "Llama 3 8B (HASS)": (3.09, 5.08),
                 "Llama 3 70B (HASS)": (4.05, 5.21),
             },
+            prompts="greedy, prompts not stated",
+            hardware="H800",
         ),
     )
     captures = ()

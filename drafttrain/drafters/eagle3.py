@@ -98,14 +98,13 @@ class Eagle3(LayerDrafter):
         *quoted(
             "arXiv:2503.01840, table 1",
             "tree of 60 nodes",
-            "ShareGPT and UltraChat, answers by the target",
-            "mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
-            "not stated",
             {
                 "Llama 3.1 8B": (4.44, 6.23),
                 "Llama 3.3 70B": (4.12, 5.88),
                 "Vicuna 13B": (5.51, 6.62),
             },
+            trained_on="ShareGPT and UltraChat, answers by the target",
+            prompts="mean of MT-bench, HumanEval, GSM8K, Alpaca, CNN/DM; greedy, batch 1",
         ),
         *spec_bench({"Vicuna 13B": (3.02, 5.71)}),
     )

@@ -111,9 +111,6 @@ class HydraHeads(SequentialHeads):
         *quoted(
             "arXiv:2402.05109",
             "static tree",
-            "not stated",
-            "not stated",
-            "not stated",
             {
                 "Vicuna 7B (Hydra++)": (2.7, None),
                 "Vicuna 13B (Hydra++)": (2.5, None),

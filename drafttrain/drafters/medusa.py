@@ -89,13 +89,11 @@ class Medusa(HeadDrafter[MedusaState]):
         *quoted(
             "arXiv:2401.10774",
             "static tree",
-            "ShareGPT",
-            "not stated",
-            "not stated",
             {
                 "Vicuna 7B (Medusa-1)": (2.18, None),
                 "Vicuna 7B, trained too (Medusa-2)": (2.83, 3.47),
             },
+            trained_on="ShareGPT",
         ),
         *spec_bench({"Vicuna 13B": (1.8, 2.39), "Vicuna 7B": (1.71, 2.31)}),
     )

@@ -102,10 +102,8 @@ class Medusa2(Medusa):
     published = quoted(
         "arXiv:2401.10774",
         "static tree",
-        "ShareGPT",
-        "not stated",
-        "not stated",
         {"Vicuna 7B": (2.83, 3.47), "Vicuna 13B": (2.83, 3.51), "Vicuna 33B": (2.35, 3.01)},
+        trained_on="ShareGPT",
     )
     begins_from_target = True
     changes_target = True

@@ -90,10 +90,8 @@ class MTP(LayerDrafter):
     published = quoted(
         "arXiv:2412.19437",
         "chain of 1",
-        "pretraining, with the target",
-        "not stated",
-        "not stated",
         {"DeepSeek-V3": (1.8, None)},
+        trained_on="pretraining, with the target",
     )
     config: MTPConfig
 

@@ -85,13 +85,12 @@ class TwoModel(CausalDrafter):
         *quoted(
             "arXiv:2211.17192",
             "chain",
-            "off the shelf",
-            "English to German, greedy",
-            "not stated",
             {
                 "T5-XXL, drafted by T5-small": (3.4, None),
                 "T5-XXL, drafted by T5-base": (2.8, None),
             },
+            trained_on="off the shelf",
+            prompts="English to German, greedy",
         ),
         *spec_bench({"Vicuna 13B (SpS)": (1.54, 2.19)}, "chain", "off the shelf"),
     )
