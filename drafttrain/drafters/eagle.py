@@ -23,7 +23,6 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
-from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -37,7 +36,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 
@@ -228,20 +227,11 @@ class Eagle(LayerDrafter):
         return features.final_hidden
 
     def through(
-        self,
-        readout: Readout,
-        cache: RaggedCache,
-        turn: Rotation,
-        tokens: Tensor,
-        hidden: Tensor,
-        last: Tensor | None,
+        self, state: LayerState, turn: Rotation, tokens: Tensor, hidden: Tensor, last: Tensor | None
     ) -> Tensor:
         layer: Any = self.layers[0]
-        pairs = self._pairs(readout, tokens, hidden)
-        return rows_at(layer.finish(pairs, layer.self_attn.cached(pairs, turn, cache)), last)
-
-    def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
-        return readout.logits(hidden.to(readout.head.dtype))
+        pairs = self._pairs(state.readout, tokens, hidden)
+        return rows_at(layer.finish(pairs, layer.self_attn.cached(pairs, turn, state.cache)), last)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the SafeAILab layout, with an fc.bias for engines whose fc always has one.

@@ -20,7 +20,6 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
 from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
-from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -30,7 +29,7 @@ from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spe
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 
 Hidden = Float[Tensor, "batch seq hidden"]
 
@@ -270,16 +269,10 @@ class Eagle3(LayerDrafter):
         return hidden if self.norm_output else self.norm(hidden)
 
     def through(
-        self,
-        readout: Readout,
-        cache: RaggedCache,
-        turn: Rotation,
-        tokens: Tensor,
-        hidden: Tensor,
-        last: Tensor | None,
+        self, state: LayerState, turn: Rotation, tokens: Tensor, hidden: Tensor, last: Tensor | None
     ) -> Tensor:
-        inputs, residual = self.midlayer.inputs(self.embed(readout, tokens), hidden)
-        mixed = self.midlayer.self_attn.cached(inputs, turn, cache)
+        inputs, residual = self.midlayer.inputs(self.embed(state.readout, tokens), hidden)
+        mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
         # Positions before the last need keys and values only.
         return self._leave(self.midlayer.finish(rows_at(residual, last), rows_at(mixed, last)))
 

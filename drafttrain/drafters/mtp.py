@@ -22,7 +22,6 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
-from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -176,21 +175,12 @@ class MTP(LayerDrafter):
         super().observe(state, tokens, counts, features)
 
     def through(
-        self,
-        readout: Readout,
-        cache: RaggedCache,
-        turn: Rotation,
-        tokens: Tensor,
-        hidden: Tensor,
-        last: Tensor | None,
+        self, state: LayerState, turn: Rotation, tokens: Tensor, hidden: Tensor, last: Tensor | None
     ) -> Tensor:
-        embedded = self._embedded(readout, tokens)
+        embedded = self._embedded(state.readout, tokens)
         pairs, queries, keys, values = self._enter(hidden.to(embedded.dtype), embedded, turn)
-        mixed = attend_cached((queries, keys, values), cache, 0)
+        mixed = attend_cached((queries, keys, values), state.cache, 0)
         return rows_at(self.layer.leave(pairs, mixed), last)
-
-    def logits(self, readout: Readout, hidden: Tensor) -> Tensor:
-        return readout.logits(hidden.to(readout.head.dtype))
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the module's own keys and tensors; an export adds them to the target's."""

@@ -11,10 +11,8 @@ from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import compiled, device_of, recomputed
 from drafttrain.core.ops.layers import ByHead, Rotation, attend_cached, document_mask
-from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_predict
-from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance
@@ -240,20 +238,14 @@ class PEagle(ParallelDrafter, Eagle3):
         return super().advance(state, tokens, hidden, counts)
 
     def through(
-        self,
-        readout: Readout,
-        cache: RaggedCache,
-        turn: Rotation,
-        tokens: Tensor,
-        hidden: Tensor,
-        last: Tensor | None,
+        self, state: LayerState, turn: Rotation, tokens: Tensor, hidden: Tensor, last: Tensor | None
     ) -> Tensor:
         assert last is not None
 
         def attend(number: int, heads: ByHead) -> Tensor:
-            return attend_cached(heads, cache, number)
+            return attend_cached(heads, state.cache, number)
 
-        hidden = self._layers(self.embed(readout, tokens), hidden, turn, attend)
+        hidden = self._layers(self.embed(state.readout, tokens), hidden, turn, attend)
         places = last[:, None] + torch.arange(self.unroll, device=last.device)
         return hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[2]))
 

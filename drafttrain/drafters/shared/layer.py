@@ -239,23 +239,22 @@ class LayerDrafter(CachedDrafter):
     @abstractmethod
     def through(
         self,
-        readout: Readout,
-        cache: RaggedCache,
+        state: LayerState,
         turn: Rotation,
         tokens: Int[Tensor, "batch new"],
         hidden: Float[Tensor, "batch new read"],
         last: Int[Tensor, " batch"] | None,
     ) -> Float[Tensor, "batch width hidden"]:
-        """Return the layer's output for pairs of tokens and hidden states, within a cache's pass.
+        """Return the layer's output for pairs of tokens and hidden states, within the cache's pass.
 
         last: the place of each row's last pair, for which alone it is wanted; None: of all pairs.
         """
 
-    @abstractmethod
     def logits(
         self, readout: Readout, hidden: Float[Tensor, "batch width hidden"]
     ) -> Float[Tensor, "batch width draft_vocab"]:
-        """Return logits from the output of `advance`."""
+        """Return logits from the output of `advance`; by the target's head, unless overridden."""
+        return readout.logits(hidden.to(readout.head.dtype))
 
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures
@@ -295,8 +294,7 @@ class LayerDrafter(CachedDrafter):
         def run(
             tokens: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, last: Tensor | None = None
         ) -> tuple[Tensor, ...]:
-            turn = Rotation(cos, sin)
-            return (self.through(state.readout, state.cache, turn, tokens, hidden, last),)
+            return (self.through(state, Rotation(cos, sin), tokens, hidden, last),)
 
         # Graphs read the embedding where it was, and a drafter may meet another copy of its target.
         (found,) = state.cache.run(run, inputs, counts, key=state.readout.embedding.data_ptr())
