@@ -10,16 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    Sums,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
-from drafttrain.core.ops.first_miss import FirstMiss
+from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
-from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask, within_calls
+from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -30,6 +23,7 @@ from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]
 
@@ -230,23 +224,12 @@ class Eagle3(LayerDrafter):
 
         states: by depth. places: the row of states[depth] that predicts a token, -1: none does.
         """
-        labels = batch.tokens[rows, ahead]
-        if self.vocab is not None:
-            labels = self.vocab.draft_ids[labels]
-        predicting = rows * batch.tokens.shape[1] + ahead - 1
-        final = features.final_hidden.flatten(0, 1)
-        target_probs = TargetProbs(features.readout, final, predicting, self.vocab)
-        weights = [self.config.depth_decay**depth for depth in range(len(states))]
-        chains = FirstMiss.along_text(self.config, rows, ahead, len(states))
-
-        def compare(states: list[Tensor]) -> Sums:
-            head = OutputHead(self.lm_head.weight)
-            return chunked_losses(
-                *(self.config, weights, [head], states, places, labels, target_probs),
-                first_miss=chains,
-            )
-
-        terms = loss_terms(weights, within_calls([self.lm_head], states, compare))
+        terms = losses_along_text(
+            *(self.config, self.config.depth_decay, states, places, rows, ahead, batch, features),
+            heads=lambda: [OutputHead(self.lm_head.weight)],
+            lent=[self.lm_head],
+            vocab=self.vocab,
+        )
         return dict(zip(self.depth_terms, terms, strict=True))
 
     def read(self, features: TargetFeatures, length: int | None = None) -> Hidden:

@@ -4,7 +4,7 @@ Kangaroo's kind of drafter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import ByHead, RMSNorm, Rotation, attend_cached, document_mask
-from drafttrain.core.placed_batch import host_of, positions_to_predict
+from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, last_of
@@ -36,6 +30,7 @@ from drafttrain.drafters.shared.copies import (
 )
 from drafttrain.drafters.shared.layer import LayerShape
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.text_losses import next_token_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +113,7 @@ class EarlyExit(TokenDrafter):
             hidden = readout.embed(batch.tokens).to(dtype)
             hidden = run_layers(self.shallow, hidden, turn, lambda _, heads: attend(heads, mask))
         state = call_layer(self._adapt, hidden, turn, mask)
-        rows, ahead = positions_to_predict(batch, 1)
-        places = rows * batch.tokens.shape[1] + ahead - 1
-        final = features.final_hidden.flatten(0, 1)
-        sums = chunked_losses(
-            *(self.config, [1.0], [OutputHead.of(readout)], [state.flatten(0, 1)], places[None]),
-            *(batch.tokens[rows, ahead], TargetProbs(readout, final, places, None)),
-        )
-        (term,) = loss_terms([1.0], sums)
-        return {"depth_1": replace(term, uncovered=None)}
+        return {"depth_1": next_token_loss(self.config, state, batch, features)}
 
     def _adapt(self, hidden: Hidden, turn: Rotation, mask: Tensor | None) -> Hidden:
         return self.adapter.finish(hidden, attend(self.adapter.enter(hidden, turn), mask))

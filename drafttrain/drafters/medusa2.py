@@ -8,16 +8,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask
-from drafttrain.core.placed_batch import host_of, positions_to_predict
-from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
+from drafttrain.core.placed_batch import host_of
+from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, Drafter, TrainingChance, quoted
 from drafttrain.drafters.medusa import Medusa, MedusaConfig
 from drafttrain.drafters.shared.copies import (
@@ -31,6 +25,7 @@ from drafttrain.drafters.shared.copies import (
 )
 from drafttrain.drafters.shared.lora import add_lora, lora_products
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.text_losses import next_token_loss
 
 TARGET = "target_layers."  # how names of the parameters begin that change the target
 
@@ -147,7 +142,9 @@ class Medusa2(Medusa):
         heads = super().forward(batch, tuned, chance)
         weight = self.config.heads_weight
         scaled = {name: replace(term, weight=weight * term.weight) for name, term in heads.items()}
-        return {"target": self._of_target(batch, features, hidden), **scaled}
+        # Correct means that its choice is that of the target without adapters.
+        own = next_token_loss(self.config.of_target, hidden, batch, features)
+        return {"target": own, **scaled}
 
     def _tuned(self, batch: Batch, hidden: Hidden) -> Hidden:
         """Return the final hidden states of the target with adapters."""
@@ -158,19 +155,6 @@ class Medusa2(Medusa):
         for layer in self.target_layers:
             hidden = call_layer(_run, layer, hidden, turn, mask)
         return self.target_norm(hidden)
-
-    def _of_target(self, batch: Batch, features: TargetFeatures, hidden: Hidden) -> LossTerm:
-        """Return its loss; correct means that its choice is that of the target without adapters."""
-        readout = features.readout
-        rows, ahead = positions_to_predict(batch, 1)
-        places = rows * batch.tokens.shape[1] + ahead - 1
-        given = TargetProbs(readout, features.final_hidden.flatten(0, 1), places, None)
-        sums = chunked_losses(
-            *(self.config.of_target, [1.0], [OutputHead.of(readout)], [hidden.flatten(0, 1)]),
-            *(places[None], batch.tokens[rows, ahead], given),
-        )
-        (term,) = loss_terms([1.0], sums)
-        return replace(term, uncovered=None)
 
     def load_weights(self, tensors: dict[str, Tensor]) -> None:
         """Load heads and adapters. The copies of layers are released: drafting needs none."""

@@ -13,13 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
-from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
@@ -30,6 +23,7 @@ from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at
 from drafttrain.drafters.serving.mtp_layout import MIMO, VARIANTS, MTPLayout, in_file
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]
 NO_TOKEN = -1  # embedded as zero
@@ -130,14 +124,10 @@ class MTP(LayerDrafter):
             past = [*past, newest]
             states.append(hidden.flatten(0, 1))
         rows, ahead, places = positions_to_unroll(batch, config.unroll)
-        weights = [config.depth_decay**depth for depth in range(config.unroll)]
-        predicting = rows * batch.tokens.shape[1] + ahead - 1
-        sums = chunked_losses(
-            *(config, weights, [OutputHead.of(readout)], states, places, batch.tokens[rows, ahead]),
-            TargetProbs(readout, features.final_hidden.flatten(0, 1), predicting, None),
-            first_miss=FirstMiss.along_text(config, rows, ahead, config.unroll),
+        terms = losses_along_text(
+            config, config.depth_decay, states, places, rows, ahead, batch, features
         )
-        return dict(zip(self.depth_terms, loss_terms(weights, sums), strict=True))
+        return dict(zip(self.depth_terms, terms, strict=True))
 
     def _step(
         self,

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import layer_calls
-from drafttrain.core.ops.chunked_losses import Sums, TargetProbs, chunked_losses, loss_terms
 from drafttrain.core.ops.layer_calls import dtype_of
-from drafttrain.core.ops.layers import LentLinear, document_mask, within_calls
+from drafttrain.core.ops.layers import LentLinear, document_mask
 from drafttrain.core.ops.ragged_cache import additive
-from drafttrain.core.placed_batch import host_of, positions_to_predict
+from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -31,6 +30,7 @@ from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model, local_settings
 from drafttrain.drafters.shared.on_policy import OwnWords
+from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime.untrusted_input import parse_json, shown
 from drafttrain.target.pretrained.files import check_settings
@@ -221,21 +221,9 @@ class SmallLM(CausalDrafter):
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses at every trained position against the target's distribution."""
-        rows, ahead = positions_to_predict(batch, 1)
-        places = rows * batch.tokens.shape[1] + ahead - 1
-        target_probs = TargetProbs(
-            features.readout, features.final_hidden.flatten(0, 1), places, None
-        )
-
-        def compare(states: list[Tensor]) -> Sums:
-            labels, heads = batch.tokens[rows, ahead], [self.output_head()]
-            return chunked_losses(
-                self.config, [1.0], heads, states, places[None], labels, target_probs
-            )
-
-        states = [self._hidden(batch).flatten(0, 1)]
-        (term,) = loss_terms([1.0], within_calls([self._head[0]], states, compare))
-        return {"depth_1": replace(term, uncovered=None)}
+        told = (self.config, self._hidden(batch), batch, features)
+        term = next_token_loss(*told, heads=lambda: [self.output_head()], lent=[self._head[0]])
+        return {"depth_1": term}
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "batch seq width"]:
         if layer_calls.asked() and not self._has_layers:

@@ -7,17 +7,11 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.chunked_losses import (
-    OutputHead,
-    Sums,
-    TargetProbs,
-    chunked_losses,
-    loss_terms,
-)
-from drafttrain.core.ops.first_miss import FirstMiss
-from drafttrain.core.ops.layers import LentLinear, within_calls
+from drafttrain.core.ops.chunked_losses import OutputHead
+from drafttrain.core.ops.layers import LentLinear
 from drafttrain.core.types import Batch, Losses, TargetFeatures
 from drafttrain.drafters.base import Drafter, State
+from drafttrain.drafters.shared.text_losses import losses_along_text
 
 
 def own_heads(width: int, vocab_size: int, count: int, **place: Any) -> nn.ModuleList:
@@ -46,32 +40,23 @@ class HeadDrafter(Drafter[State]):
         decay: float,
         scale: float = 1.0,
     ) -> Losses:
-        """Return the losses of every depth on the tokens at (rows, ahead), times decay**depth.
+        """Return the losses as `losses_along_text` does, by name; correct means equal to the text.
 
-        states: by depth. places: the row of states[depth] that predicts a token, -1: none does.
-        scale: the factor of logits. Distributions are compared at the position before the token;
-        correct means equal to the text.
+        scale: the factor of logits.
         """
         assert self.vocab is None, "heads are trained over the whole vocabulary"
         config: Any = self.config
-        target_probs = None
-        if config.needs_target_probs:
-            flat = rows * batch.tokens.shape[1] + ahead - 1
-            final = features.final_hidden.flatten(0, 1)
-            target_probs = TargetProbs(features.readout, final, flat, None)
-        weights = [decay**depth for depth in range(len(states))]
-        chains = FirstMiss.along_text(config, rows, ahead, len(states))
 
-        def compare(states: list[Tensor]) -> Sums:
+        def heads() -> list[OutputHead]:
             matrices = [head.get_parameter("weight") for head in self.lm_heads]
-            heads = [OutputHead(matrix, scale=scale) for matrix in matrices]
-            return chunked_losses(
-                *(config, weights, heads, states, places, batch.tokens[rows, ahead], target_probs),
-                against_text=True,
-                first_miss=chains,
-            )
+            return [OutputHead(matrix, scale=scale) for matrix in matrices]
 
-        terms = loss_terms(weights, within_calls(list(self.lm_heads), list(states), compare))
+        terms = losses_along_text(
+            *(config, decay, states, places, rows, ahead, batch, features),
+            heads=heads,
+            lent=list(self.lm_heads),
+            against_text=True,
+        )
         return {
             name: replace(term, uncovered=None)
             for name, term in zip(self.depth_terms, terms, strict=True)

@@ -1,0 +1,81 @@
+"""Token losses along the text of a batch, beside the target's distributions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from drafttrain.core.losses import DepthLossConfig, TokenLossConfig
+from drafttrain.core.ops.chunked_losses import (
+    OutputHead,
+    Sums,
+    TargetProbs,
+    chunked_losses,
+    loss_terms,
+)
+from drafttrain.core.ops.first_miss import FirstMiss
+from drafttrain.core.ops.layers import within_calls
+from drafttrain.core.placed_batch import positions_to_predict
+from drafttrain.core.types import Batch, LossTerm, TargetFeatures
+from drafttrain.core.vocab import DraftVocab
+
+
+def losses_along_text(
+    config: TokenLossConfig,
+    decay: float,
+    states: Sequence[Float[Tensor, "_ width"]],
+    places: Int[Tensor, "depth position"],
+    rows: Int[Tensor, " position"],
+    ahead: Int[Tensor, " position"],
+    batch: Batch,
+    features: TargetFeatures,
+    heads: Callable[[], Sequence[OutputHead]] | None = None,
+    lent: Sequence[nn.Module] = (),
+    vocab: DraftVocab | None = None,
+    against_text: bool = False,
+) -> list[LossTerm]:
+    """Return the losses of every depth on the tokens at (rows, ahead), times decay**depth.
+
+    states: by depth. places: the row of states[depth] that predicts a token, -1: none does. Each is
+    compared with the target's distribution at the position before the token. heads: returns one for
+    each depth, or one for all, within calls of the modules `lent` (`within_calls`); None: all have
+    the target's. vocab: that of the heads; None: the target's. against_text: see `chunked_losses`.
+    """
+    labels = batch.tokens[rows, ahead]
+    if vocab is not None:
+        labels = vocab.draft_ids[labels]
+    target_probs = first_miss = None
+    if config.needs_target_probs or not against_text:
+        predicting = rows * batch.tokens.shape[1] + ahead - 1
+        final = features.final_hidden.flatten(0, 1)
+        target_probs = TargetProbs(features.readout, final, predicting, vocab)
+    if isinstance(config, DepthLossConfig):
+        first_miss = FirstMiss.along_text(config, rows, ahead, len(states))
+    weights = [decay**depth for depth in range(len(states))]
+
+    def compare(states: list[Tensor]) -> Sums:
+        own = [OutputHead.of(features.readout)] if heads is None else heads()
+        return chunked_losses(
+            *(config, weights, own, states, places, labels, target_probs),
+            against_text=against_text,
+            first_miss=first_miss,
+        )
+
+    return loss_terms(weights, within_calls(lent, list(states), compare))
+
+
+def next_token_loss(
+    config: TokenLossConfig,
+    states: Float[Tensor, "batch seq width"],
+    batch: Batch,
+    features: TargetFeatures,
+    heads: Callable[[], Sequence[OutputHead]] | None = None,
+    lent: Sequence[nn.Module] = (),
+) -> LossTerm:
+    """Return the loss of every trained token, predicted by the state at the position before it."""
+    rows, ahead = positions_to_predict(batch, 1)
+    places = (rows * batch.tokens.shape[1] + ahead - 1)[None]
+    read = [states.flatten(0, 1)], places, rows, ahead
+    (term,) = losses_along_text(config, 1.0, *read, batch, features, heads, lent)
+    return replace(term, uncovered=None)
