@@ -26,7 +26,7 @@ from drafttrain.drafters.serving.layout import (
     architectures_of,
     misfits,
 )
-from drafttrain.drafters.serving.speculators_layout import NativeView, SpeculatorsLayout
+from drafttrain.drafters.serving.speculators_layout import SpeculatorsLayout
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
@@ -41,19 +41,15 @@ class DFlashSpeculators(SpeculatorsLayout):
     names_layers = True
 
     def native(self) -> "DFlashLayout":
-        """Return the layout whose keys `native_keys` gives."""
         return DFlashLayout()
 
-    def read_native(
-        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
-    ) -> Reading:
-        reading = self.native().read(view, base, spec, layers)
-        if view.config["sliding_window_non_causal"] is False:
-            reading.notes.append(
-                f"{VLLM} would draft causally, by sliding_window_non_causal=false, which it "
-                "applies to full attention too: write true there, or export it again"
-            )
-        return reading
+    def read_otherwise(self, native: Config) -> list[str]:
+        if native["sliding_window_non_causal"] is not False:
+            return []
+        return [
+            f"{VLLM} would draft causally, by sliding_window_non_causal=false, which it "
+            "applies to full attention too: write true there, or export it again"
+        ]
 
     def native_keys(self, config: Config) -> Config:
         ids = config.get("aux_hidden_state_layer_ids")
@@ -163,12 +159,7 @@ class DFlashLayout(OneLayer):
         reading = Reading(replace(base, **settings), declared, files.tensors(), {})
         if V1 in self.vllm_runners:
             reading.notes = runners_differ(files.config, spec.num_layers)
-        reading.complaints = misfits(spec, vocab, hidden)
-        reading.complaints += [
-            f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
-            for layer in layers
-            if not 0 <= layer <= spec.num_layers
-        ]
+        reading.complaints = misfits(spec, vocab, hidden, layers)
         return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:

@@ -7,7 +7,6 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout, DFlashSpeculators
 from drafttrain.drafters.serving.engines import VLLM
 from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Reading, Tensors, Unfit
-from drafttrain.drafters.serving.speculators_layout import NativeView
 from drafttrain.drafters.serving.values import MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import shown
 
@@ -23,16 +22,16 @@ class DSparkSpeculators(DFlashSpeculators):
     title = "DSpark in the speculators format"
     loaded_by = "DSparkDraftModel"
 
-    def read_native(
-        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
-    ) -> Reading:
-        reading = DSparkLayout().read(view, base, spec, layers)
-        if view.config["sample_from_anchor"] is None:
-            reading.notes.append(
-                "sample_from_anchor is absent and taken as true, as speculators does; "
-                f"{VLLM} takes false: write true there, or export it again"
-            )
-        return reading
+    def native(self) -> DFlashLayout:
+        return DSparkLayout()
+
+    def read_otherwise(self, native: Config) -> list[str]:
+        if native["sample_from_anchor"] is not None:
+            return []
+        return [
+            "sample_from_anchor is absent and taken as true, as speculators does; "
+            f"{VLLM} takes false: write true there, or export it again"
+        ]
 
     def native_keys(self, config: Config) -> Config:
         keys = super().native_keys(config)

@@ -1,8 +1,6 @@
 """EAGLE-3's files: the native layout, which engines load, and speculators' format."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -57,16 +55,16 @@ class Eagle3Speculators(SpeculatorsLayout):
     loaded_by = "Eagle3DraftModel"
     names_layers = True
 
-    def read_native(
-        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
-    ) -> Reading:
-        reading = read_eagle3(view, base, spec, layers, speculators=True)
-        if "norm_before_residual" not in view.config:
-            reading.notes.append(
-                "norm_before_residual is absent and taken as true, as vLLM does; speculators "
-                "itself takes false: write into config.json what it was trained with"
-            )
-        return reading
+    def native(self) -> "Eagle3Layout":
+        return Eagle3Layout()
+
+    def read_otherwise(self, native: Config) -> list[str]:
+        if "norm_before_residual" in native:
+            return []
+        return [
+            "norm_before_residual is absent and taken as true, as vLLM does; speculators "
+            "itself takes false: write into config.json what it was trained with"
+        ]
 
     def native_keys(self, config: Config) -> Config:
         keys = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *VARIANTS)
@@ -113,7 +111,7 @@ class Eagle3Layout(OneLayer):
         return tensor_sign(files, *norms, "d2t")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        return read_eagle3(files, base, spec, layers, speculators=False)
+        return read_eagle3(files, base, spec, layers)
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -189,18 +187,16 @@ def read_eagle3(
     base: Any,
     spec: TargetSpec,
     layers: list[int] | None,
-    speculators: bool,
     num_layers: int = 1,
-    more: Mapping[str, Any] = MappingProxyType({}),
     by_v1: bool = False,
 ) -> Reading:
     """Return the reading of the native layout; `layers` overrides theirs.
 
-    speculators: whether the files are a view of that format, which has defaults of its own.
-    more: settings of a family that builds on EAGLE-3. by_v1: whether vLLM's V1 runner alone serves
-    it, so that the layers are those that this runner reads.
+    num_layers: how many decoder layers it has. by_v1: whether vLLM's V1 runner alone serves it, so
+    that the layers are those that this runner reads.
     """
     top = Values(files.config)
+    speculators = isinstance(files, NativeView)  # which has defaults of its own
     nested = Values(top.mapping("eagle_config"), top.complaints)
     if top.complaints:
         raise Unfit(top.complaints)
@@ -216,15 +212,15 @@ def read_eagle3(
     draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
     ids, notes = _layer_ids(top.raw, spec, layers, by_v1)
     before_fc = nested if "norm_before_fc" in nested.raw else top
-    settings |= {"layers": ids, "hidden_size": hidden}
     settings |= {
+        "layers": ids,
+        "hidden_size": hidden,
         # If it is absent, vLLM assumes true in speculators' format and false in the native one.
         "norm_before_residual": top.flag("norm_before_residual", speculators),
         "norm_before_fc": before_fc.flag("norm_before_fc", False),
         **{key: top.flag(key, False) for key in VARIANTS[2:] if hasattr(base, key)},
         "own_embedding": "embed_tokens.weight" in files.names or read_width != hidden,
     }
-    settings |= more
     if top.complaints:
         raise Unfit(top.complaints)
     tensors = {
@@ -235,12 +231,7 @@ def read_eagle3(
     declared = replace(spec, vocab_size=vocab, hidden_size=read_width, num_layers=deepest)
     spelled = {"midlayer.": prefix, "target_ids": "d2t"}
     reading = Reading(replace(base, **settings), declared, tensors, spelled, notes=notes)
-    reading.complaints = misfits(spec, vocab, read_width)
-    reading.complaints += [
-        f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
-        for layer in ids
-        if not 0 <= layer <= spec.num_layers
-    ]
+    reading.complaints = misfits(spec, vocab, read_width, ids)
     fused = tensors.get("fc.weight")
     fused_layers, rest = len(ids), 0
     if fused is not None and fused.dim():

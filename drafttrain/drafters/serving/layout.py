@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -222,8 +222,10 @@ def architectures_of(config: Config) -> list[str]:
     return [shown(name) for name in listed[:8]] if isinstance(listed, list) else []
 
 
-def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
-    """Return how the target that a drafter was made for differs from the target."""
+def misfits(
+    spec: TargetSpec, vocab_size: int, hidden_size: int, layers: Sequence[int] = ()
+) -> list[str]:
+    """Return how the target that a drafter was made for, and reads layers of, differs from this."""
     complaints = []
     if vocab_size != spec.vocab_size:
         complaints.append(
@@ -233,7 +235,11 @@ def misfits(spec: TargetSpec, vocab_size: int, hidden_size: int) -> list[str]:
         complaints.append(
             f"it reads hidden states {hidden_size:,} wide, {spec.name}'s are {spec.hidden_size:,}"
         )
-    return complaints
+    return complaints + [
+        f"layer {layer} is not one of {spec.name}'s 0..{spec.num_layers}"
+        for layer in layers
+        if not 0 <= layer <= spec.num_layers
+    ]
 
 
 def check_tensors(table: Mapping[str, Expected], tensors: Tensors) -> list[str]:

@@ -1,8 +1,7 @@
 """P-EAGLE's files: EAGLE-3's layouts with further layers and a mask."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle3_layouts import (
@@ -22,7 +21,7 @@ from drafttrain.drafters.serving.layout import (
     Sign,
     Unfit,
 )
-from drafttrain.drafters.serving.speculators_layout import NativeView, proposed_tokens
+from drafttrain.drafters.serving.speculators_layout import proposed_tokens
 from drafttrain.drafters.serving.values import MAX_LAYERS, Values
 from drafttrain.runtime.untrusted_input import shown
 
@@ -43,16 +42,16 @@ class PEagleSpeculators(Eagle3Speculators):
     title = "P-EAGLE in the speculators format"
     loaded_by = "PEagleDraftModel"
 
-    def read_native(
-        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
-    ) -> Reading:
-        reading = _read(view, base, spec, layers, speculators=True)
-        if view.config.get("fc_norm"):
-            reading.notes.append(
-                f"{VLLM} would not load it: it drops fc_norm of P-EAGLE in this format, and knows "
-                "no place for these tensors; export=vllm writes what it loads"
-            )
-        return reading
+    def native(self) -> Eagle3Layout:
+        return PEagleLayout()
+
+    def read_otherwise(self, native: Config) -> list[str]:
+        if not native.get("fc_norm"):
+            return []
+        return [
+            f"{VLLM} would not load it: it drops fc_norm of P-EAGLE in this format, and knows "
+            "no place for these tensors; export=vllm writes what it loads"
+        ]
 
     def native_keys(self, config: Config) -> Config:
         return {
@@ -93,7 +92,19 @@ class PEagleLayout(Eagle3Layout):
         return Sign(DECLARED, "the tensor mask_hidden")
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
-        return _read(files, base, spec, layers, speculators=False)
+        top = Values(files.config)
+        num_layers = top.integer("num_hidden_layers", MAX_LAYERS, 1)
+        mask = mask_of(files.config, spec)
+        unroll = top.integer("n_predict", MAX_LAYERS, base.unroll)
+        if top.complaints:
+            raise Unfit(top.complaints)
+        reading = read_eagle3(files, base, spec, layers, num_layers, by_v1=True)
+        own = {"num_layers": num_layers, "mask_token_id": mask, "unroll": unroll}
+        reading.config = replace(reading.config, **own)
+        if (served := reading.tensors.pop("mask_hidden", None)) is not None:
+            reading.tensors["mask_hidden.weight"] = served.reshape(1, -1)  # a row of an embedding
+        reading.spelled["mask_hidden.weight"] = "mask_hidden"
+        return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         table, hidden = super().expected_tensors(config), config["hidden_size"]
@@ -113,32 +124,6 @@ class PEagleLayout(Eagle3Layout):
             *super().notes(config, spec, served),
             f"Trained to draft {deepest} tokens in a pass.",
         )
-
-
-def _read(
-    files: Files, base: Any, spec: TargetSpec, layers: list[int] | None, speculators: bool
-) -> Reading:
-    """Return the reading of the native layout; speculators: as in `read_eagle3`."""
-    top = Values(files.config)
-    num_layers = top.integer("num_hidden_layers", MAX_LAYERS, 1)
-    more = {
-        "num_layers": num_layers,
-        "mask_token_id": mask_of(files.config, spec),
-        "unroll": top.integer("n_predict", MAX_LAYERS, base.unroll),
-    }
-    if top.complaints:
-        raise Unfit(top.complaints)
-    reading = read_eagle3(files, base, spec, layers, speculators, num_layers, more, by_v1=True)
-    reading.tensors = with_own_mask(reading.tensors)
-    reading.spelled["mask_hidden.weight"] = "mask_hidden"
-    return reading
-
-
-def with_own_mask(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return served tensors with the mask as the drafter has it: a row of an embedding."""
-    kept = {name: tensor for name, tensor in tensors.items() if name != "mask_hidden"}
-    mask = tensors.get("mask_hidden")
-    return kept if mask is None else kept | {"mask_hidden.weight": mask.reshape(1, -1)}
 
 
 def mask_of(config: Config, spec: TargetSpec) -> int:

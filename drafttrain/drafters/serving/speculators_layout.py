@@ -23,6 +23,7 @@ from drafttrain.drafters.serving.layout import (
     Files,
     Layout,
     Reading,
+    ServedLayout,
     Sign,
     Tensors,
     Unfit,
@@ -74,13 +75,17 @@ class SpeculatorsLayout(DerivedLayout):
         if not isinstance(layer, dict):
             raise Unfit(["config.json's transformer_layer_config must be an object"])
         view = NativeView(files, {**layer, **self.native_keys(files.config)})
-        return self.read_native(view, base, spec, layers)
+        reading = self.native().read(view, base, spec, layers)
+        reading.notes += self.read_otherwise(view.config)
+        return reading
 
     @abstractmethod
-    def read_native(
-        self, view: NativeView, base: Any, spec: TargetSpec, layers: list[int] | None
-    ) -> Reading:
-        """Return the reading of the files, as the native layout's `read` does."""
+    def native(self) -> ServedLayout:
+        """Return the family's native layout, whose keys `native_keys` gives."""
+
+    def read_otherwise(self, native: Config) -> list[str]:
+        """Return notes on what engines, or the package, read otherwise in such files."""
+        return []
 
     @abstractmethod
     def native_keys(self, config: Config) -> Config:
