@@ -4,14 +4,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, dtype_of
-from drafttrain.core.placed_batch import positions_to_predict
+from drafttrain.core.placed_batch import positions_to_unroll
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
@@ -97,11 +96,7 @@ class SequentialHeads(HeadDrafter[SequentialState]):
             newest = tokens[:, depth : depth + length]
             states, left = call_layer(self._step, depth, states, newest, features.readout)
             read.append(left.flatten(0, 1))
-        rows, ahead = positions_to_predict(batch, 2)
-        kinds = torch.arange(depths, device=rows.device)[:, None]
-        places = rows * length + ahead - 2 - kinds
-        # Deeper than this, the chain would begin before the text.
-        places = places.masked_fill(batch.positions[rows, ahead] - 2 < kinds, -1)
+        rows, ahead, places = positions_to_unroll(batch, depths)
         decay = self.config.depth_decay
         return self.compare(read, places, rows, ahead, batch, features, decay)
 
