@@ -30,14 +30,13 @@ from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, last_of, quoted
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
-from drafttrain.drafters.shared.layer import LayerConfig, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerState, layers_to_capture
 from drafttrain.drafters.shared.parallel import (
     BlockLayer,
     ParallelDrafter,
     ParallelState,
     mask_token,
 )
-from drafttrain.runtime.settings import require
 
 RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
 EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter
@@ -64,9 +63,8 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
         LayerConfig.__post_init__(self)
         layers = self.layers or []
         self.require("layers", len(set(layers)) == len(layers), "be distinct")
-        for key in ("num_captures", "num_layers", "num_anchors"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
-        self.require("block_size", self.block_size >= 2, "be at least 2")
+        self.require_at_least(1, "num_captures", "num_layers", "num_anchors")
+        self.require_at_least(2, "block_size")
         self.require("anchors", self.anchors in (RANDOM, FIXED), f"be {RANDOM} or {FIXED}")
         known = self.fusion in (EVERY_LAYER, INPUT)
         self.require("fusion", known, f"be {EVERY_LAYER} or {INPUT}")
@@ -139,13 +137,12 @@ class DFlash(ParallelDrafter):
     first_place = 1  # of a block's that drafts: the anchor itself, at 0, does not
     config: DFlashConfig
     layers: Any  # of BlockLayer
+    state_type = DFlashState
 
     def __init__(self, config: DFlashConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, spec.hidden_size)
-        name, last = spec.name, spec.num_layers
-        self.captures = tuple(sorted(config.layers or spread_layers(last, config.num_captures)))
-        inside = all(0 <= layer <= last for layer in self.captures)
-        require(inside, "drafter.layers", f"lie in 0..{last} for {name}", list(self.captures))
+        layers = config.layers or spread_layers(spec.num_layers, config.num_captures)
+        self.captures = layers_to_capture(layers, spec)
         self.mask_token_id = mask_token(config.mask_token_id, spec)
         self.max_depth: int = config.block_size - self.first_place
         self.unroll = self.max_depth
@@ -328,9 +325,6 @@ class DFlash(ParallelDrafter):
         dtype = dtype_of(self)
         captured = [features.captured[layer].to(dtype) for layer in self.captures]
         return self.hidden_norm(self.fc(torch.cat(captured, dim=-1)))
-
-    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> DFlashState:
-        return DFlashState(**vars(super().begin(readout, first_tokens, capacity)))
 
     def observe(
         self, state: LayerState, tokens: Tensor, counts: Sequence[int], features: TargetFeatures

@@ -50,8 +50,7 @@ class DFlash2Config(DFlashConfig):
         size = self.block_size
         inside = 1 <= self.conv_kernel_size <= size
         self.require("conv_kernel_size", inside, f"lie in 1..{size}, the block's size")
-        for key in ("conv_group_size", "selector_rank", "selector_top_k"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "conv_group_size", "selector_rank", "selector_top_k")
         self.require("selector_weight", self.selector_weight > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DFlash2":

@@ -12,7 +12,6 @@ from torch.nn import functional
 from drafttrain.core.ops.chunked_losses import OutputHead, Sums
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.ops.layers import LentLinear, within_calls
-from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, quoted
 from drafttrain.drafters.dflash import DFlash, DFlashConfig, DFlashState
@@ -33,7 +32,7 @@ class DSparkConfig(DFlashConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("markov", self.markov in MARKOV_TYPES, f"be one of {', '.join(MARKOV_TYPES)}")
-        self.require("markov_rank", self.markov_rank >= 1, "be at least 1")
+        self.require_at_least(1, "markov_rank")
         self.require("confidence_weight", self.confidence_weight > 0, "be above 0")
 
     def build(self, spec: TargetSpec) -> "DSpark":
@@ -122,6 +121,7 @@ class DSpark(DFlash):
     )
     first_place = 0
     config: DSparkConfig
+    state_type = DSparkState
 
     def __init__(self, config: DSparkConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec)
@@ -157,9 +157,6 @@ class DSpark(DFlash):
             weight *= self.config.confidence_weight
             losses[f"confidence_{k + 1}"] = LossTerm(weight, total, told[:, k].sum())
         return losses
-
-    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> DSparkState:
-        return DSparkState(**vars(super().begin(readout, first_tokens, capacity)))
 
     def expand(
         self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None

@@ -64,13 +64,12 @@ class EagleConfig(DepthLossConfig, LayerConfig):
     def __post_init__(self) -> None:
         DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
-        self.require("unroll", self.unroll >= 1, "be at least 1")
+        self.require_at_least(1, "unroll")
         more = self.unroll > 1 or not self.until_first_miss
         self.require("until_first_miss", more, "be false with drafter.unroll=1, which drafts once")
         known = len(set(self.reads)) == len(self.reads) > 0 and {*self.reads} <= {*INPUTS}
         self.require("reads", known, f"be one or both of {', '.join(INPUTS)}")
-        for key in ("feature_weight", "token_weight", "feature_noise"):
-            self.require(key, getattr(self, key) >= 0, "be at least 0")
+        self.require_at_least(0, "feature_weight", "token_weight", "feature_noise")
 
     def build(self, spec: TargetSpec) -> "Eagle":
         return Eagle(self, spec)

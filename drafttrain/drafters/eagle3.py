@@ -22,7 +22,12 @@ from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spe
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
 from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.layer import (
+    LayerConfig,
+    LayerDrafter,
+    LayerState,
+    layers_to_capture,
+)
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]
@@ -53,8 +58,7 @@ class FusingConfig(DepthLossConfig, LayerConfig):
                 "drafter.norm_before_fc and drafter.fc_norm must not both be true: one norm over "
                 "all captured layers, or one for each"
             )
-        for key in ("draft_vocab_size", "unroll"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "draft_vocab_size", "unroll")
         for key in ("draft_vocab_coverage", "depth_decay"):
             self.require(key, 0 < getattr(self, key) <= 1, "be in (0, 1]")
 
@@ -105,12 +109,7 @@ class Eagle3(LayerDrafter):
 
     def __init__(self, config: FusingConfig, spec: TargetSpec) -> None:
         super().__init__(config, spec, config.hidden_size or spec.hidden_size)
-        self.captures = tuple(sorted(config.layers or default_layers(spec.num_layers)))
-        if not all(0 <= layer <= spec.num_layers for layer in self.captures):
-            raise ValueError(
-                f"drafter.layers must lie in 0..{spec.num_layers} for {spec.name}, "
-                f"got {list(self.captures)}"
-            )
+        self.captures = layers_to_capture(config.layers or default_layers(spec.num_layers), spec)
         self.unroll = config.unroll
         self.norm_output: bool = getattr(config, "norm_output", False)
         self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))

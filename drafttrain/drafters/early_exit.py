@@ -41,7 +41,7 @@ class EarlyExitConfig(TokenLossConfig, CopiesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("exit_layer", self.exit_layer >= 1, "be at least 1")
+        self.require_at_least(1, "exit_layer")
 
     def build(self, spec: TargetSpec) -> "EarlyExit":
         need = f"be below {spec.num_layers}, the layers of {spec.name}"

@@ -41,8 +41,7 @@ class HydraHeadsConfig(SequentialConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("num_heads", "num_layers"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "num_heads", "num_layers")
 
     def build(self, spec: TargetSpec) -> "HydraHeads":
         return HydraHeads(self, spec)

@@ -45,8 +45,7 @@ class MedusaConfig(DepthLossConfig, DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("num_heads", "num_layers"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "num_heads", "num_layers")
         self.require("logit_scale", self.logit_scale > 0, "be above 0")
         self.require("head_decay", 0 < self.head_decay <= 1, "be in (0, 1]")
 

@@ -55,8 +55,7 @@ class Medusa2Config(MedusaConfig, CopiesConfig):
         layers = self.lora_layers
         every = "be at least 1, or null for all layers of the target"
         self.require("lora_layers", layers is None or layers >= 1, every)
-        for key in ("lora_rank", "lora_alpha"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "lora_rank", "lora_alpha")
         for key in ("heads_weight", "target_rate"):
             self.require(key, getattr(self, key) > 0, "be above 0")
         self.require("head_warmup", 0 <= self.head_warmup < 1, "be in [0, 1)")

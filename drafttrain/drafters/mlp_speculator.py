@@ -27,7 +27,7 @@ class MLPSpeculatorConfig(SequentialConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("num_heads", self.num_heads >= 1, "be at least 1")
+        self.require_at_least(1, "num_heads")
         inside = self.inner_size is None or self.inner_size >= 1
         self.require("inner_size", inside, "be at least 1, or null for the target's")
 

@@ -48,7 +48,7 @@ class MTPConfig(DepthLossConfig, LayerConfig):
         LayerConfig.__post_init__(self)
         self.require("variant", self.variant in VARIANTS, f"be one of {', '.join(VARIANTS)}")
         self.require("own_embedding", not self.own_embedding, "be false: it shares the target's")
-        self.require("unroll", self.unroll >= 1, "be at least 1")
+        self.require_at_least(1, "unroll")
         self.require("depth_decay", 0 < self.depth_decay <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "MTP":

@@ -41,7 +41,7 @@ class PEagleConfig(FusingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("num_layers", self.num_layers >= 1, "be at least 1")
+        self.require_at_least(1, "num_layers")
         self.require("cod_ratio", 0 < self.cod_ratio <= 1, "be in (0, 1]")
 
     def build(self, spec: TargetSpec) -> "PEagle":

@@ -27,8 +27,7 @@ class ReDrafterConfig(SequentialConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("unroll", "num_layers"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "unroll", "num_layers")
         inside = self.exit_size is None or self.exit_size >= 1
         self.require("exit_size", inside, "be at least 1, or null for twice the target's width")
 

@@ -76,8 +76,8 @@ class SmallLMConfig(TokenLossConfig, DrafterConfig):
         distinct = "be distinct layers of the target, ascending, as in [0,3,7]"
         self.require("layers", bool(ascending), distinct)
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        for key in ("hidden_size", "intermediate_size", "num_layers", *HEADS, "lora_alpha"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        sizes = ("hidden_size", "intermediate_size", "num_layers", *HEADS)
+        self.require_at_least(1, *sizes, "lora_alpha")
         even = f"be an even multiple of drafter.num_attention_heads ({heads})"
         self.require("hidden_size", self.hidden_size % (2 * heads) == 0, even)
         divide = f"divide drafter.num_attention_heads ({heads})"

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -140,6 +140,14 @@ class LayerShape:
             return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
+def layers_to_capture(layers: Sequence[int], spec: TargetSpec) -> tuple[int, ...]:
+    """Return a drafter's layers of the target, ascending; ValueError if this does not have them."""
+    inside = all(0 <= layer <= spec.num_layers for layer in layers)
+    need = f"lie in 0..{spec.num_layers} for {spec.name}"
+    require(inside, "drafter.layers", need, sorted(layers))
+    return tuple(sorted(layers))
+
+
 @dataclass
 class CachedState(DraftState):
     """The drafter's cache, and the rotation of each position that it may hold."""
@@ -170,6 +178,7 @@ class CachedDrafter(Drafter[LayerState]):
 
     config: LayerConfig
     embed_tokens: nn.Embedding | None
+    state_type: ClassVar[type[LayerState]] = LayerState
 
     def __init__(self, config: LayerConfig, spec: TargetSpec, width: int) -> None:
         super().__init__()
@@ -193,7 +202,7 @@ class CachedDrafter(Drafter[LayerState]):
         """Return an empty state; the first token is never paired: no feature precedes it."""
         places, rows = torch.arange(capacity, device=device_of(self)), len(first_tokens)
         table = self.shape.rotation(places, dtype_of(self))
-        return LayerState(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
+        return self.state_type(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
 
     def select(self, state: LayerState, rows: Sequence[int]) -> None:
         state.cache.select(rows)

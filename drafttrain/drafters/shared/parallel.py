@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation
@@ -65,17 +65,15 @@ class ParallelDrafter(CachedDrafter):
     """
 
     branches = True
+    state_type = ParallelState
 
     @abstractmethod
     def draft(self, state: ParallelState) -> Float[Tensor, "batch depth draft_vocab"]:
         """Return the logits of every depth, from what was observed."""
 
-    def begin(
-        self, readout: Readout, first_tokens: Int[Tensor, " batch"], capacity: int
-    ) -> ParallelState:
+    def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> LayerState:
         """Return an empty state; places to draft may reach past the end of the text."""
-        state = super().begin(readout, first_tokens, capacity + self.unroll + 1)
-        return ParallelState(**vars(state))
+        return super().begin(readout, first_tokens, capacity + self.unroll + 1)
 
     def restart(self, state: ParallelState) -> None:
         """Forget the proposal."""
