@@ -37,21 +37,16 @@ class Readout:
 
     def logits(self, final_hidden: Float[Tensor, "*shape hidden"]) -> Float[Tensor, "*shape vocab"]:
         """Return the target's logits from hidden states after its final norm."""
-        return self._scaled(functional.linear(final_hidden, self.head, self.head_bias))
+        logits = functional.linear(final_hidden, self.head, self.head_bias)
+        return scaled(logits, self.logit_scale, self.soft_cap)
 
     def logits_of(
         self, tokens: Int[Tensor, "*shape token"], final_hidden: Float[Tensor, "*shape hidden"]
     ) -> Float[Tensor, "*shape token"]:
         """Return the logits of a few tokens of each position alone."""
         logits = (self.head[tokens] @ final_hidden[..., None])[..., 0]
-        return self._scaled(logits if self.head_bias is None else logits + self.head_bias[tokens])
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.soft_cap is not None:
-            logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
-        return logits
+        logits = logits if self.head_bias is None else logits + self.head_bias[tokens]
+        return scaled(logits, self.logit_scale, self.soft_cap)
 
     def to(self, place: torch.dtype | torch.device) -> "Readout":
         """Return the readout with its tensors in a dtype or on a device; tied ones stay tied."""
@@ -65,3 +60,10 @@ class Readout:
             norm=None if self.norm is None else self.norm.to(place),
             head_bias=None if self.head_bias is None else self.head_bias.to(place),
         )
+
+
+def scaled(logits: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    """Return a head's products as logits: cap * tanh(scale * product / cap), None: without cap."""
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)

@@ -207,11 +207,10 @@ class SmallLM(CausalDrafter):
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Initialise a fresh model's embedding and head as narrow images of the target's."""
-        config = self.config
-        if config.path is not None or config.layers is not None:
+        if self.begins_from_target:
             return
         tables = [(self.model.get_input_embeddings(), readout.embedding)]
-        if not config.tie_embeddings:
+        if not self.config.tie_embeddings:
             tables.append((self.model.get_output_embeddings(), readout.head))
         with torch.no_grad():
             for own, theirs in tables:
@@ -272,8 +271,7 @@ class SmallLM(CausalDrafter):
     def from_serving(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         model = _from_settings(config)
         if model.config.get_text_config(decoder=True).tie_word_embeddings:
-            tensors = {"lm_head.weight": model.get_input_embeddings().weight, **tensors}
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
         load_exactly(model, tensors)
         self._adopt(model)
 

@@ -13,7 +13,7 @@ from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.grouped_attention import share_heads
 from drafttrain.core.ops.layer_calls import device_of, dtype_of
 from drafttrain.core.ops.ragged_cache import Ragged, RaggedCache, padded_rows, run_decoder
-from drafttrain.core.readout import Readout
+from drafttrain.core.readout import Readout, scaled
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
@@ -237,10 +237,7 @@ class CausalDrafter(TokenDrafter):
 
     def head(self, hidden: Float[Tensor, "*shape width"]) -> Float[Tensor, "*shape own"]:
         """Return the model's logits from its decoder's output, as its own forward does."""
-        logits = self._head[0](hidden)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+        return scaled(self._head[0](hidden), self._scale, self._cap)
 
     def output_head(self) -> OutputHead:
         """Return the head that drafts: only the ids that can be drafted, scaled and capped."""
