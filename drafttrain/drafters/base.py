@@ -383,6 +383,13 @@ def load_exactly(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     module.load_state_dict(tensors)
 
 
+@torch.no_grad()
+def start_with(module: nn.Module, weight: Tensor | None) -> None:
+    """Copy a weight of the target's into a module; None: the target has none, it keeps its own."""
+    if weight is not None:
+        module.get_parameter("weight").copy_(weight)
+
+
 def last_of(
     values: Shaped[Tensor, "batch new width"], counts: Sequence[int] | None
 ) -> Shaped[Tensor, "batch last width"]:

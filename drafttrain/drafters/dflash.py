@@ -28,7 +28,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, last_of, quoted
+from drafttrain.drafters.base import About, TrainingChance, last_of, quoted, start_with
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
 from drafttrain.drafters.shared.layer import LayerConfig, LayerState, layers_to_capture
 from drafttrain.drafters.shared.parallel import (
@@ -161,11 +161,9 @@ class DFlash(ParallelDrafter):
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's final norm, and its embedding to one of the drafter's own."""
-        with torch.no_grad():
-            if readout.norm is not None:
-                self.norm.weight.copy_(readout.norm)
-            if self.embed_tokens is not None:
-                self.embed_tokens.weight.copy_(readout.embedding)
+        start_with(self.norm, readout.norm)
+        if self.embed_tokens is not None:
+            start_with(self.embed_tokens, readout.embedding)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses by place in the block, weighted by exp(-(k - 1) / gamma).
@@ -374,6 +372,11 @@ class DFlash(ParallelDrafter):
         logits, state.hidden = cache.run(run, inputs, key=readout.embedding.data_ptr())
         cache.rollback(state.committed)
         return logits
+
+    def newest_states(self, state: DFlashState, width: int) -> Float[Tensor, "batch width hidden"]:
+        """Return the block's state at the newest depth, for each node of the level before."""
+        assert state.hidden is not None
+        return state.hidden[:, state.depth - 1, None].expand(-1, width, -1)
 
     def select(self, state: LayerState, rows: Sequence[int]) -> None:
         super().select(state, rows)

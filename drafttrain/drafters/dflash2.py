@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from drafttrain.core.ops.chunked_losses import OutputHead, limits_of_chunks
 from drafttrain.core.ops.layer_calls import recomputed, wide_dtype
-from drafttrain.core.ops.layers import Rotation
+from drafttrain.core.ops.layers import LayerShape, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, quoted
 from drafttrain.drafters.dflash import EVERY_LAYER, Blocks, DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
-from drafttrain.drafters.shared.layer import LayerShape, LayerState
+from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.runtime.settings import require
 
@@ -253,11 +253,10 @@ class DFlash2(DFlash):
         logits = super().expand(state, newest, parents)
         before = state.last if newest is None else newest
         assert before is not None
-        assert state.hidden is not None
         # One place of the block for all nodes of a level; an export's probe has a smaller head.
         likely = logits[:, :1].topk(min(self.config.selector_top_k, logits.shape[-1]))
         candidates = likely.indices.expand(-1, before.shape[1], -1)
-        states = state.hidden[:, state.depth - 1, None].expand(-1, before.shape[1], -1)
+        states = self.newest_states(state, before.shape[1])
         scores = likely.values.to(wide_dtype(logits)) + self.candidate_selector(
             before, states, candidates
         )

@@ -166,7 +166,7 @@ class DSpark(DFlash):
         logits = super().expand(state, newest, parents)
         before = state.last if newest is None else newest
         assert before is not None
-        state.embedded, read = self.markov_head(before, self._newest(state, before.shape[1]))
+        state.embedded, read = self.markov_head(before, self.newest_states(state, before.shape[1]))
         added = self.markov_head.markov_w2(read)
         return logits + added[..., : logits.shape[-1]]  # an export's probe has a smaller head
 
@@ -174,13 +174,8 @@ class DSpark(DFlash):
         """Return the predicted acceptance of the tokens that the last `expand` gave logits of."""
         assert isinstance(state, DSparkState)
         assert state.embedded is not None, "expand comes before confidence"
-        states = self._newest(state, state.embedded.shape[1])
+        states = self.newest_states(state, state.embedded.shape[1])
         return self.confidence_head(states, state.embedded).sigmoid()
-
-    def _newest(self, state: DSparkState, width: int) -> Float[Tensor, "batch width hidden"]:
-        """Return the block's state at the newest depth, for each node of the level before."""
-        assert state.hidden is not None
-        return state.hidden[:, state.depth - 1, None].expand(-1, width, -1)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return DeepSpec's layout, whose keys stand beside each other; tensors as DFlash's."""

@@ -22,7 +22,7 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation, document_mask
+from drafttrain.core.ops.layers import MLP, Attention, LayerShape, RMSNorm, Rotation, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -36,7 +36,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 
@@ -80,7 +80,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.self_attn = shape.attention(shape.hidden_size)
+        self.self_attn = Attention(shape, shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
@@ -241,8 +241,7 @@ class Eagle(LayerDrafter):
         """
         width = self.spec.hidden_size
         config = {
-            # SGLang takes the first name that it knows; vLLM can only wrap the second.
-            "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
+            "architectures": list(EagleLayout.architectures),
             "model_type": "llama",
             **self.serving_keys(),
         }

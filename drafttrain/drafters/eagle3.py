@@ -12,16 +12,23 @@ from torch.nn import functional
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layer_calls import compiled, device_of, dtype_of, recomputed
-from drafttrain.core.ops.layers import LentLinear, RMSNorm, Rotation, document_mask
+from drafttrain.core.ops.layers import (
+    MLP,
+    Attention,
+    LayerShape,
+    LentLinear,
+    RMSNorm,
+    Rotation,
+    document_mask,
+)
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench
+from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench, start_with
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
-from drafttrain.drafters.shared.eagle3_layer import Eagle3Layer
 from drafttrain.drafters.shared.layer import (
     LayerConfig,
     LayerDrafter,
@@ -87,6 +94,55 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in shallow if 0 <= layer <= num_layers}))
 
 
+class Eagle3Layer(nn.Module):
+    """A decoder layer that attends to [norm(embedding); norm(hidden)]; residual from hidden.
+
+    `norm_before_residual`: from norm(hidden) instead, as speculators trains by default.
+    """
+
+    def __init__(self, shape: LayerShape, norm_before_residual: bool) -> None:
+        super().__init__()
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = Attention(shape, 2 * width)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, shape.intermediate_size)
+
+    def inputs(
+        self, embedded: Float[Tensor, "batch seq hidden"], hidden: Float[Tensor, "batch seq hidden"]
+    ) -> tuple[Float[Tensor, "batch seq twice"], Float[Tensor, "batch seq hidden"]]:
+        """Return the input of attention, and the residual stream that its output is added to."""
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return inputs, normed if self.norm_before_residual else hidden
+
+    def enter(
+        self,
+        projected: Float[Tensor, "batch seq heads"],
+        weight: Float[Tensor, "heads hidden"],
+        hidden: Float[Tensor, "batch seq hidden"],
+        turn: Rotation,
+    ) -> tuple[Float[Tensor, "batch seq hidden"], Tensor, Tensor, Tensor]:
+        """Return the residual stream, queries, keys and values of one depth of the unroll.
+
+        projected, weight: the embeddings' part of the projection (`Attention.joined`), from this
+        depth's own tokens on.
+        """
+        normed = self.hidden_norm(hidden)
+        projected = functional.linear(normed, weight) + projected
+        queries, keys, values = self.self_attn.by_head(projected, turn)
+        return normed if self.norm_before_residual else hidden, queries, keys, values
+
+    def finish(
+        self, hidden: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
+    ) -> Float[Tensor, "batch seq hidden"]:
+        """Return the residual stream with attention and feed-forward added."""
+        hidden = hidden + mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
 class Eagle3(LayerDrafter):
     """Pairs fused features of position t with token t + 1; deeper, pairs its own hidden state."""
 
@@ -141,13 +197,11 @@ class Eagle3(LayerDrafter):
             self.reduce(vocab)
         if self.shape.hidden_size != self.spec.hidden_size:
             return  # the target's weights have another width
-        with torch.no_grad():
-            if self.embed_tokens is not None:
-                self.embed_tokens.weight.copy_(readout.embedding)
-            head = readout.head if vocab is None else readout.head[vocab.target_ids]
-            self.lm_head.weight.copy_(head)
-            if readout.norm is not None:
-                self.norm.weight.copy_(readout.norm)
+        if self.embed_tokens is not None:
+            start_with(self.embed_tokens, readout.embedding)
+        head = readout.head if vocab is None else readout.head[vocab.target_ids]
+        start_with(self.lm_head, head)
+        start_with(self.norm, readout.norm)
 
     def outline(self, target: Callable[[], Any]) -> None:
         """Take the largest draft vocabulary; fewer tokens may cover the data."""

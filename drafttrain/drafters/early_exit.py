@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import ByHead, RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import (
+    Attention,
+    ByHead,
+    LayerShape,
+    RMSNorm,
+    Rotation,
+    attend_cached,
+    document_mask,
+)
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, last_of
+from drafttrain.drafters.base import About, TrainingChance, last_of, start_with
 from drafttrain.drafters.shared.causal import CausalState, TokenDrafter
 from drafttrain.drafters.shared.copies import (
     CopiesConfig,
@@ -28,7 +36,6 @@ from drafttrain.drafters.shared.copies import (
     freeze,
     run_layers,
 )
-from drafttrain.drafters.shared.layer import LayerShape
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.text_losses import next_token_loss
 
@@ -55,7 +62,7 @@ class Adapter(nn.Module):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = shape.attention(shape.hidden_size)
+        self.self_attn = Attention(shape, shape.hidden_size)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def enter(self, hidden: Hidden, turn: Rotation) -> ByHead:
@@ -100,9 +107,7 @@ class EarlyExit(TokenDrafter):
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Begin with the target's final norm, as its head does."""
-        if readout.norm is not None:
-            with torch.no_grad():
-                self.adapter.norm.weight.copy_(readout.norm)
+        start_with(self.adapter.norm, readout.norm)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses at every trained position, against the target's distribution."""

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, TargetSpec
-from drafttrain.drafters.base import About, quoted, rows_at, spec_bench
+from drafttrain.drafters.base import About, quoted, rows_at, spec_bench, start_with
 from drafttrain.drafters.medusa import ResidualBlocks
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
-from drafttrain.drafters.shared.layer import CachedState, LayerShape
+from drafttrain.drafters.shared.layer import CachedState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.sequential import (
     SequentialConfig,
@@ -135,9 +135,8 @@ class HydraHeads(SequentialHeads):
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's head to every head, as Medusa's begin; choose embeddings' factor."""
         self.scale.prepare(readout)
-        with torch.no_grad():
-            for head in self.lm_heads:
-                head.get_parameter("weight").copy_(readout.head)
+        for head in self.lm_heads:
+            start_with(head, readout.head)
 
     def start(self, hidden: Tensor) -> Tensor:
         return hidden

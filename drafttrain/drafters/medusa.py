@@ -24,6 +24,7 @@ from drafttrain.drafters.base import (
     last_of,
     quoted,
     spec_bench,
+    start_with,
 )
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
@@ -130,9 +131,7 @@ class Medusa(HeadDrafter[MedusaState]):
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's head to every head: with zero blocks, head k predicts token t + 1."""
         for head in self.lm_heads:
-            assert isinstance(head, nn.Linear)
-            with torch.no_grad():
-                head.weight.copy_(readout.head)
+            start_with(head, readout.head)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return each head's token losses, decayed by head (section 2.2: hard cross-entropy).

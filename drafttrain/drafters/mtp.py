@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at
+from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, start_with
 from drafttrain.drafters.serving.mtp_layout import MIMO, VARIANTS, MTPLayout, in_file
-from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerShape, LayerState
+from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
@@ -98,9 +98,7 @@ class MTP(LayerDrafter):
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
         """Copy the target's final norm: the head is made for what it gives."""
-        if readout.norm is not None:
-            with torch.no_grad():
-                self.layer.final_layernorm.weight.copy_(readout.norm)
+        start_with(self.layer.final_layernorm, readout.norm)
 
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses of every depth, weighted by decay**depth (FastMTP, equation 2).

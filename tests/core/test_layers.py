@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafttrain.core.ops.layers import Attention, RMSNorm, rms_norm, rotation
+from drafttrain.core.ops.layers import Attention, LayerShape, RMSNorm, rms_norm, rotation
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 
 WIDTH, EPS = 32, 1e-6
@@ -51,7 +51,8 @@ def test_a_norm_keeps_the_dtype_of_its_input() -> None:
 @pytest.mark.usefixtures("as_on_cuda")
 def test_normed_queries_and_keys_meet_values_of_their_own_dtype() -> None:
     """The attention's kernels are called past autocast, which would bring them together."""
-    attention = Attention(WIDTH, WIDTH, 4, 2, 8, norm_eps=EPS)
+    shape = LayerShape(WIDTH, 2 * WIDTH, 4, 2, 8, EPS, 100.0, None, False, False, True)
+    attention = Attention(shape, WIDTH)
     attention.requires_grad_(False)  # so that the norms take the way that they take on a GPU
     hidden = draw(2, 6, WIDTH).requires_grad_()
     turn = rotation(torch.arange(6)[None].expand(2, 6), 8, 100.0, hidden.dtype)

@@ -1,6 +1,8 @@
 """The layers that drafters are made of, named as in Llama checkpoints."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional
 
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.types import TargetSpec
 
 
 class RMSNorm(nn.Module):
@@ -167,28 +170,70 @@ def within_calls(modules: Sequence[nn.Module], inputs: Any, use: Callable[[Any],
     return first(inputs, use=lambda inner: within_calls(others, inner, use))
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of one decoder layer, with every size resolved."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    attention_bias: bool  # of q, k and v
+    attention_output_bias: bool
+    qk_norm: bool  # Qwen3 normalises queries and keys before rotation
+
+    @classmethod
+    def of(cls, spec: TargetSpec) -> "LayerShape":
+        """Return the shape of the target's own layers, without scaling, biases and inner norms."""
+        sizes = (spec.hidden_size, spec.intermediate_size)
+        heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
+        return cls(*sizes, *heads, spec.rms_norm_eps, spec.rope_theta, None, False, False, False)
+
+    def rotation(self, positions: Int[Tensor, "*batch seq"], dtype: torch.dtype) -> Rotation:
+        """Return the rotation of each position, in `dtype`."""
+        if self.rope_scaling is None:
+            return rotation(positions, self.head_dim, self.rope_theta, dtype)
+        frequencies, factor = self._scaled
+        angles = positions[..., None].float() * frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1)
+        return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+    @cached_property
+    def _scaled(self) -> tuple[Float[Tensor, " pair"], float]:
+        """Return Transformers' scaled frequencies, and the factor of cosines and sines."""
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        assert self.rope_scaling is not None
+        parameters = {**self.rope_scaling, "rope_theta": self.rope_theta}
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            rope_parameters=parameters,
+        )
+        with torch.device("cpu"):  # a drafter may be described on the meta device
+            return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; q, k and v may read a wider input."""
 
-    def __init__(
-        self,
-        width: int,
-        input_width: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool = False,  # of q, k and v
-        output_bias: bool = False,
-        norm_eps: float | None = None,  # Qwen3 normalises queries and keys before rotation
-    ) -> None:
+    def __init__(self, shape: LayerShape, input_width: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.q_proj = LentLinear(input_width, num_heads * head_dim, bias=bias)
-        self.k_proj = LentLinear(input_width, num_kv_heads * head_dim, bias=bias)
-        self.v_proj = LentLinear(input_width, num_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=output_bias)
-        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.num_heads, self.num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        self.head_dim, eps = shape.head_dim, shape.rms_norm_eps
+        width, bias = self.num_heads * self.head_dim, shape.attention_bias
+        self.q_proj = LentLinear(input_width, width, bias=bias)
+        self.k_proj = LentLinear(input_width, self.num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = LentLinear(input_width, self.num_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=shape.attention_output_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps) if shape.qk_norm else None
 
     def project(self, values: Float[Tensor, "batch seq input"], turn: Rotation) -> ByHead:
         """Return rotated queries and keys, and values, by head."""

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.core.ops.layers import ByHead, RMSNorm, Rotation
+from drafttrain.core.ops.layers import ByHead, LayerShape, RMSNorm, Rotation
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import DrafterConfig, load_exactly
-from drafttrain.drafters.shared.layer import LayerShape
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.target.pretrained.limits import final_norm_of
 

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from drafttrain.core.ops.layer_calls import device_of, dtype_of
-from drafttrain.core.ops.layers import Attention, Rotation, rotation
+from drafttrain.core.ops.layers import LayerShape, Rotation
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
@@ -75,69 +74,6 @@ class LayerConfig(DrafterConfig):
                 f"the target's embedding is {spec.hidden_size} wide"
             )
         return shape
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The shape of one decoder layer, with every size resolved."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    attention_bias: bool
-    attention_output_bias: bool
-    qk_norm: bool
-
-    @classmethod
-    def of(cls, spec: TargetSpec) -> "LayerShape":
-        """Return the shape of the target's own layers, without scaling, biases and inner norms."""
-        sizes = (spec.hidden_size, spec.intermediate_size)
-        heads = (spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim)
-        return cls(*sizes, *heads, spec.rms_norm_eps, spec.rope_theta, None, False, False, False)
-
-    def attention(self, input_width: int) -> Attention:
-        """Return the layer's attention, which reads `input_width` values per position."""
-        return Attention(
-            self.hidden_size,
-            input_width,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-            self.head_dim,
-            bias=self.attention_bias,
-            output_bias=self.attention_output_bias,
-            norm_eps=self.rms_norm_eps if self.qk_norm else None,
-        )
-
-    def rotation(self, positions: Int[Tensor, "*batch seq"], dtype: torch.dtype) -> Rotation:
-        """Return the rotation of each position, in `dtype`."""
-        if self.rope_scaling is None:
-            return rotation(positions, self.head_dim, self.rope_theta, dtype)
-        frequencies, factor = self._scaled
-        angles = positions[..., None].float() * frequencies.to(positions.device)
-        angles = torch.cat([angles, angles], dim=-1)
-        return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
-
-    @cached_property
-    def _scaled(self) -> tuple[Float[Tensor, " pair"], float]:
-        """Return Transformers' scaled frequencies, and the factor of cosines and sines."""
-        from transformers import LlamaConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        assert self.rope_scaling is not None
-        parameters = {**self.rope_scaling, "rope_theta": self.rope_theta}
-        config = LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-            rope_parameters=parameters,
-        )
-        with torch.device("cpu"):  # a drafter may be described on the meta device
-            return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
 def layers_to_capture(layers: Sequence[int], spec: TargetSpec) -> tuple[int, ...]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from drafttrain.core.ops.layers import MLP, RMSNorm, Rotation
+from drafttrain.core.ops.layers import MLP, Attention, LayerShape, RMSNorm, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.shared.layer import CachedDrafter, LayerShape, LayerState
+from drafttrain.drafters.shared.layer import CachedDrafter, LayerState
 from drafttrain.runtime.settings import require
 
 
@@ -30,7 +30,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = shape.attention(width)
+        self.self_attn = Attention(shape, width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, shape.intermediate_size)
 
