@@ -22,7 +22,7 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import MLP, Attention, LayerShape, RMSNorm, Rotation, document_mask
+from drafttrain.core.ops.layers import Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, positions_to_unroll
 from drafttrain.core.readout import Readout
@@ -37,6 +37,7 @@ from drafttrain.drafters.base import (
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
+from drafttrain.drafters.shared.parallel import BlockLayer
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 
@@ -75,23 +76,6 @@ class EagleConfig(DepthLossConfig, LayerConfig):
         return Eagle(self, spec)
 
 
-class EagleLayer(nn.Module):
-    """A Llama decoder layer without the norm before attention, as in EAGLE-1."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def finish(
-        self, values: Float[Tensor, "batch seq hidden"], mixed: Float[Tensor, "batch seq hidden"]
-    ) -> Float[Tensor, "batch seq hidden"]:
-        """Return the residual stream with attention and feed-forward added."""
-        values = values + mixed
-        return values + self.mlp(self.post_attention_layernorm(values))
-
-
 class Eagle(LayerDrafter):
     """Pairs the final hidden state of position t with token t + 1 and predicts feature t + 1."""
 
@@ -128,7 +112,7 @@ class Eagle(LayerDrafter):
         self.depth_terms = tuple(f"depth_{depth + 1}" for depth in range(config.unroll))
         self.scale = EmbeddingScale(config.scale_embeddings)
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        self.layers = nn.ModuleList([EagleLayer(self.shape)])
+        self.layers = nn.ModuleList([BlockLayer(self.shape, normed=False)])
         self.embed_tokens = self.own_embedding()
 
     def prepare(self, token_counts: Int[Tensor, " vocab"], readout: Readout) -> None:
@@ -185,13 +169,9 @@ class Eagle(LayerDrafter):
         index t: the features that it predicted itself.
         """
         layer: Any = self.layers[0]
-        queries, keys, values = compiled(layer.self_attn.project, pairs, turn)
+        queries, keys, values = compiled(layer.enter, pairs, turn)
         mixed = unrolled_attention(queries, [*past, (keys, values)], mask)
-        return compiled(self._finish, pairs, mixed), (keys, values)
-
-    def _finish(self, pairs: Tensor, mixed: Tensor) -> Tensor:
-        layer: Any = self.layers[0]
-        return layer.finish(pairs, layer.self_attn.merge(mixed))
+        return compiled(layer.finish, pairs, mixed), (keys, values)
 
     def _compare(
         self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
@@ -230,7 +210,8 @@ class Eagle(LayerDrafter):
     ) -> Tensor:
         layer: Any = self.layers[0]
         pairs = self._pairs(state.readout, tokens, hidden)
-        return rows_at(layer.finish(pairs, layer.self_attn.cached(pairs, turn, state.cache)), last)
+        mixed = attend_cached(layer.enter(pairs, turn), state.cache, 0)
+        return rows_at(layer.finish(pairs, mixed), last)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the SafeAILab layout, with an fc.bias for engines whose fc always has one.

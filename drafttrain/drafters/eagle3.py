@@ -19,6 +19,7 @@ from drafttrain.core.ops.layers import (
     LentLinear,
     RMSNorm,
     Rotation,
+    attend_cached,
     document_mask,
 )
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
@@ -273,10 +274,7 @@ class Eagle3(LayerDrafter):
         batch: Batch,
         features: TargetFeatures,
     ) -> Losses:
-        """Return the losses of every depth on the tokens at (rows, ahead).
-
-        states: by depth. places: the row of states[depth] that predicts a token, -1: none does.
-        """
+        """Return the losses of every depth by name, as `losses_along_text` does."""
         terms = losses_along_text(
             *(self.config, self.config.depth_decay, states, places, rows, ahead, batch, features),
             heads=lambda: [OutputHead(self.lm_head.weight)],
@@ -308,7 +306,8 @@ class Eagle3(LayerDrafter):
         self, state: LayerState, turn: Rotation, tokens: Tensor, hidden: Tensor, last: Tensor | None
     ) -> Tensor:
         inputs, residual = self.midlayer.inputs(self.embed(state.readout, tokens), hidden)
-        mixed = self.midlayer.self_attn.cached(inputs, turn, state.cache)
+        attention = self.midlayer.self_attn
+        mixed = attention.merge(attend_cached(attention.project(inputs, turn), state.cache, 0))
         # Positions before the last need keys and values only.
         return self._leave(self.midlayer.finish(rows_at(residual, last), rows_at(mixed, last)))
 

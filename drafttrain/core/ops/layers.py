@@ -281,12 +281,6 @@ class Attention(nn.Module):
         batch, _, seq, _ = mixed.shape
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
-    def cached(
-        self, values: Float[Tensor, "batch new input"], turn: Rotation, cache: RaggedCache
-    ) -> Float[Tensor, "batch new width"]:
-        """Return attention over a cache, whose only layer this is, within a pass of its `run`."""
-        return self.merge(attend_cached(self.project(values, turn), cache, 0))
-
     def by_head(self, projected: Float[Tensor, "batch seq heads"], turn: Rotation) -> ByHead:
         """Return rotated queries and keys, and values, from a projection made by `joined`."""
         widths = [self.num_heads, self.num_kv_heads, self.num_kv_heads]

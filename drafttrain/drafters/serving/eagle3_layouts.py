@@ -204,10 +204,8 @@ def read_eagle3(
     settings = decoder_layer(top, files.names, prefix, speculators, num_layers)
     if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
-    vocab, hidden = (
-        top.integer("vocab_size", MAX_VOCABULARY),
-        top.integer("hidden_size", MAX_WIDTH),
-    )
+    vocab = top.integer("vocab_size", MAX_VOCABULARY)
+    hidden = top.integer("hidden_size", MAX_WIDTH)
     read_width = top.integer("target_hidden_size", MAX_WIDTH, hidden)
     draft_vocab = top.integer("draft_vocab_size", vocab, vocab)
     ids, notes = _layer_ids(top.raw, spec, layers, by_v1)

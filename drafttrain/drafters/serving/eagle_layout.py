@@ -110,10 +110,8 @@ class EagleLayout(OneLayer):
         raw = Values(files.config)
         settings = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
         bias = raw.flag("bias", False)
-        vocab, hidden = (
-            raw.integer("vocab_size", MAX_VOCABULARY),
-            raw.integer("hidden_size", MAX_WIDTH),
-        )
+        vocab = raw.integer("vocab_size", MAX_VOCABULARY)
+        hidden = raw.integer("hidden_size", MAX_WIDTH)
         if raw.complaints:
             raise Unfit(raw.complaints)
         settings["fc_bias"] = "fc.bias" in files.names or bias

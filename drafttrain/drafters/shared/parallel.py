@@ -24,12 +24,15 @@ def mask_token(wanted: int | None, spec: TargetSpec) -> int:
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer whose attention its drafter computes: which keys each slot sees differs."""
+    """A decoder layer whose attention its drafter computes: which keys each slot sees differs.
 
-    def __init__(self, shape: LayerShape) -> None:
+    normed: whether there is a norm before attention; EAGLE-1 has none.
+    """
+
+    def __init__(self, shape: LayerShape, normed: bool = True) -> None:
         super().__init__()
         width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps) if normed else nn.Identity()
         self.self_attn = Attention(shape, width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, shape.intermediate_size)
