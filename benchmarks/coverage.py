@@ -15,7 +15,6 @@ from rich.table import Table
 from scipy.stats import bootstrap
 
 from drafttrain.report.bootstrap import Resampling, interval
-from drafttrain.report.metrics import length_statistic
 
 TRIALS, RESAMPLES = 2000, 1000
 SIZES = (5, 10, 80)
@@ -51,7 +50,7 @@ def covered(draw: Draw, truth: float, size: int, bca: bool) -> float:
                 rng=np.random.default_rng(0),
             ).confidence_interval
         else:
-            low, high = interval(length_statistic, columns, Resampling(RESAMPLES, 0)) or (0, 0)
+            low, high = interval(np.divide, columns, Resampling(RESAMPLES, 0)) or (0, 0)
         hits += low <= 1 + truth <= high
     return hits / TRIALS
 

@@ -1,6 +1,7 @@
 """What is declared of the project is so: its version, what it needs, its licences."""
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -75,3 +76,16 @@ def test_the_licence_of_the_weights_is_declared_beside_that_of_the_code() -> Non
         assert (ROOT / file).is_file(), file
     text = (ROOT / "drafttrain/assets/tiny/LICENSE").read_text()
     assert text.startswith("Creative Commons Attribution-ShareAlike 4.0 International")
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(file for name in ("benchmarks", "scripts") for file in (ROOT / name).glob("*.py")),
+    ids=lambda file: file.name,
+)
+def test_what_a_script_takes_from_the_package_is_there(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drafttrain"):
+            module = importlib.import_module(node.module or "")
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            assert not missing, node.module

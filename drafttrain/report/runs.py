@@ -1,9 +1,9 @@
 """The runs of a comparison: which are comparable, and which are seeds of one method."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from drafttrain.report.metrics import Columns
@@ -146,7 +146,8 @@ def _common(names: Sequence[str]) -> str:
 
 def _beginning(names: Sequence[str]) -> str:
     """Return the common prefix of names, without "-seed"; a name itself where all are the same."""
-    found = os.path.commonprefix(names)  # noqa: RUF071 (no paths)
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    found = "".join(letters[0] for letters in alike)
     return found if {found} == set(names) else re.sub(r"[-_. ]+(seed|s)?[-_. ]*$", "", found)
 
 
