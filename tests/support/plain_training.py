@@ -46,15 +46,14 @@ def attention(queries: Tensor, past: list[tuple[Tensor, Tensor]], mask: Tensor |
 
 
 def unrolled(layer: Any, values: Tensor, turn: Any, mask: Any, past: list[Any]) -> Tensor:
-    """`Attention.unrolled`; depth 0 is any causal attention."""
+    """The values that attention mixes, by head; depth 0 is any causal attention."""
     queries, keys, own = layer.project(values, turn)
     past.append((keys, own))
     if len(past) > 1:
-        return layer.merge(attention(queries, past, mask))
-    mixed = functional.scaled_dot_product_attention(
+        return attention(queries, past, mask)
+    return functional.scaled_dot_product_attention(
         queries, keys, own, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
-    return layer.merge(mixed)
 
 
 def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
@@ -83,8 +82,9 @@ def eagle3(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
     for depth in range(steps):
         turn = drafter.shape.rotation(batch.positions[:, :-1] + depth, hidden.dtype)
         inputs, residual = drafter.midlayer.inputs(embedded[:, depth : depth + length], hidden)
-        mixed = unrolled(drafter.midlayer.self_attn, inputs, turn, mask, past)
-        hidden = drafter._leave(drafter.midlayer.finish(residual, mixed))
+        layer = drafter.midlayer
+        mixed = layer.self_attn.merge(unrolled(layer.self_attn, inputs, turn, mask, past))
+        hidden = drafter._leave(layer.finish(residual, mixed))
         known = allowed >= depth
         used = known & covered
         logits = drafter.logits(features.readout, hidden[rows[used], ahead[used] - 2 - depth])
@@ -120,7 +120,7 @@ def eagle(drafter: Any, batch: Batch, features: TargetFeatures) -> Losses:
         hidden = states.detach()
         known = allowed >= depth
         predicted = states[rows[known], ahead[known] - 2 - depth]
-        logits = drafter.logits(features.readout, predicted)
+        logits = features.readout.logits(predicted.to(features.readout.head.dtype))
         loss = config.token_loss(logits, target_probs[known], batch.tokens[rows, ahead][known])
         correct = count_correct(logits.detach(), target_probs[known].argmax(-1))
         terms[f"depth_{depth + 1}"] = LossTerm(
