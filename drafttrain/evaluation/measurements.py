@@ -56,11 +56,16 @@ class Measurements:
         if self.file.is_symlink() or not self.file.is_file():
             return False  # a link is replaced, and its target is not touched
         with suppress(UntrustedError, StopIteration):
-            if next(read_records(self.file, dict[str, Any])).get("mark") == self.mark:
+            if next(read_records(self.file, _Head)).mark == self.mark:
                 batches = read_records(self.file, _Batch, first=1)
                 self.known = {batch.key: batch.results for batch in batches}
                 return True
         return False
+
+
+@dataclass(frozen=True)
+class _Head:
+    mark: str
 
 
 @dataclass(frozen=True)

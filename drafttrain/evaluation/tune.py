@@ -177,10 +177,15 @@ def optimal_trees(
     return {size: fastest_trees(counts, seconds(size), depths, most) for size in sizes}
 
 
+@dataclass(frozen=True)
+class _Trees:
+    trees: TreesBySize
+
+
 def kept_trees(file: Path, depths: Sequence[int], sizes: Sequence[int]) -> TreesBySize | None:
     """Return the trees that a stopped `tune` kept; None if some are missing."""
     try:
-        found = read_typed(dict[str, TreesBySize], file)["trees"]
+        found = read_typed(_Trees, file).trees
         whole = all(found[size][depth].tree.depth == depth for size in sizes for depth in depths)
     except (ValueError, KeyError, OSError):
         return None
