@@ -1,6 +1,6 @@
 """Compare what the commands of two checkouts write, bit for bit.
 
-    python benchmarks/same.py OLD_CHECKOUT NEW_CHECKOUT [--out FILE.json]
+    python benchmarks/same.py OLD_CHECKOUT NEW_CHECKOUT [--families NAME ...] [--out FILE.json]
 
 Both are run by this interpreter, only through their command lines, so that modules may be
 anywhere. Compared are the conversations that a target writes, the curve of every family with a stop
@@ -15,11 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")  # every checkout has them
+FAMILIES = ("eagle3", "eagle", "medusa", "small_lm")  # every checkout since 0.1 has them
 CPU = "hardware=cpu hardware.threads=1 hardware.dtype=float32 hardware.draft_dtype=float32"
 DATA = "data.num_conversations=16 data.holdout=4 data.batch_size=8 data.max_answer_tokens=48"
 TRAINER = (
@@ -81,11 +82,11 @@ def commit_of(checkout: Path) -> str:
     return subprocess.check_output(command, text=True).strip()
 
 
-def recorded(checkout: Path, place: Path) -> dict[str, Any]:
+def recorded(checkout: Path, place: Path, families: Sequence[str]) -> dict[str, Any]:
     """Run every command of a checkout in a folder; return what it computed, by name."""
     found: dict[str, Any] = {}
     call = partial(run, checkout, place)
-    for family in FAMILIES:
+    for family in families:
         own = f"run.dir=run-{family}"
         told = [own, f"drafter={family}", "data.cache_dir=selfgen"]
         told += f"{CPU} {DATA} {TRAINER}".split()
@@ -130,12 +131,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, help="of conf/drafter in both")
     parser.add_argument("--out", type=Path, help="write commits, digests and differences here")
     arguments = parser.parse_args()
     records, commits = [], []
     for checkout in (arguments.old.resolve(), arguments.new.resolve()):
         with tempfile.TemporaryDirectory() as place:
-            records.append(recorded(checkout, Path(place)))
+            records.append(recorded(checkout, Path(place), arguments.families))
         commits.append(commit_of(checkout))
     found = differences(*records)
     print("\n".join(found) or f"{len(records[0])} records are the same in {' and '.join(commits)}")
