@@ -36,7 +36,7 @@ EVAL = (
 UNSTEADY = (
     "second _s time date speed ms tokens_per memory bytes dir path version commit command host "
     "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads "
-    "table statement"
+    "table statement others_cores stolen delayed"
 )
 
 
