@@ -145,9 +145,9 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     keep, skip = trainer.keep_checkpoints, config.run.skip_damaged
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep, skip)
     latest = checkpoints.to_resume(engine)
-    resume_step = None if latest is None else load_state(latest).step
     for line in checkpoints.skipped:
         say(f"skipped because of run.skip_damaged=true: {line}")
+    resume_step = None if latest is None else load_state(latest).step
     if resume_step is not None:
         done = f": at or past trainer.max_steps={trainer.max_steps}, nothing is left to train"
         say(f"resuming from {latest}{done if resume_step >= trainer.max_steps else ''}")
