@@ -47,15 +47,26 @@ def positions_to_predict(
     return send(rows, batch.tokens.device), send(columns, batch.tokens.device)
 
 
-def positions_to_unroll(
-    batch: Batch, depths: int
-) -> tuple[Int[Tensor, " position"], Int[Tensor, " position"], Int[Tensor, "depth position"]]:
-    """Return (rows, columns) of trained tokens, and which pair predicts each at every depth.
+@dataclass(frozen=True)
+class Predictions:
+    """Which state predicts which token: those of a batch at (rows, columns), at every depth.
+
+    places: the state's row among all states of the depth; -1: none predicts the token there.
+    """
+
+    rows: Int[Tensor, " position"]
+    columns: Int[Tensor, " position"]
+    places: Int[Tensor, "depth position"]
+
+
+def unrolled_predictions(batch: Batch, depths: int) -> Predictions:
+    """Return the predictions of trained tokens by pairs, each depth reading one token further.
 
     Pair t of a row is of position t and token t + 1, so that a row has one less than it has tokens;
-    the pairs of all rows are numbered in order. -1: the last token read would be before the text.
+    the pairs of all rows are numbered in order. None predicts from before the start of a text.
     """
     rows, columns = positions_to_predict(batch, 2)
     depth = torch.arange(depths, device=rows.device)[:, None]
     places = rows * (batch.tokens.shape[1] - 1) + columns - 2 - depth
-    return rows, columns, places.masked_fill(batch.positions[rows, columns] - 2 < depth, -1)
+    known = batch.positions[rows, columns] - 2 >= depth
+    return Predictions(rows, columns, places.where(known, -1))

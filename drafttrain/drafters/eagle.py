@@ -24,7 +24,7 @@ from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_unroll
+from drafttrain.core.placed_batch import host_of, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import (
@@ -177,13 +177,14 @@ class Eagle(LayerDrafter):
         self, states: list[Float[Tensor, "row hidden"]], batch: Batch, features: TargetFeatures
     ) -> Losses:
         config, readout = self.config, features.readout
-        rows, ahead, places = positions_to_unroll(batch, len(states))
-        truth = features.final_hidden[rows, ahead - 1]
+        predictions = unrolled_predictions(batch, len(states))
+        rows, columns, places = predictions.rows, predictions.columns, predictions.places
+        truth = features.final_hidden[rows, columns - 1]
         order = torch.arange(len(rows), device=rows.device)
-        chains = FirstMiss.along_text(config, rows, ahead, len(states))
+        chains = FirstMiss.along_text(config, rows, columns, len(states))
         weights, head = [1.0] * len(states), OutputHead.of(readout)
         sums = chunked_losses(
-            *(config, weights, [head], states, places, batch.tokens[rows, ahead]),
+            *(config, weights, [head], states, places, batch.tokens[rows, columns]),
             TargetProbs(readout, truth, order, None),
             first_miss=chains,
         )

@@ -23,7 +23,7 @@ from drafttrain.core.ops.layers import (
     document_mask,
 )
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_unroll
+from drafttrain.core.placed_batch import Predictions, host_of, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
@@ -234,8 +234,7 @@ class Eagle3(LayerDrafter):
             hidden, state, newest = recomputed(self._step, own, weight, hidden, turn, mask, past)
             past = [*past, newest]
             states.append(state.flatten(0, 1))
-        rows, ahead, places = positions_to_unroll(batch, steps)
-        return self.compare(states, places, rows, ahead, batch, features)
+        return self.compare(states, unrolled_predictions(batch, steps), batch, features)
 
     def _step(
         self,
@@ -268,15 +267,13 @@ class Eagle3(LayerDrafter):
     def compare(
         self,
         states: list[Float[Tensor, "_ hidden"]],
-        places: Int[Tensor, "depth position"],
-        rows: Int[Tensor, " position"],
-        ahead: Int[Tensor, " position"],
+        predictions: Predictions,
         batch: Batch,
         features: TargetFeatures,
     ) -> Losses:
         """Return the losses of every depth by name, as `losses_along_text` does."""
         terms = losses_along_text(
-            *(self.config, self.config.depth_decay, states, places, rows, ahead, batch, features),
+            *(self.config, self.config.depth_decay, states, predictions, batch, features),
             heads=lambda: [OutputHead(self.lm_head.weight)],
             lent=[self.lm_head],
             vocab=self.vocab,

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.placed_batch import positions_to_predict
+from drafttrain.core.placed_batch import Predictions, positions_to_predict
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
@@ -140,18 +140,18 @@ class Medusa(HeadDrafter[MedusaState]):
         target's at t+1+k.
         """
         config = self.config
-        rows, ahead = positions_to_predict(batch, 2)
+        rows, columns = positions_to_predict(batch, 2)
         kinds = torch.arange(config.num_heads, device=rows.device)[:, None]
-        known = batch.positions[rows, ahead] >= 2 + kinds
+        known = batch.positions[rows, columns] >= 2 + kinds
         hidden = features.final_hidden.to(dtype_of(self))
-        reads = (ahead - 2 - kinds).clamp(min=0)
+        reads = (columns - 2 - kinds).clamp(min=0)
         states = [
             call_layer(block, hidden[rows, at])
             for block, at in zip(self.blocks, reads, strict=True)
         ]
         places = torch.arange(len(rows), device=rows.device).where(known, -1)
         told = (config.head_decay, config.logit_scale)
-        return self.compare(states, places, rows, ahead, batch, features, *told)
+        return self.compare(states, Predictions(rows, columns, places), batch, features, *told)
 
     def begin(self, readout: Readout, first_tokens: Tensor, capacity: int) -> MedusaState:
         return MedusaState(readout)

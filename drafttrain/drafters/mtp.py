@@ -16,7 +16,7 @@ from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_unroll
+from drafttrain.core.placed_batch import host_of, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, start_with
@@ -121,10 +121,9 @@ class MTP(LayerDrafter):
             hidden, newest = recomputed(self._step, hidden, own, turn, mask, past)
             past = [*past, newest]
             states.append(hidden.flatten(0, 1))
-        rows, ahead, places = positions_to_unroll(batch, config.unroll)
-        terms = losses_along_text(
-            config, config.depth_decay, states, places, rows, ahead, batch, features
-        )
+        predictions = unrolled_predictions(batch, config.unroll)
+        told = states, predictions, batch, features
+        terms = losses_along_text(config, config.depth_decay, *told)
         return dict(zip(self.depth_terms, terms, strict=True))
 
     def _step(

@@ -12,7 +12,7 @@ from torch.nn import functional
 from drafttrain.core.ops.layer_calls import compiled, device_of, recomputed
 from drafttrain.core.ops.layers import ByHead, Rotation, attend_cached, document_mask
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, positions_to_predict
+from drafttrain.core.placed_batch import Predictions, host_of, positions_to_predict
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import About, TrainingChance
@@ -53,15 +53,12 @@ class Chains:
     """The slots of a batch that hold a mask: chain i of a row follows position columns[row, i].
 
     Longest first: the slots at depth d, from 1, are those of the first sizes[d - 1] chains of each
-    row, some of which are padding. rows, ahead: the tokens that are predicted; places: by depth,
-    the slot that predicts each (-1: none).
+    row, some of which are padding. predictions: by slots.
     """
 
     columns: Int[Tensor, "batch chain"]
     sizes: Sequence[int]
-    rows: Int[Tensor, " position"]
-    ahead: Int[Tensor, " position"]
-    places: Int[Tensor, "depth position"]
+    predictions: Predictions
 
 
 def keep_share(
@@ -159,7 +156,7 @@ class PEagle(ParallelDrafter, Eagle3):
         hidden = self._layers(self.embed(features.readout, tokens), hidden, turn, attend)
         by_depth = self.norm(hidden).split(sizes, dim=1)
         states = [state.flatten(0, 1) for state in by_depth]
-        return self.compare(states, chains.places, chains.rows, chains.ahead, batch, features)
+        return self.compare(states, chains.predictions, batch, features)
 
     def _chains(self, batch: Batch, chance: TrainingChance) -> Chains:
         host, steps = host_of(batch), self.unroll
@@ -179,17 +176,17 @@ class PEagle(ParallelDrafter, Eagle3):
         columns = lengths.argsort(dim=1, descending=True, stable=True)
         counts = (lengths[..., None] >= depths[1:]).sum(1).amax(0).tolist()
         sizes = [max(1, count) for count in counts]
-        rows, ahead = positions_to_predict(host, 2)
-        after = ahead - 2 - depths[:, None]  # the position that a chain follows, by depth
+        rows, predicted = positions_to_predict(host, 2)
+        after = predicted - 2 - depths[:, None]  # the position that a chain follows, by depth
         ranks = columns.argsort(dim=1)
         inside = after >= 0
         after = after.clamp(min=0)
         inside &= kept[rows, after, depths[:, None]]
         slots = torch.cat([after[:1], ranks[rows, after[1:]]])
         places = rows * torch.tensor([length, *sizes])[:, None] + slots
-        found = columns[:, : max(sizes, default=1)], rows, ahead, places.where(inside, -1)
-        columns, rows, ahead, places = (send(part, batch.tokens.device) for part in found)
-        return Chains(columns, sizes, rows, ahead, places)
+        found = columns[:, : max(sizes, default=1)], rows, predicted, places.where(inside, -1)
+        columns, *parts = (send(part, batch.tokens.device) for part in found)
+        return Chains(columns, sizes, Predictions(*parts))
 
     def _layers(self, embedded: Hidden, hidden: Hidden, turn: Rotation, attend: Attend) -> Hidden:
         """Return the last layer's output before the norm; attend: attention of layer `number`."""

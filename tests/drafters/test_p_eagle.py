@@ -95,12 +95,12 @@ def test_a_slot_reads_the_pairs_up_to_its_position_alone(target: Target, depth: 
 
 def kept(drafter: PEagle, batch: Batch, step: int) -> list[set[tuple[int, int]]]:
     """Return, by depth, the conversation and position of each slot that a step trains."""
-    chains = drafter._chains(batch, StepChance(3, step))
+    predictions = drafter._chains(batch, StepChance(3, step)).predictions
     found = []
-    for depth, places in enumerate(chains.places):
+    for depth, places in enumerate(predictions.places):
         here = places >= 0
-        rows, ahead = chains.rows[here], chains.ahead[here]
-        documents, positions = batch.document[rows, ahead], batch.positions[rows, ahead]
+        rows, columns = predictions.rows[here], predictions.columns[here]
+        documents, positions = batch.document[rows, columns], batch.positions[rows, columns]
         found.append(
             {
                 (int(document), int(position) - 2 - depth)

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from drafttrain.core.ops.chunked_losses import OutputHead
 from drafttrain.core.ops.layers import LentLinear
+from drafttrain.core.placed_batch import Predictions
 from drafttrain.core.types import Batch, Losses, TargetFeatures
 from drafttrain.drafters.base import Drafter, State
 from drafttrain.drafters.shared.text_losses import losses_along_text
@@ -32,9 +33,7 @@ class HeadDrafter(Drafter[State]):
     def compare(
         self,
         states: Sequence[Float[Tensor, "_ width"]],
-        places: Int[Tensor, "depth position"],
-        rows: Int[Tensor, " position"],
-        ahead: Int[Tensor, " position"],
+        predictions: Predictions,
         batch: Batch,
         features: TargetFeatures,
         decay: float,
@@ -52,7 +51,7 @@ class HeadDrafter(Drafter[State]):
             return [OutputHead(matrix, scale=scale) for matrix in matrices]
 
         terms = losses_along_text(
-            *(config, decay, states, places, rows, ahead, batch, features),
+            *(config, decay, states, predictions, batch, features),
             heads=heads,
             lent=list(self.lm_heads),
             against_text=True,

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, dtype_of
-from drafttrain.core.placed_batch import positions_to_unroll
+from drafttrain.core.placed_batch import unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
@@ -96,9 +96,8 @@ class SequentialHeads(HeadDrafter[SequentialState]):
             newest = tokens[:, depth : depth + length]
             states, left = call_layer(self._step, depth, states, newest, features.readout)
             read.append(left.flatten(0, 1))
-        rows, ahead, places = positions_to_unroll(batch, depths)
-        decay = self.config.depth_decay
-        return self.compare(read, places, rows, ahead, batch, features, decay)
+        predictions = unrolled_predictions(batch, depths)
+        return self.compare(read, predictions, batch, features, self.config.depth_decay)
 
     def _step(
         self, depth: int, states: Tensor, tokens: Tensor, readout: Readout

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from drafttrain.core.losses import DepthLossConfig, TokenLossConfig
@@ -16,7 +16,7 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layers import within_calls
-from drafttrain.core.placed_batch import positions_to_predict
+from drafttrain.core.placed_batch import Predictions, positions_to_predict
 from drafttrain.core.types import Batch, LossTerm, TargetFeatures
 from drafttrain.core.vocab import DraftVocab
 
@@ -25,9 +25,7 @@ def losses_along_text(
     config: TokenLossConfig,
     decay: float,
     states: Sequence[Float[Tensor, "_ width"]],
-    places: Int[Tensor, "depth position"],
-    rows: Int[Tensor, " position"],
-    ahead: Int[Tensor, " position"],
+    predictions: Predictions,
     batch: Batch,
     features: TargetFeatures,
     heads: Callable[[], Sequence[OutputHead]] | None = None,
@@ -35,29 +33,30 @@ def losses_along_text(
     vocab: DraftVocab | None = None,
     against_text: bool = False,
 ) -> list[LossTerm]:
-    """Return the losses of every depth on the tokens at (rows, ahead), times decay**depth.
+    """Return the losses of every depth on the tokens that its states predict, times decay**depth.
 
-    states: by depth. places: the row of states[depth] that predicts a token, -1: none does. Each is
-    compared with the target's distribution at the position before the token. heads: returns one for
-    each depth, or one for all, within calls of the modules `lent` (`within_calls`); None: all have
-    the target's. vocab: that of the heads; None: the target's. against_text: see `chunked_losses`.
+    Each is compared with the target's distribution at the position before the token. heads: returns
+    one for each depth, or one for all, within calls of the modules `lent` (`within_calls`); None:
+    all have the target's. vocab: that of the heads; None: the target's. against_text: see
+    `chunked_losses`.
     """
-    labels = batch.tokens[rows, ahead]
+    rows, columns = predictions.rows, predictions.columns
+    labels = batch.tokens[rows, columns]
     if vocab is not None:
         labels = vocab.draft_ids[labels]
     target_probs = first_miss = None
     if config.needs_target_probs or not against_text:
-        predicting = rows * batch.tokens.shape[1] + ahead - 1
+        predicting = rows * batch.tokens.shape[1] + columns - 1
         final = features.final_hidden.flatten(0, 1)
         target_probs = TargetProbs(features.readout, final, predicting, vocab)
     if isinstance(config, DepthLossConfig):
-        first_miss = FirstMiss.along_text(config, rows, ahead, len(states))
+        first_miss = FirstMiss.along_text(config, rows, columns, len(states))
     weights = [decay**depth for depth in range(len(states))]
 
     def compare(states: list[Tensor]) -> Sums:
         own = [OutputHead.of(features.readout)] if heads is None else heads()
         return chunked_losses(
-            *(config, weights, own, states, places, labels, target_probs),
+            *(config, weights, own, states, predictions.places, labels, target_probs),
             against_text=against_text,
             first_miss=first_miss,
         )
@@ -74,8 +73,8 @@ def next_token_loss(
     lent: Sequence[nn.Module] = (),
 ) -> LossTerm:
     """Return the loss of every trained token, predicted by the state at the position before it."""
-    rows, ahead = positions_to_predict(batch, 1)
-    places = (rows * batch.tokens.shape[1] + ahead - 1)[None]
-    read = [states.flatten(0, 1)], places, rows, ahead
+    rows, columns = positions_to_predict(batch, 1)
+    before = (rows * batch.tokens.shape[1] + columns - 1)[None]
+    read = [states.flatten(0, 1)], Predictions(rows, columns, before)
     (term,) = losses_along_text(config, 1.0, *read, batch, features, heads, lent)
     return replace(term, uncovered=None)
