@@ -3,13 +3,16 @@
     python benchmarks/families.py rates SWEEP    # from families_lr: each family's learning rate
     python benchmarks/families.py minutes SWEEP  # from families_tiny: steps of equal time
     python benchmarks/families.py table COMPARED  # of `compare compare.all_pairs=true`: the result
+    python benchmarks/families.py speeds EVALUATION ...  # of `eval=large`: at the best depth
 
-SWEEP is the folder of `train -m +experiment=... hydra.sweep.dir=SWEEP`, COMPARED a compare.dir.
+SWEEP is the folder of `train -m +experiment=... hydra.sweep.dir=SWEEP`, COMPARED a compare.dir,
+EVALUATION the folder of a report.json.
 """
 
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +134,46 @@ def table(compared: Path) -> None:
             print(f"| {longer} longer than {shorter} | {told(longer, shorter)} |")
 
 
+def speeds(evaluations: Sequence[Path]) -> None:
+    """Print each drafter's speedup at the depth chosen on other prompts, the fastest first."""
+    rows = []
+    for folder in evaluations:
+        report = json.loads((folder / "report.json").read_text())
+        verdict = report["verdicts"]["all"]
+        (point,) = [point for point in report["sweep"] if point["depth"] == verdict["depth"]]
+        rows.append((verdict, point["summary"]["time_ms"], report))
+    columns = ["family", "depth", "of", "speedup", "acceptance length", "a draft, ms"]
+    columns += ["a pass of the target, ms", "prompt lookup's speedup", "other processes, cores"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
+    for verdict, times, report in sorted(rows, key=lambda row: -row[0]["speedup"]["value"]):
+        lookup = report["methods"]["ngram"]["summary"]["speedup"]["value"]
+        cells = [
+            report["drafter"],
+            str(verdict["depth"]),
+            " ".join(str(depth) for depth in verdict["of_depths"]),
+            "{:.2f} [{:.2f}, {:.2f}]".format(
+                verdict["speedup"]["value"], *verdict["speedup"]["ci95"]
+            ),
+            f"{verdict['acceptance_length']:.2f}",
+            f"{times['draft']:.1f}",
+            f"{times['verify']:.1f}",
+            f"{lookup:.2f}",
+            f"{report['timing']['others_cores']:.2f}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("rates", "minutes", "table"))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("what", choices=("rates", "minutes", "table", "speeds"))
+    parser.add_argument("folder", type=Path, nargs="+")
     told = parser.parse_args()
-    {"rates": rates, "minutes": minutes, "table": table}[told.what](told.folder)
+    if told.what == "speeds":
+        speeds(told.folder)
+    else:
+        {"rates": rates, "minutes": minutes, "table": table}[told.what](*told.folder)
 
 
 if __name__ == "__main__":
