@@ -105,7 +105,11 @@ def evaluate_drafter(
     points: list[Point] = []
     base: list[PromptResult] = []
     main_depth, journals = config.depth, []
-    told = {**setup.conditions, **config.conditions, "references": list(parts.references)}
+    told = {
+        "setup": setup.conditions,  # by section: a key of one may be a key of the other
+        "eval": config.conditions,
+        "references": list(parts.references),
+    }
     for temperature, batch_size in config.points:
         journal = Measurements(
             place,

@@ -91,7 +91,7 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     check_depths(timed, every)
     fitting(prompts, SkipReport(), target, template, every, [timed])
     sizes = sorted(settings.batch_sizes)
-    point = {**setup.conditions, **config.conditions, "depths": depths}
+    point = {"setup": setup.conditions, "eval": config.conditions, "depths": depths}
     trees: TreesBySize = {}
     told = point | {"tune": {**vars(settings), "name": "", "overwrite": False}}
     mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

@@ -14,7 +14,7 @@ from drafttrain.__main__ import main
 from drafttrain.commands.setup.evaluation import set_up
 from drafttrain.config.compose import compose, typed
 from drafttrain.config.sections import TuneConfig
-from drafttrain.evaluation import tune
+from drafttrain.evaluation import evaluate, tune
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import RankCounts, count_ranks
 from drafttrain.evaluation.record import keep, require_same
@@ -209,6 +209,31 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
     assert main(arguments) == 0
     assert len(known[0].known) == len(PROMPTS)
     (run / "tuned.json").unlink()  # the next test begins without
+
+
+@pytest.mark.parametrize("command", ["evaluate", "tune"])
+def test_a_stopped_measurement_of_other_prompts_under_the_same_name_is_not_taken_up(
+    command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, place = tmp_path / "prompts.jsonl", tmp_path / "run"
+    shutil.copytree(run, place)
+    told = [command, f"run.dir={place}", *SHORT, "drafter=ngram", f"eval.prompts={prompts}"]
+    told += ["eval.lossless_prompts=0", "eval.name=stopped"]
+    if command == "tune":
+        told += ["tune.depths=[1]", "tune.batch_sizes=[1]", "tune.contexts=[8]", "tune.rounds=1"]
+    known = []
+
+    class Stopping(Measurements):
+        def add(self, *given: Any) -> None:
+            super().add(*given)
+            known.append(len(self.known))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate if command == "evaluate" else tune, "Measurements", Stopping)
+    for asked in (PROMPTS, PROMPTS, PROMPTS[::-1]):
+        prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in asked))
+        assert main(told) == 130
+    assert known == [0, 1, 0]
 
 
 def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(

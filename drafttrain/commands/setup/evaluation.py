@@ -214,7 +214,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             **timing,
             "graphs": target.rooms is not None,
             "seed": config.run.seed,
-            "prompts": prompts_sha256(prompts),
+            "prompts_sha256": prompts_sha256(prompts),
             "template": asdict(template),
         },
         timing=TimingInfo(blocks=settings.blocks, **timing),
