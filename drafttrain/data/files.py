@@ -4,6 +4,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ Record = tuple[str, Any]  # where it is; what it holds, or the Unusable with the
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 LONG = Unusable(f"a record of more than {MAX_LINE_BYTES >> 20} MB")
 READ = 1 << 16  # characters
-WHITE = " \t\r\n"  # JSON's white space
+NOT_WHITE = re.compile(r"[^ \t\r\n]")  # no white space of JSON
+NOTHING_AFTER = "and nothing after it was read"
 
 
 def find_files(path: str) -> list[Path]:
@@ -67,60 +69,68 @@ def file_records(file: Path) -> Iterator[Record]:
                 if line is None or line.strip():
                     yield f"{file}:{number}", LONG if line is None else parse(line)
         except (EOFError, OSError, zlib.error) as error:
-            damage = Unusable("the file is damaged here, and nothing after it was read", str(error))
+            damage = Unusable(f"the file is damaged here, {NOTHING_AFTER}", str(error))
             yield f"{file}:{number + 1}", damage
 
 
 def list_records(stream: Any) -> Iterator[Any]:
-    """Yield the records of a stream that holds one json list, one at a time, whatever its size."""
-    decode, text = json.JSONDecoder().raw_decode, ""
-    reader = io.TextIOWrapper(stream, encoding="utf-8-sig")
+    """Yield the records of a stream that holds one json list, one at a time, whatever its size.
+
+    The first that is not JSON is the last: nothing tells where the one after it begins.
+    """
+    decode, text, at = json.JSONDecoder().raw_decode, "", 0
+    # Bytes that are not UTF-8 stay in the text, for `parse` to find: they spoil one record only.
+    reader = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
 
     def more(size: int) -> bool:
-        nonlocal text
-        found = reader.read(size)
-        text += found
+        nonlocal text, at
+        if found := reader.read(size):
+            text, at = text[at:] + found, 0
         return bool(found)
 
     def next_character() -> str:
-        nonlocal text
-        text = text.lstrip(WHITE)
-        while not text and more(READ):
-            text = text.lstrip(WHITE)
-        return text[:1]
+        nonlocal at
+        while not (found := NOT_WHITE.search(text, at)):
+            at = len(text)
+            if not more(READ):
+                return ""
+        at = found.start()
+        return found[0]
 
     try:
         if next_character() != "[":
-            yield Unusable("not a json list")
+            yield Unusable("not a json list", f"it begins with {text[at : at + 1]!r}")
             return
-        text = text[1:]
-        if next_character() == "]":
-            return
-        while True:
-            next_character()
+        at += 1
+        follows = next_character()
+        while follows != "]":
             size, end = READ, 0
             while not end:
                 try:
-                    end = decode(text)[1]
+                    end = decode(text, at)[1]
                     if end == len(text) and more(READ):  # a number may continue
                         end = 0
                 except (ValueError, RecursionError) as error:
-                    if len(text) > MAX_LINE_BYTES:
-                        yield LONG
+                    reason = getattr(error, "msg", str(error))
+                    if len(text) - at > MAX_LINE_BYTES:
+                        yield Unusable(f"{LONG.reason}, or not JSON, {NOTHING_AFTER}", reason)
                         return
                     if isinstance(error, RecursionError) or not more(size):
-                        yield Unusable("not JSON", str(error))
+                        yield Unusable(f"not JSON, {NOTHING_AFTER}", reason)
                         return
                     size *= 2
-            yield parse(text[:end].encode())
-            text = text[end:]
-            if next_character() != ",":
-                if text[:1] != "]":
-                    yield Unusable("not JSON", "no , or ] after this record")
+            record, at = text[at:end].encode(errors="surrogateescape"), end
+            yield LONG if len(record) > MAX_LINE_BYTES else parse(record)
+            follows = next_character()
+            if follows == ",":
+                at += 1
+                next_character()
+            elif follows != "]":
+                yield Unusable(f"not JSON, {NOTHING_AFTER}", "no , or ] after this record")
                 return
-            text = text[1:]
-    except UnicodeDecodeError as error:
-        yield Unusable("not UTF-8", f"byte {error.start}")
+        at += 1
+        if next_character():
+            yield Unusable("text after the json list, which was not read")
     finally:
         reader.detach()
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -216,7 +217,62 @@ def test_a_record_without_end_is_passed_over_not_held(tmp_path: Path) -> None:
     assert tracemalloc.get_traced_memory()[1] < 200e6
     tracemalloc.stop()
     assert [item.source for item in conversations] == [f"{file}:1", f"{file}:3"]
-    assert report.examples == {"a record of more than 16 MB": [f"{file}:2", f"{lone}[0]"]}
+    (unclosed,) = report.examples.pop(
+        "a record of more than 16 MB, or not JSON, and nothing after it was read"
+    )
+    assert unclosed.startswith(f"{lone}[0] (Unterminated string")
+    assert report.examples == {"a record of more than 16 MB": [f"{file}:2"]}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_record_above_the_limit_costs_itself_alone(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    good = json.dumps(GOOD)
+    long = json.dumps({**GOOD, "id": "a" * (17 << 20)})
+    most = json.dumps({**GOOD, "id": "a" * (8 << 20)})
+    records = [good, long, most, *[good] * 2000]
+    file.write_text("\n".join(records) if name == "a.jsonl" else f"[{','.join(records)}]")
+    began = time.process_time()
+    conversations, report = read(jsonl(str(file)))
+    assert time.process_time() - began < 5, "the long ones slow down those after them"
+    assert len(conversations) == 2002
+    assert report.counts == {"a record of more than 16 MB": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_usable", "places"),
+    [
+        ("[GOOD,GOOD][GOOD]", 2, {"text after the json list, which was not read": "[2]"}),
+        ("[]GOOD", 0, {"text after the json list, which was not read": "[0]"}),
+        ("[GOOD,GOOD] \n", 2, {}),
+        (
+            "[GOOD,{'a': 1},GOOD]",
+            1,
+            {"not JSON, and nothing after it was read": "[1] (Expecting property name"},
+        ),
+        (
+            "[GOOD GOOD]",
+            1,
+            {"not JSON, and nothing after it was read": "[1] (no , or ] after this record)"},
+        ),
+        ("[GOOD,GOOD", 2, {"not JSON, and nothing after it was read": "[2] (no , or ]"}),
+        ('[GOOD,"\xff",GOOD,GOOD]', 3, {"not UTF-8": "[1] (byte 1)"}),
+        ("GOOD\nGOOD", 0, {"not a json list": "[0] (it begins with '{')"}),
+    ],
+)
+def test_what_is_not_read_of_a_list_is_said(
+    text: str, num_usable: int, places: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes(text.encode("latin-1").replace(b"GOOD", json.dumps(GOOD).encode()))
+    found = list(file_records(file))
+    assert [record for _, record in found if not isinstance(record, Unusable)] == [
+        GOOD
+    ] * num_usable
+    told = {r.reason: f"{where} ({r.detail})" for where, r in found if isinstance(r, Unusable)}
+    assert told.keys() == places.keys()
+    for reason, place in places.items():
+        assert told[reason].startswith(f"{file}{place}")
 
 
 def test_a_list_is_read_a_record_at_a_time_up_to_what_is_wrong(tmp_path: Path) -> None:
