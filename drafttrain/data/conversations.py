@@ -14,7 +14,14 @@ from drafttrain.data.files import (
     find_files,
     usable_of,
 )
-from drafttrain.data.records import Message, Recorded, messages_of, plain_text, recorded_of
+from drafttrain.data.records import (
+    BESIDE_TURNS,
+    Message,
+    Recorded,
+    messages_of,
+    plain_text,
+    recorded_of,
+)
 from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import Template
 from drafttrain.runtime.lock import of_answers, require_free
@@ -205,12 +212,14 @@ class HubConfig(ReadConfig):
             if missing := [name for name in names if name not in row]:
                 there = shown(", ".join(row))
                 raise ValueError(f"data.column: no column {', '.join(missing)} (there are {there})")
+            record = {key: row[key] for key in BESIDE_TURNS if key in row}
             if self.column:
-                yield where, {"text" if self.template == "none" else "messages": row[self.column]}
+                record["text" if self.template == "none" else "messages"] = row[self.column]
             else:
                 question = {"role": "user", "content": row[asked]}
                 answer = {"role": "assistant", "content": row[answered]}
-                yield where, {"messages": [question, answer]}
+                record["messages"] = [question, answer]
+            yield where, record
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ ROLES = {
     **dict.fromkeys(("user", "human"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model"), "assistant"),
 }
+# What a turn or a record may hold besides its text: a chat template writes it, `render` does not.
+BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+BESIDE_TURNS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,11 @@ def messages_of(record: Any) -> tuple[Message, ...]:
 
 def turns_of(record: Any, *keys: str) -> list[Any]:
     """Return the turns under the first of these keys that has some; a text counts as one turn."""
-    turns = first(object_of(record), *keys)
+    some = {key: value for key, value in object_of(record).items() if value}
+    turns = first(some, *keys) or first(record, *keys)
     if turns is None:
         raise Unusable(f"without {', '.join(keys[:-1])} or {keys[-1]}")
+    refuse("a record", record, BESIDE_TURNS)
     if isinstance(turns, str) and "prompt" in keys:
         return [turns]
     if isinstance(turns, dict):  # how `datasets` stores a sequence of structs
@@ -109,10 +114,18 @@ def message_of(turn: Any, place: int) -> Message:
     role = first(turn, "role", "from")
     if not isinstance(role, str) or role not in ROLES:
         raise Unusable("unknown role", f"turn {place}: {str(role)[:40]!r}")
+    refuse("a turn", turn, BESIDE_CONTENT, f"turn {place}")
     content = content_of(first(turn, "content", "value"), f"turn {place}")
     if not content.strip() and ROLES[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")
     return Message(ROLES[role], content)
+
+
+def refuse(what: str, mapping: dict[str, Any], keys: tuple[str, ...], place: str = "") -> None:
+    """Raise Unusable where one of these keys has something: its target would write other text."""
+    for key in keys:
+        if str(mapping.get(key) or "").strip() not in ("", "[]"):  # some tables hold lists as text
+            raise Unusable(f"{what} with {key}, which is not trained", place)
 
 
 def content_of(content: Any, place: str) -> str:

@@ -123,6 +123,7 @@ def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_pa
         {"messages": [{"role": "assistant", "content": "first"}]},
         {"prompt": "  "},
         {"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]},
+        {"prompt": "What is the time?", "tools": [{"name": "clock"}]},
     ]
     file = written(tmp_path, [*PROMPTS, *bad])
     asked, report = read_asked(data(file), "all")
@@ -133,9 +134,9 @@ def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_pa
         ["six, a longer prompt than any other"],
         ["seven"],
     ]
-    assert report.num_read == 9
+    assert report.num_read == 10
     assert report.examples["an answer without a question"] == [f"{file}:7 (turn 1)"]
-    assert report.num_skipped == 4
+    assert report.num_skipped == 5
     kept, report = read_asked(data(file), "last")
     assert [turn.content for turn in kept[1].messages] == ["two and more words", "old", "three"]
     assert report.counts["an earlier turn without the answer that is to be kept"] == 1

@@ -82,6 +82,15 @@ def test_every_spelling_gives_the_same_conversation(tmp_path: Path) -> None:
         {"conversations": plain},
         {"conversations": share},
         {"messages": None, "conversations": share, "id": 7},
+        {"messages": [], "conversations": share},
+        {
+            "messages": [
+                {**turn, "tool_calls": [], "function_call": None, "reasoning_content": " \n"}
+                for turn in plain
+            ],
+            "tools": "[]",
+            "functions": None,
+        },
         {"conversations": [{**turn, "role": None, "content": None} for turn in share]},
         {"messages": columns},
     ]
@@ -129,6 +138,22 @@ BROKEN: list[tuple[Any, str, str]] = [
         "turn 3: user instead of assistant",
     ),
     ({"messages": GOOD["messages"][:1]}, "no assistant turn", ""),
+    *(
+        (
+            {"messages": [GOOD["messages"][0], {**GOOD["messages"][1], key: value}]},
+            f"a turn with {key}, which is not trained",
+            "turn 2",
+        )
+        for key, value in (
+            ("tool_calls", [{"function": {"name": "look", "arguments": "{}"}}]),
+            ("function_call", {"name": "look", "arguments": "{}"}),
+            ("reasoning_content", "Hm."),
+            ("reasoning", "Hm."),
+            ("thinking", "Hm."),
+        )
+    ),
+    ({**GOOD, "tools": [{"name": "look"}]}, "a record with tools, which is not trained", ""),
+    ({**GOOD, "functions": "[{}]"}, "a record with functions, which is not trained", ""),
     (
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "not JSON",
@@ -408,6 +433,9 @@ def test_a_data_set_is_read_from_a_directory_by_column(tmp_path: Path) -> None:
     assert texts == [PlainText("Once.", 0, f"{folder}:train[0]")]
     with pytest.raises(ValueError, match=r"data.column: no column messages \(there are prompt, an"):
         read(here)
+    write(folder / "train.jsonl", {**row, "tools": [{"name": "look"}]})
+    with pytest.raises(NothingUsable, match="1 x a record with tools, which is not trained"):
+        read(replace(here, column="chat"))
     with pytest.raises(ValueError, match=r"data.repo .* \(split test\): Unknown split \"test\""):
         read(replace(here, split="test"))
 
