@@ -140,6 +140,7 @@ class PlanConfig:
     optimizer: "OptimizerConfig"
     hardware: "HardwareConfig"
     deepspeed: "DeepSpeedConfig"
+    vllm: "VllmConfig"
 
 
 COMMANDS: dict[str, type] = {

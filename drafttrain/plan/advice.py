@@ -14,6 +14,7 @@ from drafttrain.plan.serving import (
     break_even,
     fitting,
     host_of,
+    rate_of,
     serve,
 )
 from drafttrain.plan.throughput import Cost, cost
@@ -23,6 +24,7 @@ OVERRIDES = {
     "device": "hardware.target_placement=device",
     "device_map": "hardware.target_placement=device_map",
     "zero3": "hardware.target_placement=zero3",
+    "vllm": "hardware.target_placement=vllm",
     "stored": "features=stored features.validate=false",
 }
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # those that are tried
@@ -40,7 +42,8 @@ class Plan:
     chosen: Cost
     others: tuple[Cost, ...]
     store_tokens: int
-    depth: int  # asked for while serving
+    depth: int  # while serving: as asked for, or as deep as the drafter goes
+    measured: bool  # whether the acceptance length follows from one that was given
     host: Host
     serving: tuple[Serving, ...]
     break_even: int | None
@@ -55,16 +58,22 @@ def build_plan(
     shardings: Sequence[Sharding],
 ) -> Plan:
     """Return the plan of a job: its own sharding, all others, serving, and advice."""
-    ways = combinations(shardings, job.load.ranks)
+    ways = combinations(shardings, job.load.ranks, placement)
     host = host_of(job, settings)
-    acceptance = settings.depth, settings.acceptance_rate, settings.acceptance_length
+    rate, length = settings.acceptance_rate, settings.acceptance_length
+    deepest = job.parts.max_depth or settings.depth  # such as the number of heads
+    depth = min(settings.depth, deepest)
+    if length is not None and depth < settings.depth:
+        rate, length = rate_of(length, settings.depth), None
+    acceptance = depth, rate, length
     once = min(job.trained_tokens, job.data_tokens or job.trained_tokens)
     plan = Plan(
         job=job,
         chosen=cost(job, place(job, sharding, placement)),
         others=tuple(cost(job, memory_of(job, *way)) for way in ways),
         store_tokens=settings.tokens or once,
-        depth=settings.depth,
+        depth=depth,
+        measured=settings.acceptance_length is not None,
         host=host,
         serving=tuple(serve(host, batch, *acceptance) for batch in settings.batch_sizes),
         break_even=break_even(host, *acceptance),

@@ -22,6 +22,8 @@ class Job:
     max_steps: int
     data_tokens: int | None  # different ones, at most; None: not known without the data
     target_bytes: float
+    too_large: str  # where auto puts a target that is too large for one accelerator
+    engine_bytes: float  # that vLLM takes of each accelerator, where the target is placed there
     price_per_hour: float
 
     @property

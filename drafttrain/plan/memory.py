@@ -10,6 +10,7 @@ from drafttrain.plan.job import Job
 from drafttrain.plan.shapes import Shape
 from drafttrain.plan.trace import DrafterCost, Load
 from drafttrain.plan.units import gib
+from drafttrain.target.placement import TARGET_SHARE
 from drafttrain.training.engine.config import DeepSpeedConfig
 
 DEFAULT_BUCKET = 500_000_000  # DeepSpeed's
@@ -17,6 +18,7 @@ LIVE_LAYERS = 2  # of a sharded target: the one in use, and the one that is bein
 DOUBT = 0.15  # relative error of what is estimated: activations and features in flight
 NAMES = {
     "target": "target's weights",
+    "engine": "vLLM, with the target",
     "gathered": "target's layers, gathered",
     "readout": "embedding and head, whole",
     "weights": "drafter's weights",
@@ -30,7 +32,7 @@ NAMES = {
     "overhead": "context and kernels",
 }
 STATES = ("weights", "masters", "gradients", "moments")
-EXACT = ("target", "readout", *STATES)
+EXACT = ("target", "engine", "readout", *STATES)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         found["readout"] = max(0.0, table - target_bytes / load.ranks)
     else:
         found["readout"] = table
+    if placement == "vllm":
+        found["engine"] = job.engine_bytes
     if placement == "zero3":
         found["target"] = target_bytes / ranks
         live = min(LIVE_LAYERS, shape.num_layers) if ranks > 1 else 0
@@ -107,7 +111,7 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
         "copies": step.copies
     }
     found["features"] = job.token_bytes * load.tokens
-    theirs = 0.0 if placement == "stored" else target_activations(shape, load)
+    theirs = 0.0 if placement in ("stored", "vllm") else target_activations(shape, load)
     found["working"] = max(step.peak(load.tokens), theirs)
     found["overhead"] = job.chip.overhead
     host = found.pop("host")
@@ -118,15 +122,12 @@ def memory_of(job: Job, sharding: Sharding, placement: str) -> Memory:
 
 
 def place(job: Job, sharding: Sharding, placement: str) -> Memory:
-    """Return the memory of hardware.target_placement; auto: whole where it fits, else sharded."""
-    if placement == "vllm":  # the target lives in the engine's process, on accelerators of its own
-        placement = "stored"
-    if placement != "auto":
-        return memory_of(job, sharding, placement)
-    whole = memory_of(job, sharding, "device")
-    if whole.fits or job.load.ranks == 1:
-        return whole
-    return memory_of(job, sharding, "zero3")
+    """Return the memory of hardware.target_placement; auto: as `choose_placement` chooses."""
+    if placement == "auto":
+        ranks_here = job.load.ranks_here if job.chip.is_cpu else 1
+        small = job.target_bytes <= TARGET_SHARE * job.chip.memory / ranks_here
+        placement = "device" if small else job.too_large
+    return memory_of(job, sharding, placement)
 
 
 def refuse_unless_fitting(job: Job, sharding: Sharding, placement: str) -> None:
@@ -192,11 +193,16 @@ def training_bytes(
     return found | dict.fromkeys(moved, 0.0) | {"host": host}
 
 
-def combinations(shardings: Sequence[Sharding], ranks: int) -> list[tuple[Sharding, str]]:
-    """Return every way that makes sense: a device map has one process, shards need several."""
+def combinations(
+    shardings: Sequence[Sharding], ranks: int, asked: str
+) -> list[tuple[Sharding, str]]:
+    """Return every way that makes sense: a device map has one process, shards need several.
+
+    vLLM is one of them where it is asked for.
+    """
     return [
         (sharding, placement)
-        for placement in ("device", "device_map", "zero3", "stored")
+        for placement in ("device", "device_map", "zero3", *["vllm"] * (asked == "vllm"), "stored")
         for sharding in shardings
         if (ranks > 1 or placement not in ("zero3", "device_map"))
         and (placement != "device_map" or sharding.stage is None)

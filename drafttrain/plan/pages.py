@@ -25,6 +25,7 @@ WHERE = {
     "device": "whole on each",
     "device_map": "by device map",
     "zero3": "sharded (zero3)",
+    "vllm": "in vLLM",
     "stored": "stored features",
 }
 ASSUMED = (
@@ -35,7 +36,8 @@ ASSUMED = (
     "update of an optimizer on the host (offload) are left out.",
     "Serving: predicted speedup = acceptance_length * t_plain / (t_draft + t_verify); the same "
     "acceptance at every depth; arithmetic hides behind reading, or reading behind arithmetic, "
-    "whole, which flatters batches where both take long; prefill left out.",
+    "whole, which flatters batches where both take long; experts are read as if each token chose "
+    "its own at random; prefill left out.",
 )
 
 
@@ -55,9 +57,8 @@ def headline(plan: Plan) -> str:
         f"{gib(memory.limit)} of {plan.job.machine}, {_held(memory.placement)}, "
         f"deepspeed={memory.sharding.name}. Training takes {hours(plan.chosen.hours)}{price}. "
         f"Serving {things(first.batch, 'request')} is then {speedup:.2f} times as "
-        f"fast at depth {depth}, predicted. The acceptance length, "
-        f"{first.acceptance_length:.2f} at depth {plan.depth}, is assumed: plan.acceptance_length "
-        "takes a measured one."
+        f"fast at depth {depth}, predicted. The acceptance length{_acceptance(plan)}"
+        f"{'' if plan.measured else ': plan.acceptance_length takes a measured one'}."
     )
 
 
@@ -81,7 +82,7 @@ def tiles(plan: Plan) -> list[Tile]:
             f"{speedup:.2f}",
             "\N{MULTIPLICATION SIGN}",
             f"at depth {depth}, serving {things(plan.serving[0].batch, 'request')}; the acceptance "
-            f"length is assumed, {plan.serving[0].acceptance_length:.2f} at depth {plan.depth}",
+            f"length{_acceptance(plan)}",
         ),
     ]
 
@@ -92,6 +93,11 @@ def _fastest(plan: Plan) -> tuple[float, int]:
     if first.best_depth and first.best_speedup > first.speedup:
         return first.best_speedup, first.best_depth
     return first.speedup, plan.depth
+
+
+def _acceptance(plan: Plan) -> str:
+    told = f", {plan.serving[0].acceptance_length:.2f} at depth {plan.depth}, is "
+    return told + ("plan.acceptance_length's" if plan.measured else "assumed")
 
 
 def _held(placement: str) -> str:

@@ -70,8 +70,8 @@ class Host:
         per_token = 2 * (shape.num_layers * round(shape.layer.active) + shape.table_parameters)
         per_token += 4 * query * self.context * shape.num_layers
         embedding = 0 if shape.tie_embeddings else shape.table_parameters * self.job.load.width
-        read = self.job.target_bytes - embedding  # only some rows of it are read
-        read += batch * self.cache_bytes
+        read = self.job.target_bytes * shape.share_read(batch * new)
+        read += batch * self.cache_bytes - embedding  # only some rows of it are read
         return self.one_pass(float(batch * new * per_token), read, 2 * shape.num_layers)
 
     def draft(self, batch: int, depth: int) -> float:
@@ -134,10 +134,7 @@ def serve(host: Host, batch: int, depth: int, rate: float, length: float | None)
         return accepted(rate, length, depth, k) * plain / cycle
 
     plain, _ = host.target_pass(batch, 1)
-    most = host.job.parts.max_depth  # such as the number of parallel heads
-    deepest = most or DEEPEST
-    if most is not None and depth > most:
-        length, depth = None, most
+    deepest = host.job.parts.max_depth or DEEPEST
     best = max(range(1, deepest + 1), key=speedup)
     verify, bound = host.target_pass(batch, depth + 1)
     pays = speedup(best) > 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from drafttrain.core.types import TargetSpec
@@ -15,6 +16,7 @@ from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.pretrained.inflate import inflated_width
 from drafttrain.target.pretrained.limits import check_sizes, without_weights
 from drafttrain.target.pretrained.models import EMBEDDED
+from drafttrain.target.pretrained.quantize import WEIGHT_BYTES
 
 KEYS = {  # ours -> config.json's
     "vocab_size": "vocab_size",
@@ -32,14 +34,9 @@ SIZES = (*KEYS, "architecture", "rope_theta")  # what model.shape must state
 SHAPED = ("llama", "mistral", "qwen2", "qwen3")  # whose model these sizes describe whole
 BIASES = ("attention_bias", "mlp_bias")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# Bytes of a weight in the linear layers, scales included (one per 128 or per row).
-QUANTIZED_BYTES = {
-    "torchao-int8": 1.01,
-    "torchao-int4": 0.53,
-    "torchao-float8": 1.01,
-    "bnb-8bit": 1.01,
-    "bnb-4bit": 0.56,
-}
+# Bits of a weight of checkpoints that come quantised and do not state them.
+BITS = {"awq": 4, "fp8": 8, "fbgemm_fp8": 8, "finegrained_fp8": 8, "mxfp4": 4}
+SCALES = 0.03  # bytes for each weight of such a checkpoint: a scale and a zero point per group
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,9 @@ class LayerCount:
     active: float  # of the matrices that a token is multiplied by; of experts, only those chosen
     matrices: float
     all: float
+    linear: float  # of linear modules, which model.quantization makes small; fused experts are none
+    routed: float  # of experts, each of which a token chooses with probability `chosen`
+    chosen: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,7 @@ class Shape(TargetSpec):
     attention_bias: bool
     mlp_bias: bool
     layer: LayerCount
+    quantized_bytes: float | None  # of a matrix's weight, in a checkpoint that comes quantised
 
     @property
     def table_parameters(self) -> int:
@@ -77,11 +78,20 @@ class Shape(TargetSpec):
 
     def bytes(self, dtype_bytes: int, quantization: str | None) -> float:
         """Return the bytes of the weights; embedding, head and norms are not quantised."""
-        whole = float(self.num_parameters * dtype_bytes)
-        if quantization is None:
-            return whole
-        saved = dtype_bytes - QUANTIZED_BYTES[quantization]
-        return whole - self.num_layers * self.layer.matrices * saved
+        small, each = 0.0, float(dtype_bytes)
+        if self.quantized_bytes is not None:
+            small, each = self.layer.matrices, self.quantized_bytes
+        elif quantization is not None:
+            small, each = self.layer.linear, WEIGHT_BYTES[quantization]
+        return self.num_parameters * dtype_bytes - self.num_layers * small * (dtype_bytes - each)
+
+    def share_read(self, tokens: int) -> float:
+        """Return the share of the weights that a pass over so many tokens reads.
+
+        Of experts those that some token chose, as if each token chose at random.
+        """
+        unread = self.layer.routed * (1 - self.layer.chosen) ** tokens
+        return 1 - self.num_layers * unread / self.num_parameters
 
 
 def shape_of(config: ModelConfig) -> Shape:
@@ -170,18 +180,48 @@ def counted(config: ModelConfig, settings: Any) -> Shape:
     text = settings.get_text_config(decoder=True)
     experts = next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 1)
     share = min(1.0, (getattr(text, "num_experts_per_tok", None) or experts) / experts)
-    active = matrices = everything = 0.0
-    for weight in model.get_decoder().layers.parameters():
+    matrices = everything = routed = 0.0
+    layers = model.get_decoder().layers
+    for weight in layers.parameters():
         everything += weight.numel()
         if weight.dim() > 1:
             matrices += weight.numel()
-            routed = weight.dim() == 3 and weight.shape[0] == experts
-            active += weight.numel() * (share if routed else 1.0)
-    number = spec.num_layers
+        if weight.dim() == 3 and weight.shape[0] == experts:
+            routed += weight.numel()
+    linear = sum(part.weight.numel() for part in layers.modules() if isinstance(part, nn.Linear))
+    active, number = matrices - routed * (1 - share), spec.num_layers
     return Shape(
         **vars(spec),
         tie_embeddings=bool(text.tie_word_embeddings),
         attention_bias=bool(getattr(text, "attention_bias", False)),
         mlp_bias=bool(getattr(text, "mlp_bias", False)),
-        layer=LayerCount(active / number, matrices / number, everything / number),
+        layer=LayerCount(
+            active=active / number,
+            matrices=matrices / number,
+            all=everything / number,
+            linear=linear / number,
+            routed=routed / number,
+            chosen=share,
+        ),
+        quantized_bytes=quantized_bytes(settings),
     )
+
+
+def quantized_bytes(settings: Any) -> float | None:
+    """Return the bytes of a weight of a checkpoint that comes quantised; None: it does not.
+
+    UnknownCostError where its configuration does not say how small they are.
+    """
+    given = getattr(settings, "quantization_config", None)
+    if given is None:
+        return None
+    told: dict[str, Any] = given if isinstance(given, dict) else given.to_dict()
+    groups = told.get("config_groups")  # of compressed-tensors
+    weights = [group.get("weights") or {} for group in groups.values()] if groups else []
+    stated = [told.get("bits"), *(each.get("num_bits") for each in weights)]
+    stated += [4 if told.get("load_in_4bit") else 8 if told.get("load_in_8bit") else None]
+    stated += [BITS.get(told.get("quant_method", ""))]
+    bits = next((each for each in stated if each), None)
+    if bits is None:
+        raise UnknownCostError("quantization_config must state the bits of a weight to be planned")
+    return float(bits) / 8 + SCALES

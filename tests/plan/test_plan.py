@@ -546,6 +546,94 @@ def test_a_target_goes_where_it_fits() -> None:
     assert place(large, PLAIN, "device_map").parts["target"] == large.target_bytes / 8
 
 
+def test_a_target_is_placed_as_the_run_places_it() -> None:
+    job = planned("model=llama8b", "hardware=h100x8").job
+    large = replace(job, target_bytes=0.75 * job.chip.memory)  # the run leaves 30 % for the rest
+    assert memory_of(large, PLAIN, "device").fits
+    assert place(large, PLAIN, "auto").placement == "zero3"
+    quantized = planned("model=llama8b", "hardware=h100x8", "model.quantization=bnb-8bit").job
+    assert quantized.too_large == "device_map", "a run shards no quantised target"
+    assert planned("model=llama70b", "hardware=h100x1").job.too_large == "device"
+    assert planned("model=random", "hardware=h100x8").job.too_large == "device"
+
+
+def test_a_target_in_vllm_takes_its_time_and_the_engines_memory() -> None:
+    asked = ("model=llama8b", "hardware=h100x8", "hardware.target_placement=vllm")
+    shared, whole = planned(*asked), planned(*asked[:2])
+    assert shared.chosen.memory.parts["engine"] == pytest.approx(0.5 * 79 * 2**30)
+    assert shared.chosen.hours == whole.chosen.hours, "its passes take as long there"
+    assert any(cost.memory == shared.chosen.memory for cost in shared.others)
+    assert "target in vLLM" in headline(shared)
+    apart = planned(*asked, "vllm.devices='8'").chosen.memory
+    assert apart.parts["engine"] == 0
+    assert apart.parts["readout"] > 0, "embedding and head stay here"
+    full = planned(*asked, "vllm.memory=0.95")
+    assert not full.chosen.memory.fits
+    large = planned("model=llama70b", *asked[1:])
+    assert large.chosen.memory.parts["engine"] == large.job.target_bytes
+    spread = planned("model=llama70b", *asked[1:], "vllm.tensor_parallel=4", "vllm.memory=0.1")
+    assert spread.chosen.memory.parts["engine"] == spread.job.target_bytes / 4
+
+
+@pytest.mark.parametrize(
+    ("told", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4}, 4),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "compressed-tensors",
+          "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+        ({"quant_method": "unheard-of"}, None),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_comes_quantised_takes_what_its_bits_take(
+    told: dict[str, Any], bits: int | None, tmp_path: Path
+) -> None:
+    CONFIG_MAPPING["llama"](**SHAPE).save_pretrained(tmp_path)
+    plain = shape_of(model_config_of(path=str(tmp_path)))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": told}))
+    if bits is None:
+        with pytest.raises(UnknownCostError, match="quantization_config must state the bits"):
+            shape_of(model_config_of(path=str(tmp_path)))
+        return
+    shape = shape_of(model_config_of(path=str(tmp_path)))
+    matrices = shape.num_layers * shape.layer.matrices
+    saved = plain.bytes(2, None) - shape.bytes(2, None)
+    assert saved == pytest.approx(matrices * (2 - bits / 8), rel=0.05)
+
+
+def test_a_pass_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
+    kind, changes = EXACT["qwen3_moe"]
+    settings_of(kind, changes).save_pretrained(tmp_path)
+    shape = shape_of(model_config_of(path=str(tmp_path)))
+    layer, rest = shape.layer, shape.readout_parameters
+    one = shape.num_layers * (layer.all - layer.routed * (1 - layer.chosen)) + rest
+    assert layer.chosen < 1
+    assert shape.share_read(1) == pytest.approx(one / shape.num_parameters, rel=1e-3)
+    assert shape.share_read(1) < shape.share_read(4) < shape.share_read(1000) <= 1
+    assert shape.share_read(1000) == pytest.approx(1.0)
+    # Transformers quantises linear modules, and the experts are none.
+    left = shape.num_layers * layer.routed * 2
+    assert shape.bytes(2, "bnb-4bit") > left
+    plain = planned(f"model.path={tmp_path}", "hardware=h100x1", "plan.context=1").host
+    few, many = (plain.target_pass(1, new)[0] - plain.job.chip.pass_s for new in (1, 64))
+    assert few / many == pytest.approx(shape.share_read(1) / shape.share_read(64), rel=0.2)
+
+
+def test_a_plan_is_of_the_depth_that_the_drafter_has() -> None:
+    heads = ("model=llama8b", "hardware=h100x1", "drafter=medusa", "drafter.num_heads=2")
+    plan = planned(*heads, "plan.acceptance_length=3.0")
+    assert plan.depth == 2
+    (length,) = {row.acceptance_length for row in plan.serving}
+    assert length == pytest.approx(accepted(rate_of(3.0, 4), None, 2, 2))
+    told = headline(plan)
+    assert f"{length:.2f} at depth 2, is plan.acceptance_length's." in told
+    assert "assumed" not in told
+    assert "at depth 2, is assumed" in headline(planned(*heads))
+
+
 def test_quantised_targets_take_less() -> None:
     plain = planned("model=llama8b", "hardware=h100x1").job.target_bytes
     eighth = planned("model=llama8b", "hardware=h100x1", "model.quantization=torchao-int8").job

@@ -196,6 +196,8 @@ def test_auto_takes_the_first_place_with_room_and_says_why(
     size = weight_bytes(config, torch.float32)
     parameters = load_target(config, torch.float32, "cpu").num_parameters
     assert size == 4 * parameters == 2 * weight_bytes(config, torch.bfloat16)
+    eighth = weight_bytes(replace(config, quantization="torchao-int8"), torch.bfloat16)
+    assert parameters < eighth < 1.5 * parameters, "what quantises it counts"
     chosen = choose_placement("auto", config, torch.float32, ALONE)
     assert chosen.kind == "device"
     assert str(chosen).startswith(f"target placement: device ({size / 1e3:.1f} kB of weights, ")

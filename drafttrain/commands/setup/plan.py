@@ -20,14 +20,16 @@ from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.shapes import inflated, settings_of, shape_of
+from drafttrain.plan.shapes import Shape, inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import Load, UnknownCostError, trace
+from drafttrain.plan.units import GIB
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
+from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
@@ -117,6 +119,12 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         averaged=trainer.ema_decay > 0,
     )
     shape, price = inflated(model, plain), settings.price_per_hour
+    target_bytes, engine = shape.bytes(load.width, model.quantization), config.vllm
+    engine_bytes = 0.0
+    if engine.devices is None:
+        engine_bytes = max(engine.memory * chip.memory, target_bytes / engine.tensor_parallel)
+    if chip.is_cpu:
+        engine_bytes = target_bytes + engine.cpu_cache * GIB
     return Job(
         target=model.label,
         drafter=config.drafter.name,
@@ -127,9 +135,23 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         chip=chip,
         max_steps=trainer.max_steps,
         data_tokens=None if conversations is None else conversations * length,
-        target_bytes=shape.bytes(load.width, model.quantization),
+        target_bytes=target_bytes,
+        too_large=too_large(model, shape, ranks),
+        engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
+
+
+def too_large(model: ModelConfig, shape: Shape, ranks: int) -> str:
+    """Return where hardware.target_placement=auto puts a target too large for one accelerator.
+
+    One accelerator alone is planned as if it had to hold the target, and then does not fit: the
+    host and the disk, where the rest would go, are far slower than what is calculated with.
+    """
+    if isinstance(model, RandomModelConfig) or model.inflate is not None or ranks == 1:
+        return "device"
+    whole = model.quantization is None and shape.quantized_bytes is None
+    return "zero3" if whole else "device_map"
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:

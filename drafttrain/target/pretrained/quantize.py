@@ -12,6 +12,14 @@ SCHEMES = {
     "bnb-8bit": ("bitsandbytes", "bitsandbytes", "load_in_8bit"),
     "bnb-4bit": ("bitsandbytes", "bitsandbytes", "load_in_4bit"),
 }
+# Bytes of a weight in the linear layers, scales included (one per 128 or per row).
+WEIGHT_BYTES = {
+    "torchao-int8": 1.01,
+    "torchao-int4": 0.53,
+    "torchao-float8": 1.01,
+    "bnb-8bit": 1.01,
+    "bnb-4bit": 0.56,
+}
 
 
 def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from drafttrain.target.pretrained import files
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.fit import match, refuse_misfit
 from drafttrain.target.pretrained.models import attention_of, find, load_generation_config
+from drafttrain.target.pretrained.quantize import WEIGHT_BYTES
 
 FLOATING = ("F64", "F32", "F16", "BF16")  # converted to the requested dtype
 
@@ -51,18 +52,22 @@ def _weight_files(config: ModelConfig) -> list[Path]:
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a model's weights in `dtype`, from the headers of its files.
 
-    Integers (quantised weights) and pickled files count at their size on disk.
+    model.quantization makes the matrices of its layers smaller. Integers (weights that are
+    quantised already) and pickled files count at their size on disk.
     """
     weights = _weight_files(config)
     if weights[0].suffix != ".safetensors":
         return sum(file.stat().st_size for file in weights)
-    return sum(
-        math.prod(entry.shape) * dtype.itemsize
-        if entry.dtype in FLOATING
-        else entry.data_offsets[1] - entry.data_offsets[0]
-        for file in weights
-        for entry in files.tensors_in(file, config.origin).values()
-    )
+    small = WEIGHT_BYTES.get(config.quantization or "", float(dtype.itemsize))
+    found = 0.0
+    for file in weights:
+        for name, entry in files.tensors_in(file, config.origin).items():
+            if entry.dtype not in FLOATING:
+                found += entry.data_offsets[1] - entry.data_offsets[0]
+            else:
+                inside = len(entry.shape) == 2 and ".layers." in name
+                found += math.prod(entry.shape) * (small if inside else dtype.itemsize)
+    return round(found)
 
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
