@@ -140,7 +140,7 @@ def evaluate_drafter(
             if choosing:
                 others = [one for one in measured.results if one.prompt_id in choosing]
                 main_depth = fastest(others, name, config.every_depth)
-            base = at_depth(results, methods, name, main_depth)
+            base = at_depth(results, methods, main_depth)
             timing = replace(
                 timing,
                 blocks=len({result.block for result in base}),
@@ -149,7 +149,7 @@ def evaluate_drafter(
                 delayed=measured.delayed,
             )
         for depth in config.every_depth:
-            here = at_depth(results, methods, name, depth)
+            here = at_depth(results, methods, depth)
             if config.sweeps:
                 points.append(
                     sweep_point(

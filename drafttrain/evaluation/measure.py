@@ -22,6 +22,7 @@ from drafttrain.decode.rows import Passes, at_once, context_of, in_turns
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measurements import Key, Measurements
+from drafttrain.report.pairs import BEFORE
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.results import PLAIN
 from drafttrain.runtime.load import Busy, LoadWatch
@@ -52,37 +53,33 @@ def named(drafter: str, depth: int) -> str:
 
 
 def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
-    """Return the main drafter (the last one) at every depth, the others at the report's depth.
+    """Return every drafter at every depth; the main one is the last.
 
-    A reference that cannot branch drafts chains beside another's trees; nor is one adaptive.
+    References draft as deep as it does, task by task too: what differs is then not the depth.
     """
     *references, main = drafters
-    policies = {
-        name: reference_settings(config, drafters[name]).policy_at(config.depth)
-        for name in references
-    }
-    methods = [
-        DraftMethod(named(name, config.depth), drafters[name], policy, shown=name)
-        for name, policy in policies.items()
-    ]
-    return methods + [
+    told = {name: reference_settings(config, name, drafters[name]) for name in references}
+    return [
         DraftMethod(
-            named(main, depth),
-            drafters[main],
-            config.policy_at(depth),
-            config.of_tasks if depth == config.depth else {},
-            shown=main,
+            named(name, depth),
+            drafters[name],
+            settings.policy_at(depth),
+            settings.of_tasks if depth == config.depth else {},
+            shown=name,
         )
+        for name, settings in {**told, main: config}.items()
         for depth in config.every_depth
     ]
 
 
-def reference_settings(config: EvalConfig, drafter: Drafter) -> EvalConfig:
+def reference_settings(config: EvalConfig, name: str, drafter: Drafter) -> EvalConfig:
     """Return the settings of a reference: it drafts chains if it cannot branch.
 
-    So it does beside what `tune` chose, which it chose for another. One that proposes in a shape of
-    its own has no nodes to rank.
+    So it does beside what `tune` chose, which it chose for another; but the drafter before it was
+    adapted drafts as it does after. One that proposes in a shape of its own has no nodes to rank.
     """
+    if name == BEFORE:
+        return config
     fits = drafter.branches and config.policy in ("chain", "static_tree", "dynamic_tree")
     ranked_at = config.tree_temperature if type(drafter).propose is Drafter.propose else 1.0
     policy = config.policy if fits else "chain"
@@ -370,16 +367,14 @@ def _group(
 
 
 def at_depth(
-    results: Sequence[PromptResult], methods: Sequence[DraftMethod], main: str, depth: int
+    results: Sequence[PromptResult], methods: Sequence[DraftMethod], depth: int
 ) -> list[PromptResult]:
-    """Return the results of the plain loop, the references and the main drafter at one depth.
+    """Return the results of the plain loop, and those of every drafter at one depth.
 
     Under the names that reports use, without depths.
     """
     renamed = {PLAIN: PLAIN}
-    for method in methods:
-        if method.shown != main or method.policy.depth == depth:
-            renamed[method.name] = method.shown
+    renamed |= {method.name: method.shown for method in methods if method.policy.depth == depth}
     return [replace(r, method=renamed[r.method]) for r in results if r.method in renamed]
 
 

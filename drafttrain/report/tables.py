@@ -332,7 +332,7 @@ def sweep_table(points: Sequence[Point], rules: Mapping[float, str]) -> Table:
         notes += [f"Rule at temperature {where:g}: {rule}." for where, rule in rules.items()]
     caption = (
         "Rows of a batch are decoded together and leave as they end; tokens per second are of the "
-        "whole batch. Ngram drafts at the report's depth."
+        "whole batch. Ngram drafts as deep."
     )
     lines = [(f"{point.temperature:g}", point) for point in points]
     notes += stops_paying(points)

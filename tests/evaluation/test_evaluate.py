@@ -20,11 +20,12 @@ from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
 from drafttrain.data.skips import SkipReport
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.policy import chain, spine
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.ngram import Ngram
 from drafttrain.evaluation import certify
 from drafttrain.evaluation.certify import greedy_check
-from drafttrain.evaluation.config import EvalConfig
+from drafttrain.evaluation.config import EvalConfig, TunedEval
 from drafttrain.evaluation.evaluate import choosing_prompts, fastest
 from drafttrain.evaluation.measure import (
     at_depth,
@@ -36,6 +37,8 @@ from drafttrain.evaluation.measure import (
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
+from drafttrain.evaluation.tuned import Chosen
+from drafttrain.report.pairs import BEFORE
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.engine.build import build_engine
@@ -83,7 +86,30 @@ def results_of(
     values |= more
     prompts = values.pop("prompts", PROMPTS)
     results = measure(target, methods, prompts, BY_TEMPLATE, config, **values).results
-    return at_depth(results, methods, "eagle3", config.depth)
+    return at_depth(results, methods, config.depth)
+
+
+def test_references_draft_as_deep_as_the_drafter_and_the_one_before_as_it_does(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
+    """Otherwise a depth, not the training, may make the difference between before and after."""
+    before = random_drafter("eagle3", target)
+    every = {"ngram": drafters["ngram"], BEFORE: before, "eagle3": drafters["eagle3"]}
+    swept = settings(depths=[1], policy="optimal_tree", tree_width=2)
+    methods = methods_of(every, swept)
+    for depth in (1, 3):
+        shape = spine(depth, 2)
+        policies = {"ngram": chain(depth), BEFORE: shape, "eagle3": shape}
+        here = [each for each in methods if each.policy.depth == depth]
+        assert {each.shown: each.policy for each in here} == policies
+        drafted = [
+            PromptResult("sum", 0, "math", each.name, 0, 5, (each.policy.depth,), DecodeStats())
+            for each in methods
+        ]
+        told = {result.method: result.tokens for result in at_depth(drafted, methods, depth)}
+        assert told == dict.fromkeys(every, (depth,))
+    by_task = TunedEval(**vars(settings()), from_tune=Chosen(3, {"math": 2}))
+    assert all(each.of_task == {"math": chain(2)} for each in methods_of(every, by_task))
 
 
 def measured(

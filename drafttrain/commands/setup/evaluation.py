@@ -164,8 +164,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     console.print(how)
     template = config.data.text_format
     check_depths(drafter, settings)
-    for each in references.values():
-        check_depths(each, reference_settings(settings, each))
+    for name, each in references.items():
+        check_depths(each, reference_settings(settings, name, each))
     prompts = fitting(prompts, skipped, target, template, settings, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
