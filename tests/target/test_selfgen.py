@@ -239,6 +239,17 @@ def test_a_template_that_opens_with_the_user_cannot_be_started_from(
         selfgen(target, config, show=False)
 
 
+def test_added_tokens_that_the_head_lacks_are_no_part_of_the_frame(
+    target: Target, config: SelfgenConfig
+) -> None:
+    names = [f"<|{place}|>" for place in range(target.spec.vocab_size)]
+    target.tokenizer.add_tokens(names, special_tokens=True)
+    assert max(target.tokenizer.added_tokens_decoder) >= target.spec.vocab_size
+    assert max(frame_of(target, BY_TEMPLATE).first_forbidden) < target.spec.vocab_size
+    samples, _ = selfgen(target, replace(config, num_conversations=2), show=False)
+    assert samples
+
+
 def test_empty_answers_are_skipped_and_counted(target: Target, config: SelfgenConfig) -> None:
     # A head of zeros ties all logits, and the first of them, <|pad|>, ends the answer here.
     target.readout.head.zero_()

@@ -126,7 +126,8 @@ def frame_of(target: Target, template: Template) -> Frame:
             f"data=selfgen needs a chat template that opens with some token, and that of"
             f" model={target.spec.name} opens with the user's words; use data=jsonl data.path=FILE"
         )
-    specials = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    specials = {token for token in added if token < target.spec.vocab_size}  # the head has no more
     stops = {*target.spec.eos_token_ids, *specials.intersection(tail[:1])}
     user_stops = {*stops, closing[0]}
     return Frame(
