@@ -282,6 +282,21 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     assert [row["index"] for row in run(out, asked, remote(config), config)] == [0, 1, 2, 3, 4]
 
 
+def test_a_failure_that_a_killed_run_mended_is_not_reported(tmp_path: Path) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    asked = asked_of(tmp_path)[:1]
+    failed, answered = Dialogue(asked[0], False), Dialogue(asked[0], False)
+    failed.stop("the endpoint failed", "", final=False)
+    answered.take("yes", [3], 1, True)
+    with Answers(out, config.identity()) as answers:
+        for dialogue in (failed, answered):
+            assert dialogue.outcome is not None
+            answers.add([dialogue.outcome])  # and killed before `finish`
+    with Answers(out, config.identity()) as answers:
+        assert answers.missing(asked) == []
+        assert answers.report(1).num_skipped == 0
+
+
 def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None:
     asked, config = asked_of(tmp_path), settings()
     run(tmp_path / "a.jsonl", asked, local(target, config), config)

@@ -49,7 +49,9 @@ class Answers:
             for file in (self.out, self.failed):
                 append_records(file, [])  # fail before anything is asked
             self.rows = {row.index: row for row in load(self.out, AnsweredConversation)}
-            self.failures = {failure.index: failure for failure in load(self.failed, Failure)}
+            failed = {failure.index: failure for failure in load(self.failed, Failure)}
+            # A killed run leaves failures in the file that an earlier one of its answers mended.
+            self.failures = {i: one for i, one in failed.items() if i not in self.rows}
             self._open = stack.pop_all()
         return self
 
@@ -111,7 +113,7 @@ class Answers:
         """Sort the lines into input order, atomically; the same answers give the same bytes."""
         kept: dict[Path, list[Outcome]] = {
             self.out: [*self.rows.values()],
-            self.failed: [one for one in self.failures.values() if one.index not in self.rows],
+            self.failed: [*self.failures.values()],
         }
         for file, outcomes in kept.items():
             ordered = sorted(outcomes, key=lambda one: one.index)
