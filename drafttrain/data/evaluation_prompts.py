@@ -60,7 +60,7 @@ def load_prompts(source: PromptSource) -> tuple[list[Prompt], SkipReport]:
 
 
 def read_prompts(path: str | Path, limit: int | None) -> tuple[list[Prompt], SkipReport]:
-    """Read a .jsonl file of prompts, grouped by the key `task` of its lines; see load_prompts."""
+    """Read a file of prompts, grouped by the key `task` of its lines; see load_prompts."""
     return load_prompts(PromptSource(path=str(path), limit=limit))
 
 

@@ -27,7 +27,7 @@ NOTHING_AFTER = "and nothing after it was read"
 def find_files(path: str) -> list[Path]:
     """Return the files that a path names: itself, those of a directory, or those of a glob."""
     place = Path(path).expanduser()
-    with readable(place):
+    with readable(place, "data.path"):
         if place.is_file():
             return [place]
         inside = sorted(place.iterdir()) if place.is_dir() else None
@@ -43,20 +43,23 @@ def find_files(path: str) -> list[Path]:
 
 
 @contextmanager
-def readable(place: Path) -> Iterator[None]:
-    """Turn an error of the operating system on reading a file or a folder into ours."""
+def readable(place: Path, key: str) -> Iterator[None]:
+    """Turn an error of the operating system on reading what `key` names into ours."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"data.path must name files that can be read, got {place}: {error.strerror or error}; "
+            f"{key} must name files that can be read, got {place}: {error.strerror or error}; "
             "see that it is there and that you may read it (chmod u+r), or leave it out"
         ) from error
 
 
-def file_records(file: Path) -> Iterator[Record]:
-    """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read."""
-    with readable(file):
+def file_records(file: Path, key: str = "data.path") -> Iterator[Record]:
+    """Yield the records of one file, broken ones as `Unusable`; ValueError if it cannot be read.
+
+    key: the setting that names it.
+    """
+    with readable(file, key):
         raw = file.open("rb")
     with raw, gzip.open(raw) if file.name.endswith(".gz") else raw as stream:
         number = 0

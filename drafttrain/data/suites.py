@@ -79,7 +79,7 @@ def suite_records(source: PromptSource) -> Iterator[Record]:
             'line of it is {"id": "a1", "task": "math", "turns": ["What is 2 + 2?"]}, or a row of '
             "Spec-Bench, MT-bench, GSM8K, HumanEval or MBPP as they are published"
         )
-    yield from file_records(file)
+    yield from file_records(file, "eval.prompts")
 
 
 def in_our_spelling(record: Any, number: int, task: str | None) -> Any:

@@ -1,5 +1,6 @@
 """Evaluation prompts: what ships, what a user's file may hold, and overlap with training text."""
 
+import errno
 import json
 import re
 from collections import Counter
@@ -148,6 +149,19 @@ def test_a_file_without_prompts_is_an_error_that_says_what_to_do(tmp_path: Path)
         read_prompts("nowhere.jsonl", None)
     path = written(tmp_path, '{"task": "a", "turns": ["x"]}')
     with pytest.raises(ValueError, match=re.escape(f"1 x without id: {path}:1")):
+        read_prompts(path, None)
+
+
+def test_a_file_that_cannot_be_read_is_named_by_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = written(tmp_path, '{"id": 1, "task": "a", "turns": ["x"]}')
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"^eval\.prompts must name files .*: Permission denied; "):
         read_prompts(path, None)
 
 
