@@ -10,6 +10,7 @@ from typing import Any
 from drafttrain.commands.setup.talk import Talk, ready_to_talk
 from drafttrain.config.sections import ChatConfig
 from drafttrain.data.evaluation_prompts import Prompt, read_prompts
+from drafttrain.data.files import SUFFIXES
 from drafttrain.data.records import Message
 from drafttrain.decode.stream import Stream
 from drafttrain.report.answers import show
@@ -53,7 +54,7 @@ def asked(config: ChatConfig) -> list[Prompt]:
             "with a prompt in each line"
         )
     file = Path(settings.file).expanduser()
-    if file.suffix == ".jsonl":
+    if file.name.endswith(SUFFIXES):
         try:
             prompts, skipped = read_prompts(file, None)
         except ValueError as error:  # it reads eval.prompts too

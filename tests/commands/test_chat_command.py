@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -26,7 +27,11 @@ from rich.text import Text
 
 import drafttrain
 from drafttrain.__main__ import main
+from drafttrain.commands.generate import asked
+from drafttrain.config.compose import compose, typed
+from drafttrain.config.sections import ChatConfig
 from drafttrain.core.types import Decoded, DecodeStats
+from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.rows import Passes
 from drafttrain.decode.stream import ACCEPTED, Piece, Stream
 from drafttrain.report.answers import DRAFTED, AnswerView, numbers_of
@@ -226,6 +231,16 @@ def test_an_answer_is_cut_where_a_shorter_context_of_the_drafters_ends(
     code, _, error = run(capsys, "generate", *told, f"chat.prompt={'word ' * 64}")
     assert code == 2
     assert "no room for an answer in the 64 positions of drafter=two_model; shorten it" in error
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
+def test_prompts_are_read_from_every_format_of_records(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    line = '{"id": "a", "task": "math", "turns": ["2 + 2?", "And 3 + 3?"]}'
+    content = (f"[{line}]" if ".jsonl" not in name else line).encode()
+    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    config = typed(compose("generate", [*QUICK, f"chat.file={file}"]), ChatConfig)
+    assert asked(config) == [Prompt("a", "math", "math", ("2 + 2?", "And 3 + 3?"))]
 
 
 @pytest.mark.parametrize(
