@@ -21,13 +21,14 @@ NAMING = ("run.name", "run.init_from", "drafter", "drafter.name", "model", "mode
 OF_THE_RUN = ("name", "init_from", "seed")
 # Sections and keys that the losses, and so the drafter, depend on ...
 DECISIVE = {
-    *("run.seed", "run.init_from", "model", "data", "drafter", "trainer", "optimizer"),
+    *("run.seed", "run.init_from", "model", "data", "features", "drafter", "trainer", "optimizer"),
     *("hardware.dtype", "hardware.train_dtype", "hardware.weights_dtype"),
 }
 # ... except these. The target's weights are compared by their fingerprint, wherever they are.
 HARMLESS = {
     *("model.name", "model.path", "model.repo", "model.revision", "model.embedded", "model.shape"),
     *("data.name", "data.cache_dir", "drafter.name", "trainer.name", "optimizer.name"),
+    *("features.name", "features.prefetch", "features.validate", "features.checksums"),
     *("trainer.epochs", "trainer.max_steps", "trainer.log_every", "trainer.validate_every"),
     *("trainer.validation_prompts", "trainer.validation_tokens"),
     *("trainer.save_every", "trainer.keep_checkpoints"),

@@ -130,6 +130,25 @@ def test_what_changes_the_losses_is_refused_unless_it_is_allowed(
     assert again == line, "a whole section"
 
 
+def test_features_of_another_store_change_the_losses(begun: TrainConfig) -> None:
+    resumed = ("run.name=mine", "run.resume=true")
+    stored = (*resumed, "features=stored", "features.dir=one")
+    said = r"features must be online to resume, .*, got stored, which changes the losses"
+    with pytest.raises(ValueError, match=said):
+        check_resumed(train_config(*stored))
+    allowed = train_config(*stored, "run.allow_changes=[features]")
+    assert check_resumed(allowed) == [
+        "resumed with features online -> stored, as run.allow_changes allows"
+    ]
+    write_config(allowed, Path("outputs/mine/config.yaml"))
+    with pytest.raises(
+        ValueError, match=r"features\.dir must be one to resume, .*, got two, which"
+    ):
+        check_resumed(train_config(*resumed, "features.dir=two"))
+    (line,) = check_resumed(train_config(*resumed, "features.prefetch=0"))
+    assert line == "resumed with features.prefetch 2 -> 0, which changes no loss of a step"
+
+
 def test_several_changes_are_named_together(begun: TrainConfig) -> None:
     given = ("trainer.lr=0.1", "run.seed=6", "trainer.beta1=0.5")
     with pytest.raises(
@@ -174,3 +193,23 @@ def test_training_goes_on_by_its_folder_alone(
     assert main(["train", f"run.dir={run}", "run.resume=true", "trainer.lr=1"]) != 0
     assert "trainer.lr must be" in capsys.readouterr().err
     assert load_config(run) == before, "what is refused leaves no trace"
+
+
+def test_a_resume_that_is_refused_leaves_the_record_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = tmp_path / "run", tmp_path / "data.jsonl"
+    write_conversations(data)
+    assert main(settings(run, data, "trainer.max_steps=1")) == 0
+    files = [path for path in sorted(run.rglob("*")) if path.is_file()]
+    assert {"config.yaml", "provenance.json", "train.log"} <= {path.name for path in files}
+    before, told = [path.read_bytes() for path in files], data.read_text()
+    data.write_text(told + told.splitlines()[0].replace("0 plus", "99 plus") + "\n")
+    again = ["train", f"run.dir={run}", "run.resume=true", "trainer.max_steps=2"]
+    assert main(again) == 2
+    assert "must have the data of its checkpoint" in capsys.readouterr().err
+    assert main([*again, "model.seed=1", "run.allow_changes=[model]"]) == 2
+    assert "must have the target of its checkpoint" in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] == before
+    data.write_text(told)
+    assert main(again) == 0
