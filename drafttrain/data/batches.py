@@ -1,5 +1,6 @@
 """Which conversations make up each optimizer step, and the micro batches they are computed in."""
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ class Batches:
         self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
         self.lengths = np.array([len(sample.tokens) for sample in samples])
         self.loss_lengths = np.array([int(sample.loss_mask.sum()) for sample in samples])
+        # Conversations in another order have their lengths in another order.
+        in_order = np.stack([self.lengths, self.loss_lengths]).tobytes()
+        self.lengths_digest = hashlib.sha256(in_order).hexdigest()[:16]
         self.epoch = self.step_in_epoch = 0
         self.steps = self._plan()
 
@@ -101,6 +105,7 @@ class Batches:
             "tokens_per_step": self.tokens_per_step,
             "num_samples": len(self.samples),
             "num_tokens": int(self.lengths.sum()),
+            "lengths_digest": self.lengths_digest,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,6 +115,8 @@ class Batches:
             if key in ("epoch", "step_in_epoch"):
                 if type(earlier) is not int or not 0 <= earlier <= MAX_COUNT:
                     raise _lost(f"{key} must be an integer of at least 0", shown(earlier))
+            elif key == "lengths_digest" and key not in state:
+                continue  # an older checkpoint has none
             elif earlier != value:
                 raise ValueError(
                     f"a resumed run must have the data of its checkpoint: {key} was"

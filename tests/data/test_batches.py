@@ -132,6 +132,15 @@ def test_a_position_in_other_data_is_refused(count: int, settings: Any, key: str
         Batches(samples(count), *settings).load_state_dict(state)
 
 
+def test_a_position_in_the_same_data_in_another_order_is_refused() -> None:
+    state = Batches(samples(), 100, 4, 3).state_dict()
+    other = Batches(samples()[::-1], 100, 4, 3)
+    with pytest.raises(ValueError, match=r"data of its checkpoint: lengths_digest was \w{16}, got"):
+        other.load_state_dict(state)
+    del state["lengths_digest"]  # as in older checkpoints
+    other.load_state_dict(state)
+
+
 def test_one_conversation_longer_than_a_step_is_a_step() -> None:
     chosen = [sample(0, 90), sample(1, 4), sample(2, 4)]
     batches = Batches(chosen, 10, 4, seed=0)
