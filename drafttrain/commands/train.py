@@ -44,6 +44,7 @@ from drafttrain.runtime.tracker import METRICS_FILE, open_tracker, read_metrics,
 from drafttrain.training.checkpoint import WEIGHTS_FILE, Checkpoints, load_state
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
+from drafttrain.training.loop import resumed
 from drafttrain.training.loop import train as run_training
 
 
@@ -153,6 +154,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         say(f"resuming from {latest}{done if resume_step >= trainer.max_steps else ''}")
     elif config.run.resume:  # batch scripts always ask for it, and a mistyped name looks the same
         say(f"nothing to resume in {folder}: training begins at step 0")
+    # What refuses to resume a run comes before anything of its record is written over.
+    state = resumed(engine, batches, checkpoints, material.source.spec, validation.metric)
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
@@ -191,6 +194,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
                 config.run.seed,
                 stop,
                 validation.metric,
+                state,
             )
         tracker.table("validation", *validation.table())
         kept = checkpoints.best() or checkpoints.latest()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.placed_batch import host_of, placed
-from drafttrain.core.types import FeatureSource, LossTerm, weighted_sum
+from drafttrain.core.types import FeatureSource, LossTerm, TargetSpec, weighted_sum
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
@@ -51,6 +51,36 @@ class StepChance(TrainingChance):
         return SeededChance(hash((self.seed, self.step)))
 
 
+def resumed(
+    engine: Engine,
+    batches: Batches | Prefetcher,
+    checkpoints: Checkpoints,
+    spec: TargetSpec,
+    metric: str = METRIC,
+) -> TrainState:
+    """Load the latest checkpoint into engine and batches, and return its state; fresh without one.
+
+    spec: of the target. Nothing is written. ValueError where the run cannot be resumed.
+    """
+    fresh = TrainState(0, 0, batches.state_dict(), None, spec.fingerprint, {"metric": metric})
+    state = checkpoints.resume(engine) or fresh
+    if (earlier := state.extra.get("metric", METRIC)) != metric:
+        raise ValueError(
+            f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
+            f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
+            "run.name=ANOTHER_NAME"
+        )
+    if state.fingerprint != spec.fingerprint:
+        raise ValueError(
+            f"a resumed run must have the target of its checkpoint, with fingerprint "
+            f"{state.fingerprint[:16]}, but {spec.name} has "
+            f"{spec.fingerprint[:16]}; point model.path at the old one, or start "
+            "another run by run.name=ANOTHER_NAME"
+        )
+    batches.load_state_dict(state.data)
+    return state
+
+
 def train(
     engine: Engine,
     target: FeatureSource,
@@ -62,32 +92,18 @@ def train(
     seed: int,
     stop: StopRequest,
     metric: str = METRIC,
+    state: TrainState | None = None,
 ) -> TrainState:
-    """Train the engine's drafter on the features of `target`, from the latest of `checkpoints`.
+    """Train the engine's drafter on the features of `target`, from what `resumed` has loaded.
 
     Losses are sums over the trained positions of the whole optimizer step, divided once by their
     number: the loss curve depends on neither ranks nor micro batches. `validate` runs on every rank
     and returns metrics, among them `metric` and, where it is known, its standard error, or None if
-    `stop` was requested meanwhile; what it tells is shown beside the bar. Raises NonFiniteError,
-    with the step not taken, and Stopped, with the last step saved, if any rank was asked to stop.
+    `stop` was requested meanwhile; what it tells is shown beside the bar. state: that of `resumed`,
+    which is called here where none is given. Raises NonFiniteError, with the step not taken, and
+    Stopped, with the last step saved, if any rank was asked to stop.
     """
-    fingerprint, position = target.spec.fingerprint, batches.state_dict()
-    fresh = TrainState(0, 0, position, None, fingerprint, {"metric": metric})
-    state = checkpoints.resume(engine) or fresh
-    if (earlier := state.extra.get("metric", METRIC)) != metric:
-        raise ValueError(
-            f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
-            f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
-            "run.name=ANOTHER_NAME"
-        )
-    if state.fingerprint != fingerprint:
-        raise ValueError(
-            f"a resumed run must have the target of its checkpoint, with fingerprint "
-            f"{state.fingerprint[:16]}, but {target.spec.name} has "
-            f"{fingerprint[:16]}; point model.path at the old one, or start "
-            "another run by run.name=ANOTHER_NAME"
-        )
-    batches.load_state_dict(state.data)
+    state = state or resumed(engine, batches, checkpoints, target.spec, metric)
     meter = Meter(engine)
     meter.load_state_dict(state.extra.get("meter", {}))
     saved = state.step
