@@ -155,7 +155,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     elif config.run.resume:  # batch scripts always ask for it, and a mistyped name looks the same
         say(f"nothing to resume in {folder}: training begins at step 0")
     # What refuses to resume a run comes before anything of its record is written over.
-    state = resumed(engine, batches, checkpoints, material.source.spec, validation.metric)
+    spec, metric, yardstick = material.source.spec, validation.metric, validation.yardstick
+    state = resumed(engine, batches, checkpoints, spec, metric, yardstick, say)
     if engine.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(config, folder / CONFIG)
@@ -193,7 +194,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
                 validation,
                 config.run.seed,
                 stop,
-                validation.metric,
+                metric,
                 state,
             )
         tracker.table("validation", *validation.table())
@@ -205,8 +206,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         tracker.finish()
     best = checkpoints.best()
     if best is not None:
-        metric = f"{validation.metric} {load_state(best).best_metric:.3f}"
-        say(f"best checkpoint: {best} ({metric} at depth {validation.depth})")
+        length = f"{metric} {load_state(best).best_metric:.3f}"
+        say(f"best checkpoint: {best} ({length} at depth {validation.depth})")
     if drafter.changes_target:
         say(tuned_statement(drafter.config.name))
         rows = read_metrics(folder / METRICS_FILE) if engine.is_main else []

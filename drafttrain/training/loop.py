@@ -20,9 +20,10 @@ from drafttrain.core.types import FeatureSource, LossTerm, TargetSpec, weighted_
 from drafttrain.data.batches import Batches, StepGroup
 from drafttrain.data.prefetch import Prefetcher
 from drafttrain.drafters.base import Drafter, TrainingChance
+from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.runtime.terminal import Tell, progress
+from drafttrain.runtime.terminal import Tell, progress, silently
 from drafttrain.runtime.tracker import Tracker
 from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
@@ -57,17 +58,22 @@ def resumed(
     checkpoints: Checkpoints,
     spec: TargetSpec,
     metric: str = METRIC,
+    yardstick: dict[str, int] | None = None,
+    say: Tell = silently,
 ) -> TrainState:
     """Load the latest checkpoint into engine and batches, and return its state; fresh without one.
 
-    spec: of the target. Nothing is written. ValueError where the run cannot be resumed.
+    spec: of the target. yardstick: what `metric` is measured by. say: is told what differs from
+    before. Nothing is written. ValueError where the run cannot be resumed.
     """
-    fresh = TrainState(0, 0, batches.state_dict(), None, spec.fingerprint, {"metric": metric})
+    now = {"metric": metric, "yardstick": yardstick, "dtype": dtype_name(engine.dtype)}
+    fresh = TrainState(0, 0, batches.state_dict(), None, spec.fingerprint, now)
     state = checkpoints.resume(engine) or fresh
-    if (earlier := state.extra.get("metric", METRIC)) != metric:
+    before = now | {"metric": METRIC} | state.extra  # an older checkpoint tells less
+    if before["metric"] != metric:
         raise ValueError(
-            f"a resumed run must be validated as before, by {earlier}, got {metric}: set "
-            f"features.validate={str(earlier == METRIC).lower()}, or start another run by "
+            f"a resumed run must be validated as before, by {before['metric']}, got {metric}: set "
+            f"features.validate={str(before['metric'] == METRIC).lower()}, or start another run by "
             "run.name=ANOTHER_NAME"
         )
     if state.fingerprint != spec.fingerprint:
@@ -78,7 +84,22 @@ def resumed(
             "another run by run.name=ANOTHER_NAME"
         )
     batches.load_state_dict(state.data)
-    return state
+    if before["dtype"] != now["dtype"]:
+        say(
+            f"products in training are {now['dtype']} from here on, and were {before['dtype']} "
+            f"until step {state.step}: see hardware.train_dtype"
+        )
+    if before["yardstick"] != yardstick:
+        say(
+            f"validation is by {_listed(yardstick)}, and was by {_listed(before['yardstick'])} "
+            f"until step {state.step}: the best checkpoint is chosen anew from here on"
+        )
+        state = replace(state, best_metric=None)
+    return replace(state, extra=state.extra | now)
+
+
+def _listed(yardstick: dict[str, int] | None) -> str:
+    return ", ".join(f"{name} {number}" for name, number in (yardstick or {}).items())
 
 
 def train(
@@ -263,6 +284,7 @@ class MeterState:
     loss_tokens: Count
     tokens: Count
     busy_s: float
+    wait_s: float = 0.0  # older checkpoints lack it
 
 
 class Meter:
@@ -299,6 +321,7 @@ class Meter:
             "loss_tokens": self.loss_tokens,
             "tokens": self.tokens,
             "busy_s": self.busy_s,
+            "wait_s": self.wait_s,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -316,7 +339,8 @@ class Meter:
             own = table.sum(0) if self.engine.is_main else torch.zeros_like(table[0])
         self.sums = dict(zip(saved.names, own, strict=True))
         self.weights, self.judged = dict(saved.weights), set(saved.judged)
-        self.loss_tokens, self.tokens, self.busy_s = saved.loss_tokens, saved.tokens, saved.busy_s
+        self.loss_tokens, self.tokens = saved.loss_tokens, saved.tokens
+        self.busy_s, self.wait_s = saved.busy_s, saved.wait_s
 
     def forget_time(self) -> None:
         """Exclude the time since the last step (validation, saving) from tokens/s."""

@@ -47,6 +47,7 @@ class TeacherForced:
             )
         self.source, self.engine, self.drafter = source, engine, engine.module
         self.held_out = list(held_out)[:num_conversations]
+        self.yardstick = {"conversations": num_conversations}
         self.micro_batch = micro_batch
         common = isinstance(self.drafter.config, TokenLossConfig)  # else its losses are its own
         self.terms = self.drafter.depth_terms if common else ()

@@ -58,6 +58,8 @@ class Validation:
                 f"leaves room for {max_new_tokens} new tokens; raise data.holdout or lower "
                 "trainer.validation_tokens"
             )
+        # Acceptance lengths compare only where all of these are the same.
+        self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}
         self.texts = list(held_out)[:num_prompts]
         self._loss_before: float | None = None
         self.rows: list[tuple[int, Counters]] = []

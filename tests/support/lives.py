@@ -336,6 +336,7 @@ def compare(alone: Path, other: Path) -> None:
         states = [vars(load_state(checkpoint)) for checkpoint in (one, two)]
         for state in states:
             state["extra"]["meter"].pop("busy_s")
+            state["extra"]["meter"].pop("wait_s")
         assert states[0] == states[1]
     steps = [sorted({p.name[:11] for p in c.folder.glob("step-*")}) for c in pair]
     assert steps[0] == steps[1]

@@ -1,5 +1,6 @@
 """The training loop: resumed, batched or spread over ranks, it takes the same steps."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -21,11 +22,17 @@ from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
 from drafttrain.target.model import Target, load_target
-from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights, verify
+from drafttrain.training.checkpoint import (
+    Checkpoints,
+    TrainState,
+    load_state,
+    load_weights,
+    verify,
+)
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.engine.engine import Engine, NonFiniteError
-from drafttrain.training.loop import ERROR, METRIC, StepChance, train
+from drafttrain.training.loop import ERROR, METRIC, Meter, StepChance, resumed, train
 from drafttrain.training.validation import Validation
 
 STEPS = 6
@@ -161,9 +168,9 @@ def test_a_resumed_run_ends_bitwise_where_an_uninterrupted_one_does(
     with pytest.raises(KeyboardInterrupt):
         start(name, target, tmp_path / "broken", broken, interrupt)
     assert [step for step, _ in recorded(tmp_path / "broken")] == [1, 2, 3, 4]
-    resumed = start(name, target, tmp_path / "broken", broken, constant)
+    again = start(name, target, tmp_path / "broken", broken, constant)
     expected = whole.module.state_dict()
-    for key, value in resumed.module.state_dict().items():
+    for key, value in again.module.state_dict().items():
         assert torch.equal(value, expected[key]), key
     losses = recorded(tmp_path / "whole")
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
@@ -271,6 +278,62 @@ def test_of_two_checkpoints_that_prompts_cannot_tell_apart_the_later_is_best(
     folder = checkpoints.best()
     assert folder == tmp_path / "checkpoints" / f"step-{best:06d}"
     assert load_state(folder).best_metric == values[best - 1]
+
+
+def test_a_resumed_run_says_in_what_it_is_measured_or_computed_otherwise(
+    target: Target, tmp_path: Path
+) -> None:
+    """And acceptance lengths of another depth are not compared with those before."""
+    config = trainer(validate_every=3, max_steps=3)
+    start("medusa", target, tmp_path, config, metrics_on_rank_0([1.5], error=0.1))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    said: list[str] = []
+
+    def resume(dtype: torch.dtype, depth: int | None) -> TrainState:
+        torch.manual_seed(0)
+        drafter = build("medusa", target.spec)
+        optimizer = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
+        engine = build_engine(
+            *(drafter, deepspeed_config("none")), device="cpu", dtype=dtype, **optimizer
+        )
+        batches = Batches(random_samples(), config.tokens_per_step, 4, seed=3)
+        yardstick = None if depth is None else {"depth": depth, "prompts": 4}
+        state = resumed(engine, batches, checkpoints, target.spec, METRIC, yardstick, said.append)
+        checkpoints.save(engine, state, best=False)
+        return state
+
+    assert resume(torch.float32, None).best_metric == 1.5
+    assert said == []
+    older = checkpoints.latest()
+    assert older is not None
+    file = older / "state.json"
+    content = json.loads(file.read_text())
+    del (
+        content["sha256"],
+        content["state"]["extra"]["yardstick"],
+        content["state"]["extra"]["dtype"],
+    )
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(content))
+    state = resume(torch.float32, 2)
+    assert (state.best_metric, said) == (1.5, []), "a checkpoint that tells nothing of it"
+    assert resume(torch.bfloat16, 3).best_metric is None
+    products, validated = said
+    assert products.startswith("products in training are bfloat16 from here on, and were float32")
+    assert validated.startswith("validation is by depth 3, prompts 4, and was by depth 2, prompts")
+    assert resume(torch.bfloat16, 3).best_metric is None, "none has been measured since"
+    assert len(said) == 2
+
+
+def test_waiting_for_data_counts_across_a_checkpoint(target: Target, tmp_path: Path) -> None:
+    meter, again = (Meter(start("medusa", target, tmp_path, trainer(), constant)) for _ in "12")
+    meter.wait_s, meter.busy_s = 3.0, 4.0
+    again.load_state_dict(meter.state_dict())
+    assert (again.wait_s, again.busy_s) == (3.0, 4.0)
+    older = meter.state_dict()
+    del older["wait_s"]
+    again.load_state_dict(older)
+    assert again.wait_s == 0.0
 
 
 def test_the_real_validation_runs_at_its_steps_and_changes_no_training(

@@ -38,7 +38,8 @@ class Engine(ABC):
 
     With an `ema_decay` the result of training, which `weights` and `copy_of_module` return, is an
     exponential moving average of the weights after each step. The first steps weigh more: the
-    average after step t has the decay min(ema_decay, t / (t + 9)), so that it forgets the start.
+    average after a step that t others came before has the decay min(ema_decay, t / (t + 9)), so
+    that it forgets the start.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Engine(ABC):
     world_size = property(lambda self: self.ranks.world_size)
     is_main = property(lambda self: self.ranks.is_main)
     device = property(lambda self: self.ranks.device)
+    dtype = property(lambda self: self._forward.autocast or torch.float32)  # of its products
     precision = property(lambda self: self._forward.precision())  # a context: the forward's
 
     def losses(self, *inputs: Any) -> Losses:
