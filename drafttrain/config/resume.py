@@ -8,9 +8,10 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 
 from drafttrain.config.groups import BEFORE, WITHHELD, complete, own_groups
-from drafttrain.config.overrides import SAVED, parse, spelled
+from drafttrain.config.overrides import SAVED, UsageError, parse, spelled
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints, load_config
-from drafttrain.runtime.settings import AUTO
+from drafttrain.runtime.settings import AUTO, require
+from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
 Saved = dict[str, dict[str, Any]]
 Difference = tuple[str, Any, Any]  # a key, its saved value, its value now
@@ -22,7 +23,7 @@ OF_THE_RUN = ("name", "init_from", "seed")
 # Sections and keys that the losses, and so the drafter, depend on ...
 DECISIVE = {
     *("run.seed", "run.init_from", "model", "data", "features", "drafter", "trainer", "optimizer"),
-    *("hardware.dtype", "hardware.train_dtype", "hardware.weights_dtype"),
+    *("hardware.train_dtype", "hardware.weights_dtype"),
 }
 # ... except these. The target's weights are compared by their fingerprint, wherever they are.
 HARMLESS = {
@@ -33,13 +34,18 @@ HARMLESS = {
     *("trainer.validation_prompts", "trainer.validation_tokens"),
     *("trainer.save_every", "trainer.keep_checkpoints"),
 }
+# What a checkpoint cannot be trained further with, whatever run.allow_changes names.
+NEVER = {"run.seed", "run.init_from", "trainer.tokens_per_step", "optimizer.muon"}
 MOST = 3  # differences that an error names
 
 
 def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) -> Saved | None:
     """Return the saved configuration of the run to resume, None if there is none or not asked."""
     given = {override.key_or_group: override for override in parsed}
-    if "run.resume" not in given or given["run.resume"].value() is not True:
+    asked = given["run.resume"].value() if "run.resume" in given else False
+    if not isinstance(asked, bool):  # which would become true later, without the saved settings
+        raise UsageError(f"run.resume must be true or false, got {shown(asked)}")
+    if not asked:
         return None
     naming = ("run.dir", "run.name") if "run.dir" in given else NAMING
     naming = (*naming, *own_groups())
@@ -66,21 +72,33 @@ def check_resumed(config: Any) -> list[str]:
     ValueError where a difference changes the losses and run.allow_changes does not name it.
     """
     folder = Path(config.run.dir)
+    sections = {field.name: asdict(getattr(config, field.name)) for field in fields(config)}
+    known = [*sections, *(f"{name}.{key}" for name, section in sections.items() for key in section)]
+    for name in config.run.allow_changes:
+        hint = did_you_mean(name, known).rstrip(";")
+        require(name in known, "run.allow_changes", "name sections and keys", name, hint)
     if not (config.run.resume and has_checkpoints(folder)):
         return []
     found = differences(config, load_config(folder))
     decisive = [one for one in found if _named(one[0], DECISIVE) and one[0] not in HARMLESS]
-    allowed = [one for one in decisive if _named(one[0], config.run.allow_changes)]
-    refused = [one for one in decisive if one not in allowed]
+    never = [one for one in decisive if _never(*one)]
+    allowed = [
+        one for one in decisive if _named(one[0], config.run.allow_changes) and one not in never
+    ]
+    refused = never + [one for one in decisive if one not in allowed + never]
     if refused:
         key, before, now = refused[0]
         names = ",".join(dict.fromkeys([*config.run.allow_changes, *(one[0] for one in refused)]))
         others = [one[0] for one in refused[1:]]
         more = f"; so do {', '.join(others[:MOST])}" if others else ""
         more += f" and {len(others) - MOST} more" if len(others) > MOST else ""
+        allow = (
+            f"run.allow_changes=[{names}] resumes all the same where target, data and the "
+            "drafter's shape stay as they were"
+        )
         raise ValueError(
             f"{key} must be {_text(before)} to resume, as in {folder / CONFIG}, got {_text(now)}, "
-            f"which changes the losses{more}; run.allow_changes=[{names}] resumes all the same, "
+            f"which changes the losses{more}; {'no checkpoint allows that' if never else allow}, "
             "run.name=ANOTHER_NAME starts another run"
         )
     lines = []
@@ -117,6 +135,10 @@ def differences(config: Any, saved: Saved) -> list[Difference]:
             and not (field.name == "trainer" and value == AUTO)  # not chosen yet
         ]
     return found
+
+
+def _never(key: str, before: Any, now: Any) -> bool:
+    return key in NEVER or (key == "trainer.ema_decay" and 0 in (before, now))  # no average is kept
 
 
 def _named(key: str, names: Iterable[str]) -> bool:

@@ -9,6 +9,7 @@ from lives import settings, write_conversations
 
 from drafttrain.__main__ import main
 from drafttrain.config.compose import compose, typed
+from drafttrain.config.overrides import UsageError
 from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.runtime.run_folder import load_config, write_config
@@ -105,9 +106,7 @@ def test_deepspeed_takes_adamw_unless_it_is_told_otherwise() -> None:
     ("given", "said"),
     [
         ("trainer.lr=0.1", r"trainer\.lr must be 0\.002 to resume, as in \S+, got 0\.1, which"),
-        ("trainer.tokens_per_step=7", r"trainer\.tokens_per_step must be \d+ to resume"),
-        ("run.seed=6", r"run\.seed must be 5 to resume"),
-        ("hardware.dtype=bfloat16", r"hardware\.dtype must be \S+ to resume"),
+        ("hardware.train_dtype=bfloat16", r"hardware\.train_dtype must be \S+ to resume"),
         ("drafter.losses={forward_kl: 1.0}", r"drafter\.losses must be \{.*\} to resume"),
         ("drafter=eagle", r"drafter must be medusa to resume, .*, got eagle,"),
         ("data.path=other.jsonl", r"data\.path must be talk\.jsonl to resume"),
@@ -149,20 +148,55 @@ def test_features_of_another_store_change_the_losses(begun: TrainConfig) -> None
     assert line == "resumed with features.prefetch 2 -> 0, which changes no loss of a step"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.tokens_per_step=7", r"trainer\.tokens_per_step must be \d+ to resume"),
+        ("run.seed=6", r"run\.seed must be 5 to resume"),
+        ("optimizer=adamw", r"optimizer\.muon must be true to resume"),
+        ("trainer.ema_decay=0.9", r"trainer\.ema_decay must be 0\.0 to resume"),
+    ],
+)
+def test_what_no_checkpoint_could_follow_is_not_offered(
+    given: str, said: str, begun: TrainConfig
+) -> None:
+    resumed = ("run.name=mine", "run.resume=true", given, "trainer.beta1=0.5")
+    section = given.partition("=")[0].split(".")[0]
+    for allow in ("[]", f"[trainer,{section}]"):
+        with pytest.raises(ValueError, match=said) as refused:
+            check_resumed(train_config(*resumed, f"run.allow_changes={allow}"))
+        assert "allow_changes" not in str(refused.value)
+        assert "run.name=ANOTHER_NAME starts another run" in str(refused.value)
+
+
+def test_a_name_that_is_no_key_allows_nothing(begun: TrainConfig) -> None:
+    for resume in ("true", "false"):
+        given = ("run.name=mine", f"run.resume={resume}", "run.allow_changes=[trainer.lrr]")
+        with pytest.raises(ValueError, match=r"got trainer\.lrr; did you mean trainer\.lr\?"):
+            check_resumed(train_config(*given))
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "on"])
+def test_half_a_resume_is_refused(value: str, begun: TrainConfig) -> None:
+    with pytest.raises(UsageError, match=f"run.resume must be true or false, got {value}"):
+        train_config("run.name=mine", f"run.resume={value}")
+
+
 def test_several_changes_are_named_together(begun: TrainConfig) -> None:
-    given = ("trainer.lr=0.1", "run.seed=6", "trainer.beta1=0.5")
+    given = ("trainer.lr=0.1", "data.path=more", "trainer.beta1=0.5")
     with pytest.raises(
-        ValueError, match=r"run\.seed must be 5 .* got 6, which changes the losses; "
+        ValueError, match=r"data\.path must be talk.* got more, which changes the losses; "
     ):
         check_resumed(train_config("run.name=mine", "run.resume=true", *given))
-    allow = "run.allow_changes=[run.seed,trainer.lr]"
-    with pytest.raises(ValueError, match=r"trainer\.beta1 must be .*=\[run\.seed,trainer\.lr,tra"):
+    allow = "run.allow_changes=[data.path,trainer.lr]"
+    with pytest.raises(ValueError, match=r"trainer\.beta1 must be .*=\[data\.path,trainer\.lr,tra"):
         check_resumed(train_config("run.name=mine", "run.resume=true", *given, allow))
 
 
 def test_what_changes_no_loss_is_allowed_and_said_in_one_line(begun: TrainConfig) -> None:
     given = ("trainer.max_steps=9", "trainer.save_every=2", "hardware.micro_batch=1")
     given += ("hardware.ranks=2", "tracker=wandb", "model.name=other", "eval.depth=2")
+    given += ("hardware.dtype=bfloat16",)
     (line,) = check_resumed(train_config("run.name=mine", "run.resume=true", *given))
     assert line.startswith("resumed with model.name random -> other, trainer.max_steps ")
     for told in ("hardware.micro_batch 3 -> 1", "hardware.ranks auto -> 2", "tracker "):
