@@ -75,7 +75,8 @@ class TrainerConfig(Settings):
 
         num_tokens: of the data, which is read `epochs` times. hidden_size: the target's width, by
         which the rate falls, as for updates of equal effect (Yang et al., 2022, arXiv:2203.03466).
-        rate: that of the drafter at the width of the embedded target.
+        rate: that of the drafter at the width of the embedded target; narrower ones gained nothing
+        from a higher one.
         A size that is given stays, and the others follow it.
         """
 
@@ -94,7 +95,7 @@ class TrainerConfig(Settings):
             self,
             tokens_per_step=step,
             max_steps=steps,
-            lr=own("lr", float(f"{rate * WIDTH / hidden_size:.2g}")),
+            lr=own("lr", float(f"{rate * min(1.0, WIDTH / hidden_size):.2g}")),
             warmup_steps=own("warmup_steps", round(WARM_UP * steps)),
             validate_every=own("validate_every", math.ceil(steps / 2)),
             save_every=own("save_every", math.ceil(steps / 2)),

@@ -121,6 +121,7 @@ def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
     steps = auto(max_steps=100).sized(400_000, 768, 8e-3)
     assert (steps.max_steps, steps.warmup_steps, steps.lr) == (100, 5, 4e-3)
     assert auto(epochs=1).sized(10, 384, 4e-3).max_steps == 1  # data of one sentence
+    assert auto(epochs=1).sized(400_000, 192, 4e-3).lr == 4e-3  # never above the drafter's own
 
 
 @pytest.mark.parametrize(
