@@ -609,6 +609,24 @@ def test_runs_that_were_not_evaluated_alike_are_refused(
         compared(a, b)
 
 
+def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> None:
+    def run(name: str, prompts: int = 16, **told: Any) -> str:
+        about = {"source": "prompts.jsonl", "num_prompts": prompts, **told}
+        overrides = (f"drafter.unroll={2 + len(list(tmp_path.iterdir()))}",)
+        measured = results(prompts=prompts)
+        return write_run(tmp_path / name, measured, prompts=about, overrides=overrides)
+
+    a, edited = run("a", sha256="12" * 32), run("edited", sha256="34" * 32)
+    with pytest.raises(ValueError, match=r"same texts under eval.prompts .*a has 1212.*edited has"):
+        compared(a, edited)
+    same, older, fewer = run("same", sha256="12" * 32), run("older"), run("fewer", 10, sha256="56")
+    assert compared(a, same, older, fewer)["prompts"]["num_prompts"] == 10
+    with pytest.raises(
+        ValueError, match="same texts under eval.prompts .*fewer has 56 .*other has"
+    ):
+        compared(a, fewer, run("other", 10, sha256="78"))
+
+
 def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", results())
     b = write_run(tmp_path / "b", results())
