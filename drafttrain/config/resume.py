@@ -59,8 +59,12 @@ def run_to_resume(parsed: list[Override], dir_of: Callable[[list[str]], str]) ->
 
 def with_saved(parsed: list[Override], saved: Saved, groups: Iterable[str]) -> list[Override]:
     """Restore the groups and the section `run` as saved, except what is given."""
-    given = {override.key_or_group for override in parsed}
+    given = {override.key_or_group: override.value() for override in parsed}
     run = complete("run", saved)
+    if run["init_from"] is not None and given.get("drafter") == saved["drafter"].get("name"):
+        # What it started from has set the drafter's shape, which the family alone does not tell.
+        parsed = [override for override in parsed if override.key_or_group != "drafter"]
+        del given["drafter"]
     told = [f"{group}={SAVED}" for group in groups if group not in given]
     told += [f"run.{key}={spelled(run[key])}" for key in (*OF_THE_RUN, "dir")]
     return [*parse("train", told), *parsed]

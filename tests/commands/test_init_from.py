@@ -188,9 +188,14 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
     told[1] = f"run.dir={again}"
     assert train(*told, "trainer.max_steps=1") == 0
     assert yaml.safe_load((again / "config.yaml").read_text())["drafter"]["name"] == "eagle3"
-    # And it resumes where it stopped, told the same.
+    # And it resumes where it stopped, told the same, or the family too, wherever its origin is now.
     capsys.readouterr()
-    assert train(*told, "trainer.max_steps=2", "run.resume=true") == 0
+    moved = served.rename(tmp_path / "moved")
+    assert train(*told, "trainer.max_steps=2", "run.resume=true", "drafter=eagle3") == 0
+    assert f"start: {served}" in capsys.readouterr().out
+    start = json.loads((again / "provenance.json").read_text())["start"]
+    assert start == json.loads((again / "initial" / "record.json").read_text())
+    moved.rename(served)
     assert sorted(p.name for p in (again / "checkpoints").glob("step-*"))[-1] == "step-000002"
     told = [f"run.dir={again}", "run.resume=true", "trainer.max_steps=3"]  # or nothing but where
     assert main(["train", *told, f"run.init_from={run}"]) != 0

@@ -11,12 +11,14 @@ from torch import Tensor
 from drafttrain.commands.setup.target_and_drafter import GivenDrafter, best_of, expected_spec
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.overrides import UsageError
+from drafttrain.config.resume import check_resumed
 from drafttrain.config.sections import TrainConfig
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.disk import replacing, write_whole, writing
 from drafttrain.runtime.run_folder import CONFIG, has_checkpoints
+from drafttrain.runtime.untrusted_input import read_object
 from drafttrain.target.pretrained.models import load_tokenizer
 
 FOLDER = "initial"  # in the run folder: what training started from
@@ -26,12 +28,23 @@ WEIGHTS, RECORD = "drafter.safetensors", "record.json"
 def starting_point(config: TrainConfig) -> GivenDrafter | None:
     """Return the drafter that run.init_from names, None where training starts anew.
 
-    ValueError where it does not fit the target, whose weights are not read yet.
+    A run that is resumed has kept it. ValueError where it does not fit the target, whose weights
+    are not read yet.
     """
     if config.run.init_from is None:
         return None
-    folder = Path(config.run.init_from).expanduser()
+    folder, run = Path(config.run.init_from).expanduser(), Path(config.run.dir)
     spec = expected_spec(config.model)
+    if config.run.resume and has_checkpoints(run) and (run / FOLDER / RECORD).is_file():
+        check_resumed(config)  # before weights are loaded into another drafter
+        drafter, record = (
+            drafter_before(run, config.drafter, spec),
+            read_object(run / FOLDER / RECORD),
+        )
+        assert drafter is not None
+        origin, fingerprint = record["origin"], record["target_fingerprint"]
+        lines = (f"start: {origin}, as kept in {run / FOLDER}",)
+        return GivenDrafter(drafter.train(), None, origin, lines, fingerprint)
     if (folder / CONFIG).is_file():
         return _of_run(folder, config.drafter, spec)
     return _of_serving(folder, config, spec)
