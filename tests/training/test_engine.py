@@ -361,6 +361,34 @@ def test_muon_learns_and_two_kinds_of_moments_are_saved(tmp_path: Path) -> None:
         make_engine("none").load(tmp_path)
 
 
+def test_muon_needs_no_vectors_beside_its_matrices(tmp_path: Path) -> None:
+    def engine() -> Engine:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 4, bias=False)
+        return build_engine(
+            module,
+            deepspeed_config("none"),
+            device="cpu",
+            dtype=torch.float32,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            optimizer=MUON,
+        )
+
+    first, again = engine(), engine()
+    for _ in range(2):
+        first.backward(first.module(torch.ones(2, 4)).square().sum(), last=True)
+        first.step(0.1)
+    assert not torch.equal(first.module.weight, again.module.weight)
+    first.save(tmp_path)
+    again.load(tmp_path)
+    moments = [e._moment(e.module.weight, "momentum_buffer") for e in (first, again)]
+    assert torch.equal(*moments)
+    assert again.steps_taken == 2
+
+
 def test_muon_is_refused_where_matrices_are_cut() -> None:
     with pytest.raises(ValueError, match=r"optimizer must be adamw with deepspeed=zero2"):
         make_engine("zero2+muon")

@@ -50,22 +50,25 @@ def build_optimizer(
         sizes = set(vocab_sizes)
         by_muon = [p for p in trainable if p.ndim == 2 and not sizes & set(p.shape)]
     taken = set(by_muon)
-    adamw = torch.optim.AdamW(
-        parameter_groups([p for p in trainable if p not in taken], weight_decay, parts),
-        lr=0.0,
-        betas=betas,
-        eps=eps,
-        fused=on_host or None,  # on the CPU: one pass over each tensor
-    )
-    if not by_muon:
-        return adamw
-    muon = torch.optim.Muon(
-        parameter_groups(by_muon, weight_decay, parts),
-        lr=0.0,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    return MuonAndAdamW(muon, adamw)
+    optimizers: list[Any] = []  # torch makes none of no parameters
+    if by_muon:
+        muon = torch.optim.Muon(
+            parameter_groups(by_muon, weight_decay, parts),
+            lr=0.0,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        optimizers.append(muon)
+    if others := [p for p in trainable if p not in taken]:
+        adamw = torch.optim.AdamW(
+            parameter_groups(others, weight_decay, parts),
+            lr=0.0,
+            betas=betas,
+            eps=eps,
+            fused=on_host or None,  # on the CPU: one pass over each tensor
+        )
+        optimizers.append(adamw)
+    return MuonAndAdamW(*optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
 def parameter_groups(
