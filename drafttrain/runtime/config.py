@@ -37,13 +37,15 @@ class HardwareConfig(Settings):
         ranks = self.ranks == "auto" or (type(self.ranks) is int and self.ranks >= 1)
         placement = self.target_placement in PLACEMENTS
         either, dtypes = "auto, float32 or bfloat16", ("auto", *DTYPES)
-        kind = self.device.split(":")[0]
+        kind, colon, number = self.device.partition(":")
+        device = kind in DEVICES or kind == _added_to_torch()
+        device = device and (not colon or (number.isdecimal() and kind != "auto"))
         for key, holds, must in (
             ("dtype", self.dtype in dtypes, either),
             ("draft_dtype", self.draft_dtype in dtypes, either),
             ("train_dtype", self.train_dtype in dtypes, either),
             ("weights_dtype", self.weights_dtype in DTYPES, "float32 or bfloat16"),
-            ("device", kind in DEVICES or kind == _added_to_torch(), "auto, cpu or cuda[:N]"),
+            ("device", device, "auto, cpu or cuda[:N]"),
             ("threads", self.threads >= 0, "at least 0 (0: every core)"),
             ("micro_batch", self.micro_batch >= 1, "at least 1"),
             ("ranks", ranks, "auto or a number of at least 1"),

@@ -116,6 +116,9 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     [
         ({"dtype": "float16"}, "hardware.dtype must be auto, float32 or bfloat16, got float16"),
         ({"device": "tpu"}, r"hardware.device must be auto, cpu or cuda\[:N\], got tpu"),
+        ({"device": "cuda:x"}, r"hardware.device must be auto, cpu or cuda\[:N\], got cuda:x"),
+        ({"device": "cuda:"}, r"hardware.device must be auto, cpu or cuda\[:N\], got cuda:"),
+        ({"device": "auto:1"}, r"hardware.device must be auto, cpu or cuda\[:N\], got auto:1"),
         ({"threads": -1}, "hardware.threads must be at least 0"),
         ({"micro_batch": 0}, "hardware.micro_batch must be at least 1, got 0"),
     ],
