@@ -13,8 +13,8 @@ from typing import Any
 
 from drafttrain import __version__
 from drafttrain.config.completion import answer
-from drafttrain.config.compose import compose, defaults_of, printed, typed
-from drafttrain.config.groups import command_groups, own_choices
+from drafttrain.config.compose import check_choice, compose, defaults_of, printed, typed
+from drafttrain.config.groups import choices, command_groups, own_choices
 from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS
 from drafttrain.runtime.disk import OF_THE_MACHINE, MachineError, append_text, reason
@@ -223,6 +223,8 @@ def _help(request: Request) -> str:
                 f"no section is called {section}{did_you_mean(section, options)} "
                 f"sections: {', '.join(options)}"
             )
+        if choice and section in groups:
+            check_choice(section, choice, sorted({*choices(section), groups[section]}))
         asked[section] = choice or asked.get(section) or groups.get(section, "")
     texts = [section_help(request.command, *each) for each in asked.items()]
     return "\n\n".join(texts) or command_help(request.command)

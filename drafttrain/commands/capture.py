@@ -19,7 +19,7 @@ from drafttrain.commands.setup.target_and_drafter import (
     shape_of,
 )
 from drafttrain.config.compose import load_choice
-from drafttrain.config.groups import follow_up
+from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import CaptureConfig
 from drafttrain.data.template import template_fingerprint
 from drafttrain.runtime.disk import require_writable
@@ -91,7 +91,7 @@ def capture_until(stop: StopRequest, ranks: Ranks, config: CaptureConfig) -> Non
             say=say,
         )
     say(manifest.summary())
-    trained = (f"features.dir={folder}", f"drafter={drafters[0].name}")
+    trained = (f"features.dir={folder}", f"drafter={drafters[0].name}", *told_target(config.model))
     say(f"next: {follow_up('train', 'features=stored', *trained)}")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from drafttrain import __version__
 from drafttrain.commands.setup.target_and_drafter import load_alone
-from drafttrain.config.groups import follow_up
+from drafttrain.config.groups import follow_up, told_target
 from drafttrain.config.sections import RegenerateConfig
 from drafttrain.core.types import TargetSpec
 from drafttrain.data.prompts_to_answer import read_asked
@@ -87,7 +87,8 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
         if cut:
             console.print(f"{cut:,} conversations were cut after an answer: see `cut` in {out}")
         console.print(f"answers: {out}, {len(answers.rows):,} conversations")
-    console.print(f"next: {follow_up('train', 'data=jsonl', f'data.path={out}')}")
+    trained = ("data=jsonl", f"data.path={out}", *told_target(config.model))
+    console.print(f"next: {follow_up('train', *trained)}")
 
 
 def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:

@@ -42,10 +42,11 @@ from drafttrain.config.overrides import (
     with_start,
     with_target,
 )
-from drafttrain.config.resume import run_to_resume, with_saved
+from drafttrain.config.resume import Saved, run_to_resume, with_saved
 from drafttrain.config.sections import COMMANDS, Config
 from drafttrain.config.values import build, check_drafter, check_target
 from drafttrain.runtime.run_folder import CONFIG, call, load_config
+from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.untrusted_input import did_you_mean, shown
 
 # The sections that training takes from the run it starts from, where nothing else is chosen.
@@ -55,7 +56,6 @@ ELSEWHERE = {
     "batch_size": ["hardware.micro_batch", "trainer.tokens_per_step"],
     "learning_rate": ["trainer.lr"],
     "lr": ["trainer.lr"],
-    "epochs": ["trainer.max_steps"],
     "steps": ["trainer.max_steps"],
 }
 
@@ -68,20 +68,31 @@ def compose(command: str, overrides: Sequence[str]) -> DictConfig:
     UsageError in one line for an unknown section, choice or key and for a missing value.
     """
     try:
-        config = _composed(*_chosen(command, overrides))
+        head, chosen, values, resumed = _chosen(command, overrides)
+        config = _composed(head, chosen, values)
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             raise UsageError(f"{missing[0]} must be given, as in {missing[0]}=VALUE")
         sections = [field.name for field in fields(COMMANDS[command])]
-        plain = {name: OmegaConf.to_container(config[name], resolve=True) for name in sections}
+        plain: dict[str, Any] = {
+            name: OmegaConf.to_container(config[name], resolve=True) for name in sections
+        }
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise UsageError(shown(error, 400)) from error
+    _check_effect({override.key_or_group for override in values}, plain, resumed)
+    for section in plain.values():
+        if isinstance(section.get("dir"), str):
+            section["dir"] = os.path.expanduser(section["dir"])
+    if command == "compare" and isinstance(runs := plain["compare"]["runs"], list):
+        plain["compare"]["runs"] = [
+            os.path.expanduser(run) if isinstance(run, str) else run for run in runs
+        ]
     return OmegaConf.create(hidden(plain))
 
 
 def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]:
     """Return the files that a command composes, in order, and the section that each fills."""
-    head, chosen, _ = _chosen(command, overrides)
+    head, chosen, *_ = _chosen(command, overrides)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         try:
@@ -95,8 +106,10 @@ def defaults_of(command: str, overrides: Sequence[str]) -> list[tuple[str, str]]
     ]
 
 
-def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override], list[Override]]:
-    """Return the name of a command's primary yaml, its choices, and its values, as overrides."""
+def _chosen(
+    command: str, overrides: Sequence[str]
+) -> tuple[str, list[Override], list[Override], Saved]:
+    """Return a command's primary yaml, its choices and values as overrides, and a resumed run's."""
     if command == "compare":  # the one key that may omit its section
         overrides = [f"compare.{text}" if text.startswith("runs=") else text for text in overrides]
     parsed = parse(command, overrides)
@@ -106,7 +119,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
         parsed = with_drafter(command, parsed)
         given = {override.key_or_group: override.value() for override in parsed}
         run = given.get("run.dir")
-        if "drafter" in given and (run is None or not os.path.isfile(Path(str(run)) / CONFIG)):
+        if "drafter" in given and (run is None or not os.path.isfile(_folder(run) / CONFIG)):
             head = "evaluate_without_run"  # for a drafter that no run has trained
     groups = command_groups(head)
     if head != command:
@@ -152,7 +165,7 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
         if not own and key not in groups:
             raise UsageError(f"{key} is a section: set its keys, as in {key}.dir=...")
         saved = [SAVED] if groups.get(key) == SAVED else []
-        _check_choice(key, value, [*sorted(choices(key)), *saved])
+        check_choice(key, value, [*sorted(choices(key)), *saved])
         if command == "train" and not (start or resumed) and value == ADMITTED:
             raise UsageError(
                 "drafter=admitted was trained elsewhere: measure it, python -m drafttrain evaluate "
@@ -160,7 +173,29 @@ def _chosen(command: str, overrides: Sequence[str]) -> tuple[str, list[Override]
                 "run.init_from=DIR"
             )
         chosen.append(override)
-    return head, chosen, values
+    return head, chosen, values, resumed or {}
+
+
+def _check_effect(given: set[str], plain: dict[str, Any], saved: Saved) -> None:
+    """Refuse a value that another one, which is a number already, leaves without effect.
+
+    What a resumed run was told in the first place may be told again.
+    """
+    for key, by, instead in (
+        ("drafter.lr", "trainer.lr", "give trainer.lr={}"),
+        ("trainer.epochs", "trainer.max_steps", "give trainer.max_steps=auto"),
+    ):
+        section, name = key.split(".")
+        if key not in given or by in given or "trainer" not in plain:
+            continue
+        value, other = plain[section][name], plain["trainer"][by.split(".")[1]]
+        if other in (AUTO, value) or saved.get(section, {}).get(name) == value:
+            continue
+        raise UsageError(f"{key}={value} has no effect with {by}={other}: {instead.format(value)}")
+
+
+def _folder(given: object) -> Path:
+    return Path(str(given)).expanduser()
 
 
 def typed(config: DictConfig, schema: type[Config]) -> Config:
@@ -189,7 +224,7 @@ def printed(config: DictConfig) -> str:
 
 def load_choice(section: str, name: str) -> Any:
     """Return one entry of a group as its dataclass, such as the drafter every report refers to."""
-    _check_choice(section, name, sorted(choices(section)))
+    check_choice(section, name, sorted(choices(section)))
     return build(section, content_of(section, name))
 
 
@@ -252,7 +287,8 @@ def _section_of(
     raise UsageError(f"no section is called {shown(section)}{hint} sections: {', '.join(sections)}")
 
 
-def _check_choice(section: str, value: Any, options: list[str]) -> None:
+def check_choice(section: str, value: Any, options: list[str]) -> None:
+    """Raise UsageError unless `value` is among the choices of a section."""
     if value not in options:
         own = own_dir()
         raise UsageError(
@@ -293,4 +329,4 @@ def _saved_run(command: str, parsed: list[Override]) -> dict[str, dict[str, Any]
         found = sorted(Path("outputs").glob("*/config.yaml"), key=lambda p: p.stat().st_mtime)
         example = found[-1].parent if found else "outputs/demo"
         raise UsageError(f"run.dir must be given: {call(command, f'run.dir={example}')}")
-    return load_config(Path(str(named[-1])))
+    return load_config(_folder(named[-1]))

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 
-from drafttrain.config.overrides import SAVED, UsageError, hidden
+from drafttrain.config.overrides import SAVED, UsageError, hidden, spelled
 from drafttrain.config.sections import SECTIONS
 from drafttrain.runtime.run_folder import call
 from drafttrain.runtime.untrusted_input import shown
@@ -71,6 +71,21 @@ def follow_up(command: str, *arguments: str) -> str:
     """Return the command line of what comes next, with the --config-dir of this one."""
     own = [f"--config-dir={folder}"] if (folder := own_dir()) else []
     return call(command, *own, *arguments)
+
+
+def told_target(model: Any) -> list[str]:
+    """Return the overrides that name a target again, none where it is the default."""
+    if model.path is not None:  # named after its folder
+        return [f"model.path={model.path}"]
+    if model.name not in choices("model"):
+        return [model.origin]
+    own = [f"model={model.name}"] if model.name != command_groups("train")["model"] else []
+    usual = content_of("model", model.name)
+    return own + [
+        f"model.{key}={value if isinstance(value, str) else spelled(value)}"
+        for key, value in vars(model).items()
+        if value != usual.get(key) and key != "shape"  # which only `plan` reads
+    ]
 
 
 def own_groups() -> list[str]:

@@ -30,8 +30,14 @@ def adopt(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what to add to the environment, so that every launcher looks like torchrun.
 
     DeepSpeed's has another name for the ranks of this machine; under SLURM's srun of several tasks
-    each task is a rank. Raises LauncherError where SLURM does not tell where rank 0 listens.
+    each task is a rank. Raises LauncherError where a variable is no number, or where SLURM does not
+    tell where rank 0 listens.
     """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not environ.get(name, "0").isdecimal():
+            raise LauncherError(
+                f"{name} must be a number, got {environ[name]!r}; unset it, or start by a launcher"
+            )
     if "RANK" in environ:
         if "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ:
             return {"LOCAL_WORLD_SIZE": environ["LOCAL_SIZE"]}
@@ -67,8 +73,9 @@ def adopt(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank() -> int:
-    """Return which rank this process is; 0 when it is alone."""
-    return int(os.environ.get("RANK", "0"))
+    """Return which rank this process is; 0 when it is alone, or its launcher does not tell."""
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdecimal() else 0  # `adopt` refuses it
 
 
 def is_ours() -> bool:

@@ -119,6 +119,18 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None
         ("evaluate drafter.path=x drafter=ngram", "drafter=ngram has no key path; keys: name, m"),
         ("export run.dir=tests", "run.dir must be the folder of a run, got tests, which"),
         ("train --help modle", "no section is called modle; did you mean model?"),
+        (
+            "train --help drafter=eaglee",
+            "drafter=eaglee is not a choice; did you mean eagle? choices",
+        ),
+        (
+            "train trainer=full drafter.lr=0.01",
+            "drafter.lr=0.01 has no effect with trainer.lr=0.0001: give trainer.lr=0.01",
+        ),
+        (
+            "train trainer.epochs=2",
+            "trainer.epochs=2 has no effect with trainer.max_steps=300: give trainer.max_steps=",
+        ),
     ],
 )
 def test_a_mistake_is_answered(
@@ -328,11 +340,20 @@ def test_a_bare_key_is_answered_with_its_section(capsys: pytest.CaptureFixture[s
         ("max_steps=3", "trainer.max_steps=3"),
         ("batch_size=8", "hardware.micro_batch=8 or trainer.tokens_per_step=8"),
         ("seed=1", "run.seed=1"),
+        ("epochs=3", "trainer.epochs=3"),
     ):
         assert cli.main(["train", typed_]) == 2
         assert f"; did you mean {meant}" in capsys.readouterr().err
     assert cli.main(["generate"]) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_launchers_variable_that_is_no_number_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "x")
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("error: RANK must be a number, got 'x'; unset it")
 
 
 def test_what_the_machine_failed_in_has_another_status(failing) -> None:

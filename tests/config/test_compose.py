@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,10 @@ from drafttrain.config.groups import (
     conf_dir,
     content_of,
     own_choices,
+    told_target,
 )
 from drafttrain.config.help import EXAMPLES, MOST_USED, documented, headline
+from drafttrain.config.overrides import UsageError
 from drafttrain.config.sections import COMMANDS, SECTIONS, EvaluateConfig, ExportConfig, TrainConfig
 from drafttrain.runtime.run_folder import RunConfig, check_run_folder, load_config, write_config
 
@@ -437,3 +439,56 @@ def test_an_evaluation_needs_no_text_to_train_on_and_so_no_chat_template() -> No
     assert config.data.text_format.kind == "none"
     with pytest.raises(ValueError, match=r"data.template must be chat for data=selfgen"):
         config.data.check_text()
+
+
+def test_a_home_is_found_in_every_folder(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(run_folder.parent))
+    run = f"run.dir=~/{run_folder.name}"
+    assert compose("train", [run]).run.dir == str(run_folder)
+    config = compose("export", [run, "export.dir=~/out"])
+    assert (config.run.dir, config.export.dir) == (str(run_folder), f"{run_folder.parent}/out")
+    assert compose("capture", ["store.dir=~/store"]).store.dir == f"{run_folder.parent}/store"
+    stored = compose("train", ["features=stored", "features.dir=~/store"])
+    assert stored.features.dir == f"{run_folder.parent}/store"
+    compared = compose("compare", ["runs=['~/a',b]", "compare.dir=~/c"]).compare
+    assert compared.runs == [f"{run_folder.parent}/a", "b"]
+    assert compared.dir == f"{run_folder.parent}/c"
+    (run_folder / "checkpoints" / "step-000001").mkdir(parents=True)
+    again = compose("train", [run, "run.resume=true", "run.name=other"])
+    assert again.run.dir == str(run_folder)
+
+
+def test_a_rate_or_a_length_that_changes_nothing_is_refused_and_a_repeated_one_is_not(
+    tmp_path: Path,
+) -> None:
+    """The refusals themselves: tests/commands/test_cli.py."""
+    for given in (["drafter.lr=0.01"], ["trainer=full", "drafter.lr=0.01", "trainer.lr=0.02"]):
+        assert compose("train", given).drafter.lr == 0.01
+    told = [f"run.dir={tmp_path}", "drafter.lr=0.01", "trainer.epochs=2"]
+    config = typed(compose("train", [*told, "trainer=auto"]), TrainConfig)
+    sized = config.trainer.sized(100_000, 64, config.drafter.lr)  # type: ignore[attr-defined]
+    write_config(replace(config, trainer=sized), tmp_path / "config.yaml")
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert compose("train", [*told, "run.resume=true"]).trainer.max_steps == sized.max_steps
+    with pytest.raises(UsageError, match=r"drafter\.lr=0\.02 has no effect with trainer\.lr="):
+        compose("train", [told[0], "run.resume=true", "drafter.lr=0.02"])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], []),
+        (["model=llama8b"], ["model=llama8b"]),
+        (["model=llama8b", "model.path=/models/mine"], ["model.path=/models/mine"]),
+        (
+            ["model=random", "model.num_layers=3", "model.attention=eager"],
+            ["model=random", "model.attention=eager", "model.num_layers=3"],
+        ),
+        (["model.inflate=200M"], ["model.inflate=200M"]),
+    ],
+)
+def test_a_target_is_named_again_by_what_it_was_told(given: list[str], told: list[str]) -> None:
+    model = typed(compose("train", given), TrainConfig).model
+    assert told_target(model) == told
+    again = typed(compose("train", told), TrainConfig).model
+    assert (again.name, again.path, again.inflate) == (model.name, model.path, model.inflate)
