@@ -36,6 +36,10 @@ class Stops:
                 return index + 1, True
         return min(len(new), room), len(new) >= room
 
+    def stopped(self, output: Sequence[int]) -> bool:
+        """Whether an output that has ended did so by a stop, perhaps just at the limit."""
+        return output[-1] in self.tokens or (bool(self.strings) and self._spelled(output, []))
+
     def _spelled(self, output: Sequence[int], new: Sequence[int]) -> bool:
         tail = [*output[-self.window :], *new][-self.window :]
         text = self.tokenizer.decode(tail, skip_special_tokens=False)
@@ -51,6 +55,7 @@ class Row:
     output: list[int] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
     depth: int = 0  # of its last proposal
+    cut: bool = False  # whether it ended at the limit, without a stop
 
 
 class Rows:
@@ -81,6 +86,7 @@ class Rows:
         for place, (row, tokens) in enumerate(zip(self.active, new, strict=True)):
             count, ended = stops.cut(row.output, tokens)
             row.output.extend(tokens[:count])
+            row.cut = ended and not stops.stopped(row.output)
             num_kept.append(count)
             if not ended:
                 kept.append(place)

@@ -97,7 +97,7 @@ class Stream:
         self.decoded: Decoded | None = None
         self._passes, self._spelling = passes, Spelling(tokenizer)
         self._ready: deque[Piece] = deque()
-        self._ended = False
+        self._ended = self._cut = False
 
     @property
     def tokens(self) -> list[int]:
@@ -116,8 +116,8 @@ class Stream:
 
     @property
     def cut(self) -> bool:
-        """Whether the answer ended at its limit."""
-        return self.decoded is not None and len(self.tokens) >= self.limit
+        """Whether the answer ended at its limit, without a stop."""
+        return self.decoded is not None and self._cut
 
     def close(self) -> None:
         """End the answer where it is; a stream that has ended stays as it is."""
@@ -169,11 +169,14 @@ class Stream:
             with torch.inference_mode():
                 (row,) = next(self._passes)
         except StopIteration as end:
-            (self.decoded,) = end.value
             self._ended = True
+            if end.value is None:  # an error, or Ctrl-C, ended it before
+                return
+            (self.decoded,) = end.value
             if rest := self._spelling.new_text(at_end=True):  # an answer may end inside a character
                 self._give(rest, [], self.pieces[-1].writer)
             return
+        self._cut = row.cut
         depth = accepted = 0
         if self.tokens:  # else it is the prefill's
             self.num_passes += 1

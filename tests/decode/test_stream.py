@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import BY_TEMPLATE
 from paths import ROOT
 
 import drafttrain
+from drafttrain.core.chance import SeededChance
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import Decoded
+from drafttrain.data.chat import prompt_tokens
+from drafttrain.data.records import Message
+from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.rows import Passes, Row
 from drafttrain.decode.stream import (
     ACCEPTED,
@@ -116,6 +122,36 @@ def test_a_stream_that_is_left_decodes_no_more(target: Target, lookup: Drafter) 
     assert list(stream) == []
     assert stream.decoded is None
     assert stream.num_passes < 10
+
+
+def test_an_answer_that_stops_just_at_its_limit_is_not_cut(target: Target) -> None:
+    whole = drafttrain.stream(target, None, LIST, max_new_tokens=8).rest()
+    assert whole.cut
+    word = target.tokenizer.decode(whole.tokens[-1:])
+    limit = next(n for n in range(1, 9) if word in target.tokenizer.decode(whole.tokens[:n]))
+    told: dict[str, Any] = {"stop_strings": [word], "max_new_tokens": limit}
+    stopped = drafttrain.stream(target, None, LIST, **told).rest()
+    assert len(stopped.tokens) == limit
+    assert not stopped.cut
+    policy: dict[str, Any] = {"sampling": GREEDY, "chance": SeededChance(0), "rows": [0]}
+    tokens = prompt_tokens([Message("user", LIST)], target.tokenizer, BY_TEMPLATE)
+    end = autoregressive_passes(
+        target, [tokens], max_new_tokens=1, stop_tokens=whole.tokens[:1], **policy
+    )
+    assert not Stream(end, target.tokenizer, 1).rest().cut
+
+
+def test_a_stream_that_an_error_ended_has_ended(target: Target) -> None:
+    def failing() -> Passes:
+        yield [Row(0, 1, output=[5])]
+        raise KeyboardInterrupt
+
+    stream = Stream(failing(), target.tokenizer, 9)
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert list(stream) == []
+    assert stream.decoded is None
 
 
 def test_a_stream_can_be_awaited(target: Target, lookup: Drafter) -> None:
