@@ -177,11 +177,15 @@ def greedy_check(
         "chance": SeededChance(0),
         "stop_strings": tuple(config.stop_strings),
     }
-    usual, rule = config.policy_at(config.depth), config.acceptance_rule
+    usual = config.policy_at(config.depth)
+    drawn: dict[str, Any] = {
+        "rule": config.acceptance_rule,
+        "draft_sampling": config.draft_sampling_beside(GREEDY),
+    }
     for name, tokens in prompts:
         plain = autoregressive_decode(target, tokens, **settings)
         policy = (policies or {}).get(name, usual)
-        drafted = speculative_decode(target, drafter, tokens, policy=policy, rule=rule, **settings)
+        drafted = speculative_decode(target, drafter, tokens, policy=policy, **drawn, **settings)
         if plain.tokens != drafted.tokens:
             place = first_difference(plain.tokens, drafted.tokens)
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])

@@ -209,6 +209,21 @@ def test_a_lossless_loop_is_identical_on_every_prompt_checked(
     assert "3 of 3 greedy outputs identical to plain decoding in float32" in check.text
 
 
+def test_the_greedy_check_draws_drafts_as_they_are_measured(
+    target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def noted(*given: Any, **told: Any) -> Decoded:
+        drawn.append(told["draft_sampling"].temperature)
+        return speculative_decode(*given, **told)
+
+    monkeypatch.setattr(certify, "speculative_decode", noted)
+    config = settings(draft_temperature=1.0)
+    assert greedy_check(target, drafters["eagle3"], greedy_prompts(target), config).passed
+    assert drawn == [1.0] * len(PROMPTS)
+
+
 def test_a_planted_divergence_is_reported_by_prompt_and_position(
     target: Target, drafters: dict[str, Drafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
