@@ -93,7 +93,11 @@ class Lenience(Rule):
 
     lenience: float
     name = "lenience"
-    lossless = False
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        """Whether it is rejection sampling."""
+        return self.lenience == 1
 
     def acceptance(self, target_probs: Probs, draft_probs: Probs, token: Tokens) -> PerToken:
         return _ratio(target_probs.gather(1, token), self.lenience * draft_probs.gather(1, token))

@@ -174,7 +174,8 @@ class EvalConfig(Settings):
             levels = len(self.tree)
             nodes = sum(prod(self.tree[: level + 1]) for level in range(min(deepest, levels)))
         self.require("tree", nodes <= MOST_NODES, f"make at most {MOST_NODES:,} nodes")
-        self.require("tree", levels >= deepest, f"have {deepest} levels, as deep as the deepest")
+        words = f"have {deepest} levels, as deep as the deepest of eval.depth and eval.depths"
+        self.require("tree", levels >= deepest, words)
 
     @property
     def policy_settings(self) -> str:
@@ -285,7 +286,8 @@ class EvalConfig(Settings):
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the target's distribution at any measured point."""
-        return self.rule in LOSSY and any(temperature for temperature, _ in self.points)
+        lossy = self.rule in LOSSY and not (self.rule == "lenience" and self.lenience == 1)
+        return lossy and any(temperature for temperature, _ in self.points)
 
     @property
     def every_depth(self) -> list[int]:

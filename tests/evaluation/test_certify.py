@@ -179,6 +179,13 @@ def test_a_lossy_rule_is_measured_and_not_certified(
     assert outcomes["cache and positions"] == "passed"
 
 
+def test_lenience_of_one_is_called_lossless() -> None:
+    lossless = settings(rule="lenience", lenience=1.0, temperature=1.0, lossless_prompts=0)
+    assert lossless.acceptance_rule.lossless
+    assert not lossless.lossy
+    assert not Lenience(0.99).lossless
+
+
 def test_no_token_gains_more_than_lenience_allows() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
