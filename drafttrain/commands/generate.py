@@ -30,10 +30,10 @@ def generate(config: ChatConfig) -> None:
     prompts = asked(config)
     if settings.out is None:
         talk = ready_to_talk(config)
-        for prompt in prompts:
+        for row, prompt in enumerate(prompts):
             if len(prompts) > 1 and console.is_terminal:
                 console.print(f"{prompt.id}:", style="dim")
-            answered(talk, prompt, lambda stream: show(stream, console, settings.marks))
+            answered(talk, prompt, row, lambda stream: show(stream, console, settings.marks))
         return
     out = Path(settings.out).expanduser()
     check_out(out, settings.file)
@@ -72,15 +72,15 @@ def asked(config: ChatConfig) -> list[Prompt]:
     return [Prompt(f"line {number}", "", "", (line,)) for number, line in found]
 
 
-def answered(talk: Talk, prompt: Prompt, decode: Callable[[Stream], Any]) -> list[Stream]:
-    """Answer every turn of a prompt by `decode`, and return the answers."""
+def answered(talk: Talk, prompt: Prompt, row: int, decode: Callable[[Stream], Any]) -> list[Stream]:
+    """Answer every turn of a prompt, the row-th, by `decode`, and return the answers."""
     system = talk.config.chat.system
     messages = [Message("system", system)] if system else []
     streams = []
     for turn in prompt.turns:
         messages.append(Message("user", turn))
         try:
-            stream = talk.stream(talk.tokens(messages))
+            stream = talk.stream(talk.tokens(messages), row)
         except ValueError as error:
             raise ValueError(f"{prompt.id}: {error}") from error
         decode(stream)
@@ -129,9 +129,9 @@ def write(talk: Talk, prompts: list[Prompt], out: Path) -> None:
     except UntrustedError as error:
         raise ValueError(f"chat.out must be a new file, or one of `generate`: {error}") from None
     with progress("answers", len(prompts), done=len(done)) as tick:
-        for prompt in prompts:
+        for row, prompt in enumerate(prompts):
             if prompt.id not in done:
-                streams = answered(talk, prompt, Stream.rest)
+                streams = answered(talk, prompt, row, Stream.rest)
                 append_records(out, [_record(prompt, streams, marks[prompt.id])])
                 tick()
     console.print(f"answers: {out}")

@@ -1,5 +1,6 @@
 """drafttrain from Python: what its functions return is what the commands measure."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -140,6 +141,16 @@ def test_a_drafter_is_measured_as_it_is_now_and_stays_so(
     with torch.no_grad():
         first.copy_(kept)
     assert origin("restored") == before
+
+
+def test_a_drafter_with_tied_weights_is_measured(
+    place: Path, target: Target, drafter: Drafter
+) -> None:
+    tied = copy.deepcopy(drafter)
+    tied.register_parameter("again", next(tied.parameters()))
+    told: dict[str, Any] = {**SHORT, "prompts": str(place / "prompts.jsonl")}
+    report = drafttrain.evaluate(target, tied, **told)
+    assert report.provenance["drafter"].startswith("medusa from Python, weights ")
 
 
 WRONG: list[tuple[str, Callable[[Target, Drafter], object]]] = [

@@ -205,6 +205,20 @@ def test_answers_to_a_file_are_written_once(
     assert out.read_text() == first + second
 
 
+def test_equal_prompts_have_answers_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, warm = tmp_path / "prompts.txt", ["eval.temperature=1", "chat.max_new_tokens=12"]
+    file.write_text("Say a word.\nSay a word.\n")
+    alone = run(capsys, "generate", *QUICK, *warm, "chat.prompt=Say a word.")[1]
+    out = tmp_path / "answers.jsonl"
+    assert run(capsys, "generate", *QUICK, *warm, f"chat.file={file}", f"chat.out={out}")[0] == 0
+    lines = out.read_text().splitlines()
+    first, second = (json.loads(line)["answers"][0]["text"] for line in lines)
+    assert first + "\n" == alone
+    assert first != second
+
+
 def test_one_prompt_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "generate", *QUICK, "chat.prompt=Hello", "chat.max_new_tokens=8")
     target = drafttrain.load_target("tiny", device="cpu", dtype="float32")
@@ -231,6 +245,9 @@ def test_an_answer_is_cut_where_a_shorter_context_of_the_drafters_ends(
     code, _, error = run(capsys, "generate", *told, f"chat.prompt={'word ' * 64}")
     assert code == 2
     assert "no room for an answer in the 64 positions of drafter=two_model; shorten it" in error
+    # eval.max_new_tokens is a limit of measurements.
+    code, _, error = run(capsys, "generate", *told, "chat.prompt=Hi", "eval.max_new_tokens=80")
+    assert code == 0, error
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])

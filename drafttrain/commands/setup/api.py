@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from drafttrain.commands.setup.evaluation import Loaded, meet, set_up
 from drafttrain.commands.setup.target_and_drafter import (
@@ -180,15 +179,19 @@ def stream_of(
     how: EvalConfig,
     seed: int,
     most: int | None = None,
+    row: int = 0,
 ) -> Stream:
-    """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens."""
+    """Return the stream that continues a text of tokens; most: instead of eval.max_new_tokens.
+
+    row: the name of the text, which keys its chance.
+    """
     most, policy = most or how.max_new_tokens, how.policy_at(int(how.depth))
     told: dict[str, Any] = {
         "sampling": how.sampling,
         "max_new_tokens": most,
         "stop_strings": how.stop_strings,
         "chance": SeededChance(seed),
-        "rows": [0],
+        "rows": [row],
     }
     # What does not fit is refused here, not where the first piece is asked for.
     check_room(target, [tokens], most, drafter, 0 if drafter is None else policy.depth)
@@ -230,7 +233,10 @@ def evaluate(
         hardware=replace(config.hardware, device=device, dtype=dtype),
     )
     mine = copy.deepcopy(drafter).to(target.device, torch.float32).eval()
-    weights = hashlib.sha256(save({k: v.contiguous() for k, v in mine.state_dict().items()}))
+    weights = hashlib.sha256()
+    for name, value in mine.state_dict().items():
+        weights.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
+        weights.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     origin = f"{drafter.config.name} from Python, weights {weights.hexdigest()[:16]}"
     threads = torch.get_num_threads()
     choice = DecodeChoice(target.dtype, threads, f"{dtype} with {threads} threads")

@@ -50,10 +50,11 @@ class Talk:
         except Unusable as error:
             raise ValueError(f"{error.reason} {error.detail}".strip()) from error
 
-    def stream(self, tokens: Sequence[int]) -> Stream:
+    def stream(self, tokens: Sequence[int], row: int = 0) -> Stream:
         """Return the answer to a prompt, not begun; it is cut where the shorter context ends.
 
-        ValueError for a prompt that leaves no room for an answer.
+        row: the number of the prompt, so that equal ones have answers of their own. ValueError for
+        a prompt that leaves no room for an answer.
         """
         target, drafter = self.loaded.target, self.loaded.given.drafter
         positions, owner = context_of(target.spec, [drafter])
@@ -66,7 +67,7 @@ class Talk:
                 f"the {place}; shorten it, or begin anew"
             )
         how, most = self.config.eval, min(self.config.chat.max_new_tokens, room)
-        return stream_of(target, drafter, tokens, how, self.config.run.seed, most)
+        return stream_of(target, drafter, tokens, how, self.config.run.seed, most, row)
 
     def plain_tokens_per_second(self, tokens: Sequence[int]) -> float | None:
         """Return the speed of the target alone after a prompt, from a few steps, warmed up."""
@@ -108,7 +109,7 @@ def ready_to_talk(config: ChatConfig) -> Talk:
 def _ready(config: ChatConfig) -> Talk:
     folder = config.run.dir
     how = as_tuned(config.eval, folder)
-    loaded = load(config, how)
+    loaded = load(config, replace(how, max_new_tokens=1))  # an answer is cut where it must be
     given, target, device = loaded.given, loaded.target, loaded.device
     as_tuned(config.eval, folder, given.weights)  # for these very weights?
     if widened := inflate_as(config.model, target, [given.drafter]):
