@@ -91,7 +91,7 @@ class Setup:
 def evaluate_drafter(
     setup: Setup, place: Path, record: Mapping[str, Any]
 ) -> tuple[Report, list[PromptResult], list[Measurements]]:
-    """Certify and measure a drafter; return the report, the results behind its headline, journals.
+    """Certify and measure a drafter; return the report, the results at eval.depth, journals.
 
     place: folder of the journals, which the caller finishes once the report is on the disk; after a
     stop, measurements made under other conditions are not reused. record: provenance.
@@ -103,7 +103,8 @@ def evaluate_drafter(
     methods = methods_of({**parts.references, name: timed}, config)
     choosing = choosing_prompts(prompts, config)
     points: list[Point] = []
-    base: list[PromptResult] = []
+    base: list[PromptResult] = []  # at the depth of the report, the fastest of a sweep
+    asked: list[PromptResult] = []  # at eval.depth, at which a witness drafts
     main_depth, journals = config.depth, []
     told = {
         "setup": setup.conditions,  # by section: a key of one may be a key of the other
@@ -141,6 +142,7 @@ def evaluate_drafter(
                 others = [one for one in measured.results if one.prompt_id in choosing]
                 main_depth = fastest(others, name, config.every_depth)
             base = at_depth(results, methods, main_depth)
+            asked = at_depth(results, methods, config.depth)
             timing = replace(
                 timing,
                 blocks=len({result.block for result in base}),
@@ -204,7 +206,7 @@ def evaluate_drafter(
         published=parts.drafter.published,
     )
     examples = examples_of(base, name, prompts, parts.target.tokenizer)
-    return replace(report, examples=examples), base, journals
+    return replace(report, examples=examples), asked, journals
 
 
 def choosing_prompts(prompts: Sequence[Prompt], config: EvalConfig) -> set[str]:

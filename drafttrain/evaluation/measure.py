@@ -149,8 +149,8 @@ def fitting(
             continue
         complaint = (
             f"may need {needed} tokens before its last answer, but {who} has "
-            f"{positions} positions and eval.max_new_tokens={config.max_new_tokens}, "
-            f"eval.depth={deepest} leave {room}"
+            f"{positions} positions; eval.max_new_tokens={config.max_new_tokens} and drafts of "
+            f"{deepest} leave {room}"
         )
         if not config.skip_long_prompts:
             raise ValueError(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.data.skips import SkipReport
 from drafttrain.decode.costs import Costs
 from drafttrain.decode.policy import Policy
+from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import BURST, measure_costs
@@ -20,9 +20,7 @@ from drafttrain.evaluation.evaluate import Setup
 from drafttrain.evaluation.measure import (
     PLAIN,
     DraftMethod,
-    check_depths,
     first_turn,
-    fitting,
     measure,
     named,
 )
@@ -82,14 +80,12 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
             "its proposals in a shape of their own; use chain or dynamic_tree"
         )
     needed = max(settings.contexts) + (BURST + 1) * (depths[-1] + 1)
-    if needed > target.spec.max_positions:
+    positions, who = context_of(target.spec, [timed])
+    if needed > positions:
         raise ValueError(
-            f"tune.contexts must leave room in the {target.spec.max_positions} positions of "
-            f"{target.spec.name}, got {max(settings.contexts)}, which needs {needed}"
+            f"tune.contexts must leave room in the {positions} positions of {who}, got "
+            f"{max(settings.contexts)}, which needs {needed}"
         )
-    every = replace(config, depths=depths, skip_long_prompts=False)
-    check_depths(timed, every)
-    fitting(prompts, SkipReport(), target, template, every, [timed])
     sizes = sorted(settings.batch_sizes)
     point = {"setup": setup.conditions, "eval": config.conditions, "depths": depths}
     trees: TreesBySize = {}

@@ -142,3 +142,11 @@ def test_what_it_was_not_chosen_for_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=told):
         taken(tmp_path, tuned(), *overrides)
+
+
+def test_a_batch_smaller_than_any_that_was_timed_is_refused(tmp_path: Path) -> None:
+    costs = {kind: [c for c in cells if c["batch"] > 1] for kind, cells in COSTS.items()}
+    told = "eval.batch_size must be at least 8, the smallest batch that `tune` timed"
+    with pytest.raises(ValueError, match=told):
+        taken(tmp_path, tuned(costs_ms=costs), *ADAPTIVE)
+    assert taken(tmp_path, tuned(costs_ms=costs), *ADAPTIVE, "eval.batch_size=8")

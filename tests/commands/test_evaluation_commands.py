@@ -13,7 +13,7 @@ from builders import draft_model_dir
 from drafttrain.__main__ import main
 from drafttrain.commands.setup.evaluation import set_up
 from drafttrain.config.compose import compose, typed
-from drafttrain.config.sections import TuneConfig
+from drafttrain.config.sections import EvaluateConfig, TuneConfig
 from drafttrain.evaluation import evaluate, tune
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import RankCounts, count_ranks
@@ -211,6 +211,20 @@ def test_a_tune_that_stops_goes_on_from_every_batch_size(
     (run / "tuned.json").unlink()  # the next test begins without
 
 
+def test_a_witness_gets_the_results_at_its_own_depth(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts at eval.depth, whichever depth of a sweep is the fastest."""
+    monkeypatch.setattr(evaluate, "choosing_prompts", lambda *_: {"half"})
+    monkeypatch.setattr(evaluate, "fastest", lambda *_: 1)
+    given = [f"run.dir={run}", prompts_of(run), *SHORT, "eval.depths=[1]", "eval.blocks=1"]
+    setup = set_up(typed(compose("evaluate", [*given, "eval.lossless_prompts=0"]), EvaluateConfig))
+    report, results, _ = evaluate.evaluate_drafter(setup, tmp_path, {})
+    assert report.depth == 1
+    drafted = [result for result in results if result.method == "medusa"]
+    assert max(depth for result in drafted for _, depth, *_ in result.stats.passes) == 3
+
+
 @pytest.mark.parametrize("command", ["evaluate", "tune"])
 def test_a_stopped_measurement_of_other_prompts_under_the_same_name_is_not_taken_up(
     command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,9 +257,35 @@ def test_tune_refuses_a_prompt_that_its_deepest_chain_has_no_room_for(
     arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=ngram"]
     arguments += ["tune.depths=[1,40]", "tune.contexts=[8]"]
     assert main([*arguments, "eval.max_new_tokens=220"]) == 2
-    assert "eval.prompts: talk may need" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "eval.prompts: talk may need" in told
+    assert "eval.max_new_tokens=220 and drafts of 40 leave" in told
+    given = [*arguments[1:], "eval.max_new_tokens=220", "eval.skip_long_prompts=true"]
+    kept = set_up(typed(compose("tune", given), TuneConfig)).prompts
+    assert [prompt.id for prompt in kept] == ["sum", "half"]
     assert main([*arguments, "tune.depths=[1]", "eval.policy=optimal_tree"]) == 2
     assert "eval.policy must not be optimal_tree for drafter=ngram" in capsys.readouterr().err
+
+
+def test_what_tune_cannot_draft_is_refused_by_its_own_keys(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tune", f"run.dir={run}", prompts_of(run), *SHORT, "drafter=two_model"]
+    short = tmp_path / "short"
+    shutil.copytree(draft_model_dir(97), short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+
+    def refused(*told: str) -> str:
+        assert main([*arguments, f"drafter.path={short}", *told]) == 2
+        return capsys.readouterr().err
+
+    told = refused("tune.depths=[1,300]")
+    assert "tune.depths must be at most 249, got 300: drafter=two_model has 256 positions" in told
+    told = refused("tune.depths=[1]")
+    assert "room in the 256 positions of drafter=two_model, got 256, which needs 274" in told
+    told = refused("eval.policy=static_tree")
+    assert "eval.tree must have 8 levels, as deep as the deepest of eval.depth and tune" in told
 
 
 def test_a_lossy_rule_says_so_wherever_it_appears(

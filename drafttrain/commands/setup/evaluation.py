@@ -164,9 +164,16 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     console.print(how)
     template = config.data.text_format
     check_depths(drafter, settings)
+    every = settings
+    if isinstance(config, TuneConfig):  # prompts need room for its deepest drafts
+        try:
+            every = replace(settings, depths=config.tune.fitting(drafter.max_depth))
+            check_depths(drafter, every)
+        except ValueError as error:
+            raise ValueError(str(error).replace("eval.depths", "tune.depths")) from error
     for name, each in references.items():
         check_depths(each, reference_settings(settings, name, each))
-    prompts = fitting(prompts, skipped, target, template, settings, everyone)
+    prompts = fitting(prompts, skipped, target, template, every, everyone)
     lines = [widened] if widened else []
     lines += changed_target(given.origin, given.fingerprint, target.spec)
     if drafter.changes_target:
@@ -277,11 +284,13 @@ def as_tuned(settings: EvalConfig, folder: str, weights: str | None = None) -> E
             depth = costs.depths[-1] if settings.depth == AUTO else depth
             one = f"be {AUTO} or at most {costs.depths[-1]}, the deepest that `tune` timed"
             settings.require("depth", max([depth, *settings.depths]) <= costs.depths[-1], one)
-            most = costs.batches[-1]
-            one = f"be at most {most}, the largest batch that `tune` timed (tune.batch_sizes)"
-            for key, sizes in (("batch_size", [1]), ("batch_sizes", settings.batch_sizes)):
-                largest = max([settings.batch_size, *sizes])
-                settings.require(key, largest <= most, one)
+            least, most = costs.batches[0], costs.batches[-1]
+            few = f"be at least {least}, the smallest batch that `tune` timed (tune.batch_sizes)"
+            many = f"be at most {most}, the largest batch that `tune` timed (tune.batch_sizes)"
+            for key, sizes in (("batch_size", []), ("batch_sizes", settings.batch_sizes)):
+                asked = [settings.batch_size, *sizes]
+                settings.require(key, min(asked) >= least, few)
+                settings.require(key, max(asked) <= most, many)
             chosen = Chosen(depth, {}, {}, found.acceptance, found.costs_ms)
         decided = TunedEval(**(vars(settings) | {"depth": depth, "from_tune": chosen}))
         for each in [decided.policy_at(depth), *decided.of_tasks.values()]:
