@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -295,6 +296,30 @@ def test_a_failure_that_a_killed_run_mended_is_not_reported(tmp_path: Path) -> N
     with Answers(out, config.identity()) as answers:
         assert answers.missing(asked) == []
         assert answers.report(1).num_skipped == 0
+
+
+def test_answers_need_not_fit_in_memory(tmp_path: Path) -> None:
+    config, out = settings(), tmp_path / "out.jsonl"
+    asked = asked_of(tmp_path, [{"prompt": str(number)} for number in range(60)])
+
+    def backwards(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
+        for one in reversed(missing):
+            dialogue = Dialogue(one, False)
+            dialogue.take("yes", [*range(10**4, 4 * 10**4)], 3 * 10**4, True)
+            assert dialogue.outcome is not None
+            yield [dialogue.outcome]
+
+    tracemalloc.start()
+    with Answers(out, config.identity()) as answers:
+        regenerate(asked, answers, backwards, StopRequest(), show=False)
+    written = tracemalloc.get_traced_memory()[1]
+    with Answers(out, config.identity()) as answers:
+        tracemalloc.reset_peak()
+        regenerate(asked, answers, backwards, StopRequest(), show=False)
+    read_again = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [row["index"] for row in lines(out)] == [*range(60)]
+    assert max(written, read_again) < out.stat().st_size
 
 
 def test_finishing_order_does_not_matter(target: Target, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_evaluation_prompts(fence: Fence, content: bytes) -> None:
 def test_answers(fence: Fence, content: bytes, kind: type[AnsweredConversation | Failure]) -> None:
     place = fence.fresh() / "a.jsonl"
     place.write_bytes(content)
-    fence.holds(lambda: load(place, kind))
+    fence.holds(lambda: list(load(place, kind)))
 
 
 @FUZZ

@@ -10,17 +10,33 @@ from typing import Any, TypeVar
 
 from drafttrain.data.prompts_to_answer import Question
 from drafttrain.data.skips import SkipReport
-from drafttrain.runtime.disk import write_whole
+from drafttrain.runtime.disk import replacing, write_whole, writing
 from drafttrain.runtime.journal import append_records, read_records, replace_records
 from drafttrain.runtime.lock import hold, of_answers
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import console, progress
-from drafttrain.runtime.untrusted_input import UntrustedError, read_object, shown
+from drafttrain.runtime.untrusted_input import (
+    Count,
+    UntrustedError,
+    read_object,
+    shown,
+    typed,
+)
 from drafttrain.target.answers.dialogue import AnsweredConversation, Failure, Outcome
 
 FORMAT = 1
 Kind = TypeVar("Kind")
 Backend = Callable[[Sequence[Question]], Iterator[list[Outcome]]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What is kept in memory of an answered conversation; its line on disk has the rest."""
+
+    index: Count
+    source: str
+    digest: str
+    cut: str | None
 
 
 class Answers:
@@ -36,7 +52,7 @@ class Answers:
         self.header = out.with_suffix(".settings.json")
         self.failed = out.with_suffix(".failed.jsonl")
         self.settings = {"format": FORMAT, **settings}
-        self.rows: dict[int, AnsweredConversation] = {}
+        self.rows: dict[int, Answered] = {}
         self.failures: dict[int, Failure] = {}
         self._open = ExitStack()
 
@@ -48,7 +64,7 @@ class Answers:
             self.check_settings()
             for file in (self.out, self.failed):
                 append_records(file, [])  # fail before anything is asked
-            self.rows = {row.index: row for row in load(self.out, AnsweredConversation)}
+            self.rows = {row.index: kept(row) for row in load(self.out, AnsweredConversation)}
             failed = {failure.index: failure for failure in load(self.failed, Failure)}
             # A killed run leaves failures in the file that an earlier one of its answers mended.
             self.failures = {i: one for i, one in failed.items() if i not in self.rows}
@@ -83,7 +99,7 @@ class Answers:
 
     def missing(self, asked: Sequence[Question]) -> list[Question]:
         """Return the conversations still to be asked; ValueError if the prompts have changed."""
-        known: dict[int, Outcome] = {**self.failures, **self.rows}
+        known: dict[int, Answered | Failure] = {**self.failures, **self.rows}
         for index in sorted(known):
             found = known[index]
             if index >= len(asked) or found.digest != asked[index].digest:
@@ -104,20 +120,29 @@ class Answers:
                 append_records(file, records)
         for outcome in outcomes:
             if isinstance(outcome, AnsweredConversation):
-                self.rows[outcome.index] = outcome
+                self.rows[outcome.index] = kept(outcome)
                 self.failures.pop(outcome.index, None)
             else:
                 self.failures[outcome.index] = outcome
 
     def finish(self) -> None:
         """Sort the lines into input order, atomically; the same answers give the same bytes."""
-        kept: dict[Path, list[Outcome]] = {
-            self.out: [*self.rows.values()],
-            self.failed: [*self.failures.values()],
-        }
-        for file, outcomes in kept.items():
-            ordered = sorted(outcomes, key=lambda one: one.index)
-            replace_records(file, [asdict(one) for one in ordered])
+        with (
+            writing(self.out),
+            replacing(self.out) as beside,
+            self.out.open("rb") as unsorted,
+            beside.open("wb") as file,
+        ):
+            place, places = 0, {}  # of each line: together they may be larger than memory
+            for line in unsorted:
+                if line.endswith(b"\n"):
+                    places[typed(Answered, line, shown(self.out, 400)).index] = place
+                place += len(line)
+            for index in sorted(places):
+                unsorted.seek(places[index])
+                file.write(unsorted.readline())
+        failures = [self.failures[index] for index in sorted(self.failures)]
+        replace_records(self.failed, map(asdict, failures))
 
     def report(self, num_asked: int) -> SkipReport:
         report = SkipReport(num_asked)
@@ -127,9 +152,13 @@ class Answers:
         return report
 
 
-def load(file: Path, kind: type[Kind]) -> list[Kind]:
+def kept(row: AnsweredConversation) -> Answered:
+    return Answered(row.index, row.source, row.digest, row.cut)
+
+
+def load(file: Path, kind: type[Kind]) -> Iterator[Kind]:
     try:
-        return list(read_records(file, kind))
+        yield from read_records(file, kind)
     except UntrustedError as error:
         raise ValueError(
             f"{error}; it must be a line as `regenerate` wrote it: remove it, and it is asked again"
