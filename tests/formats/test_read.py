@@ -261,6 +261,12 @@ def test_p_eagle_drafts_what_speculators_trained_and_its_lost_norms_are_noted(
     assert not any("fc_norm" in line for line in theirs.lines())
 
 
+def test_a_window_that_no_engine_applies_is_none(target: Target, tmp_path: Path) -> None:
+    """As Qwen's configurations have it."""
+    full = edited(eagle(), sliding_window=8, use_sliding_window=False)
+    admitted(full.write(tmp_path), target)
+
+
 def test_a_causal_language_model_becomes_two_model(
     target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
@@ -473,6 +479,14 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
     "sliding windows": (
         lambda: edited(dflash(), layer_types=["full_attention", "sliding_attention"]),
         r"layer_types must all be full_attention, got \['full_attention', 'sliding_attention'\]$",
+    ),
+    "a sliding window of EAGLE": (
+        lambda: edited(eagle(), layer_types=["sliding_attention"], sliding_window=8),
+        r"layer_types must all be full_attention, got \['sliding_attention'\]$",
+    ),
+    "a sliding window of EAGLE-3": (
+        lambda: edited(eagle3(), model_type="qwen3", use_sliding_window=True, sliding_window=8),
+        r"use_sliding_window must be False, got True$",
     ),
     "an anchor that is sampled from": (
         lambda: edited(dflash("speculators"), sample_from_anchor=True),

@@ -129,14 +129,8 @@ class DFlashLayout(OneLayer):
         for key in ("causal", "use_swa", "attention_sink_bias"):
             own.exactly(key, False)
         own.exactly("sample_from_anchor", self.from_anchor)
-        for key in ("use_sliding_window", "is_causal"):
-            top.exactly(key, False)
+        top.exactly("is_causal", False)
         top.exactly("draft_vocab_size", vocab)
-        kinds = top.raw.get("layer_types")
-        if kinds is not None and kinds != ["full_attention"] * num_layers:
-            top.complaints.append(
-                f"config.json's layer_types must all be full_attention, got {shown(kinds)}"
-            )
         size = top.integer("block_size", MAX_LAYERS)
         if size == 1 and not top.complaints:
             top.complaints.append("config.json's block_size must be at least 2, got 1")

@@ -16,6 +16,7 @@ from drafttrain.drafters.serving.engines import (
     SGLANG,
     SGLANG_EAGLE,
     VLLM,
+    VLLM_DIVIDES,
     VLLM_HEADLESS,
     VLLM_ROTATES,
 )
@@ -145,6 +146,8 @@ class EagleLayout(OneLayer):
             return (
                 f"{VLLM} finds no head of {spec.architecture} targets to share with EAGLE drafters"
             )
+        if spec.architecture in VLLM_DIVIDES:
+            return f"{VLLM} hands on the final hidden states of {spec.architecture} targets divided"
         return super().vllm_refuses(spec)
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
@@ -214,9 +217,15 @@ def decoder_layer(
         "hidden_act": "silu",
         "mlp_bias": False,
         "logit_scale": 1.0,
+        "use_sliding_window": False,  # without it, engines ignore `sliding_window`
     }
     for key, wanted in only.items():
         values.exactly(key, wanted)
+    kinds = values.raw.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * num_layers:
+        values.complaints.append(
+            f"config.json's layer_types must all be full_attention, got {shown(kinds)}"
+        )
     theta, scaling = _rope(values)
     # qkv_bias is SafeAILab's name for it, in drafters of Qwen2.
     bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)

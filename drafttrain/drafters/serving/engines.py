@@ -48,6 +48,8 @@ VLLM_HEADLESS = frozenset({"cohere", "cohere2", "gemma2"})
 # Targets that modify the rotary embedding, which vLLM shares between equal settings: a drafter's
 # positions would be rotated like theirs, not as in training.
 VLLM_ROTATES = frozenset({"ernie4_5"})
+# Targets whose final hidden states vLLM hands on divided, as its head reads them.
+VLLM_DIVIDES = frozenset({"minicpm3"})
 # SGLang's target classes that expose their embedding and head (get_embed_and_head).
 SGLANG_EAGLE = frozenset(
     {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}

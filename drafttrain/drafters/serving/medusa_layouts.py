@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
+from drafttrain.drafters.serving.engines import VLLM, VLLM_DIVIDES
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     SPECIFIC,
@@ -104,6 +105,11 @@ class MedusaLayout(ServedLayout):
             "hidden_size": spec.hidden_size,
             "truncated_vocab_size": spec.vocab_size,
         }
+
+    def vllm_refuses(self, spec: TargetSpec) -> str:
+        if spec.architecture in VLLM_DIVIDES:
+            return f"{VLLM} hands on the final hidden states of {spec.architecture} targets divided"
+        return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         return ("vLLM drafts one chain from the heads.",) if served else ()
