@@ -501,6 +501,18 @@ def test_the_top_level_always_names_the_layers_and_shallow_targets_get_both_spel
     assert any("Reads target layers [1, 2, 3]" in line for line in done.lines())
 
 
+@pytest.mark.parametrize(
+    ("layers", "served"), [([1, 4, 7], True), ([0, 4, 7], False), ([1, 4, 8], False)]
+)
+def test_sglang_reads_what_lies_between_two_layers(
+    layers: list[int], served: bool, tmp_path: Path
+) -> None:
+    done = export(drafter_of("eagle3", layers=layers), tmp_path / "out")
+    assert ("SGLang" in done.commands) == served
+    said = f"SGLang 0.5.23 reads layers 1..7, and this drafter {layers}"
+    assert (said in "\n".join(done.lines())) != served
+
+
 def test_layer_ids_that_an_engine_would_read_otherwise_are_refused() -> None:
     drafter, config, tensors = serving("eagle3", layers=[1, 4, 6])
     assert complaint(drafter, config, tensors) is None
@@ -911,6 +923,8 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
             set(),
             "rotates a drafter's positions as it does those of ernie4_5",
         ),
+        ("eagle", "minicpm3", set(), "final hidden states of minicpm3 targets divided"),
+        ("medusa", "minicpm3", set(), "final hidden states of minicpm3 targets divided"),
         ("medusa", "gpt_neox", set(), "does not compute gpt_neox targets as Transformers does"),
         ("medusa", "doge", set(), "was not tried with doge targets"),
     ],

@@ -161,6 +161,9 @@ class Eagle3Layout(OneLayer):
             known |= SGLANG_EAGLE3_DEFAULT_LAYERS
         if kind not in known:
             return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
+        layers = config[LAYER_IDS]  # it captures between two layers
+        if min(layers) < 1 or max(layers) >= spec.num_layers:
+            return f"{SGLANG} reads layers 1..{spec.num_layers - 1}, and this drafter {layers}"
         return ""
 
     def llama_cpp_refuses(self, config: Config, spec: TargetSpec) -> str:
