@@ -354,12 +354,31 @@ def test_dflash2_is_served_as_dflash_by_an_architecture_of_its_own(tmp_path: Pat
     assert (own["selector_rank"], own["selector_top_k"]) == (8, 16)
 
 
-def test_targets_whose_logits_are_scaled_get_no_command_for_dflash2(tmp_path: Path) -> None:
-    granite = dataclasses.replace(spec(), architecture="granite")
-    drafter = drafter_config("dflash2", num_layers=2, selector_rank=8).build(granite)
+@pytest.mark.parametrize(("family", "name"), [("dflash2", "DFlash-2"), ("dspark", "DSpark")])
+def test_targets_whose_logits_are_scaled_get_no_command_where_logits_are_corrected(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    drafter = drafter_of(family)
+    drafter.spec = spec_of("granite")
     done = export(drafter, tmp_path / "out")
     assert done.commands == {}
-    assert any("DFlash-2 does not scale logits as granite targets do" in n for n in done.lines())
+    assert any(f"{name} does not scale logits as granite targets do" in n for n in done.lines())
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("eagle", "greedy"), ("dflash", "greedy"), ("eagle3", "probabilistic")]
+)
+def test_drafts_are_not_drawn_from_logits_without_the_targets_scale(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    """vLLM would draw them at another temperature; a head of the drafter's own has the scale."""
+    drafter, card = drafter_of(family), dataclasses.replace(CARD, reports={"b": drawn()})
+    drafter.spec = spec_of("granite")
+    done = export_drafter(drafter, "/models/tiny", tmp_path / "out", config_of(), card)
+    told = json.loads(shlex.split(done.commands["vLLM"])[4])
+    assert told["draft_sample_method"] == method
+    said = "does not scale a drafter's logits as granite targets do"
+    assert (said in "\n".join(done.lines())) == (method == "greedy")
 
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "enable_confidence_head"])

@@ -10,8 +10,6 @@ from drafttrain.drafters.serving.layout import V2, Config, Expected, Files, Read
 from drafttrain.drafters.serving.values import MAX_LAYERS, MAX_WIDTH, Values
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY
 
-# Targets that scale their logits. vLLM's DFlash-2 takes the scale from output_multiplier instead.
-SCALED = frozenset({"cohere2_moe", "granite", "granite_swa"})
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
@@ -45,6 +43,7 @@ class DFlash2Layout(DFlashLayout):
     sglang = None
     architectures = ("DFlash2DraftModel",)
     derived: ClassVar = {"speculators": DFlash2Speculators()}
+    corrects_logits = True
     vllm_runners = (V2,)
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
@@ -95,12 +94,6 @@ class DFlash2Layout(DFlashLayout):
                 table[f"{conv}base_kernel"] = Expected((2, taps, hidden))
                 table[f"{conv}kernel_projection.weight"] = Expected((2 * taps * groups, hidden))
         return table
-
-    def vllm_refuses(self, spec: TargetSpec) -> str:
-        reason = super().vllm_refuses(spec)
-        if not reason and spec.architecture in SCALED:
-            return f"{VLLM}'s {self.name} does not scale logits as {spec.architecture} targets do"
-        return reason
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         tried = (

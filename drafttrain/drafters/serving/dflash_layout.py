@@ -7,6 +7,7 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
+    SCALED,
     SGLANG,
     VLLM,
     VLLM_EAGLE3,
@@ -92,6 +93,7 @@ class DFlashLayout(OneLayer):
     names_layers = True
     place: ClassVar[str | None] = "dflash_config"  # of its own keys; None: among the others
     from_anchor: ClassVar[bool] = False  # whether the anchor's own place drafts
+    corrects_logits: ClassVar[bool] = False  # what it adds to them was trained at their scale
 
     def own(self, config: Config) -> Config:
         """Return the object of config.json that has the family's own keys."""
@@ -201,6 +203,8 @@ class DFlashLayout(OneLayer):
             return f"{VLLM}'s {self.name} does not scale embeddings as {kind} targets do"
         if kind not in VLLM_EAGLE3 | VLLM_TRANSFORMERS:
             return f"{VLLM} has no {self.name} for {kind} targets"
+        if self.corrects_logits and kind in SCALED:
+            return f"{VLLM}'s {self.name} does not scale logits as {kind} targets do"
         return ""
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:

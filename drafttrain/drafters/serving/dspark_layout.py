@@ -56,6 +56,7 @@ class DSparkLayout(DFlashLayout):
     derived: ClassVar = {"speculators": DSparkSpeculators()}
     place = None
     from_anchor = True
+    corrects_logits = True
     vllm_runners = (V2,)
 
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:

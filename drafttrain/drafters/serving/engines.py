@@ -50,6 +50,11 @@ VLLM_HEADLESS = frozenset({"cohere", "cohere2", "gemma2"})
 VLLM_ROTATES = frozenset({"ernie4_5"})
 # Targets whose final hidden states vLLM hands on divided, as its head reads them.
 VLLM_DIVIDES = frozenset({"minicpm3"})
+# Targets that scale or cap their logits, which vLLM's drafters with the target's head do not.
+SCALED = frozenset(
+    {"cohere", "cohere2", "cohere2_moe", "gemma2", "granite", "granite_swa", "granitemoe"}
+    | {"granitemoe_swa", "granitemoeshared", "hyperclovax", "minicpm3", "vaultgemma"}
+)
 # SGLang's target classes that expose their embedding and head (get_embed_and_head).
 SGLANG_EAGLE = frozenset(
     {"apertus", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone4", "exaone_moe", "glm4"}

@@ -11,6 +11,7 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.serving.engines import (
     GREEDY,
     PROBABILISTIC,
+    SCALED,
     SGLANG,
     VLLM,
     cannot_serve,
@@ -112,7 +113,8 @@ def serving(
     if config.dtype == FP8:
         refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
     model = config.push or place
-    drawn = _with_drawn_drafts(card.reports) if layout.samples_drafts else {}
+    greedy = _only_greedy(layout, native, spec)
+    drawn = {} if greedy else _with_drawn_drafts(card.reports)
     if "vLLM" not in refused:
         _check_path("export.dir" if config.push is None else "export.push", model, layout)
 
@@ -130,7 +132,7 @@ def serving(
     if derived is not None:
         notes += derived.notes(target, refused)
     if "vLLM" in commands:
-        notes += [runners_note(layout), _drafts_note(layout, card.reports)]
+        notes += [runners_note(layout), _drafts_note(greedy, card.reports)]
     # A card is read on other machines: it names no folder of this one.
     published = told(card.base_model or TARGET, config.push or DRAFTER)
     return EngineCommands(commands, published, tuple(notes))
@@ -169,12 +171,29 @@ def _with_drawn_drafts(reports: Mapping[str, Report]) -> dict[str, Sampling]:
     return {name: sampling for name, sampling in drawn.items() if not sampling.greedy}
 
 
-def _drafts_note(layout: ServedLayout, reports: Mapping[str, Report]) -> str:
-    """Return a note on how vLLM drafts at a temperature above 0, beside what was measured."""
-    drawn = _with_drawn_drafts(reports)
+def _only_greedy(layout: ServedLayout, native: Config, spec: TargetSpec) -> str:
+    """Return that vLLM must draft the most likely tokens, and why; "" if it can draw drafts."""
     if not layout.samples_drafts:
+        return "vLLM drafts its most likely tokens at every temperature"
+    own_head = layout.whole_model or "lm_head.weight" in layout.expected_tensors(native)
+    if own_head or spec.architecture not in SCALED:
+        return ""
+    return (
+        f"`draft_sample_method` {GREEDY}: vLLM drafts the most likely tokens, and does not scale a "
+        f"drafter's logits as {spec.architecture} targets do, so that {PROBABILISTIC} would draw "
+        "drafts at another temperature"
+    )
+
+
+def _drafts_note(greedy: str, reports: Mapping[str, Report]) -> str:
+    """Return a note on how vLLM drafts at a temperature above 0, beside what was measured.
+
+    greedy: why it can only draft the most likely tokens, if so.
+    """
+    drawn = _with_drawn_drafts(reports)
+    if greedy:
         also = f" unlike evaluation {next(iter(drawn))}, which drew drafts" if drawn else ""
-        return f"vLLM drafts its most likely tokens at every temperature{also}."
+        return f"{greedy}{also}."
     if not drawn:
         return (
             f"`draft_sample_method` {GREEDY}: vLLM drafts the most likely tokens. No evaluation "
