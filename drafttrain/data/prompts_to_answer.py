@@ -46,21 +46,21 @@ def read_asked(config: DataConfig, turns: str) -> tuple[list[Question], SkipRepo
         )
 
     def take(record: Any, index: int, where: str) -> Question:
-        messages = left_open(messages_asked(record), turns)
+        messages = left_open(messages_asked(record, turns), turns)
         return Question(messages, index, where, digest_of(messages))
 
     must = f"{config.place} must hold usable prompts"
     return usable_of(config.records(), config.limit, take, must)
 
 
-def messages_asked(record: Any) -> tuple[Message, ...]:
-    """Return the turns of a record, with its answers where it has some."""
-    turns = turns_of(record, "messages", "conversations", "turns", "prompt")
+def messages_asked(record: Any, turns: str) -> tuple[Message, ...]:
+    """Return the turns of a record, with its answers where it has some; turns: see `read_asked`."""
+    found = turns_of(record, "messages", "conversations", "turns", "prompt")
     messages = tuple(
         Message("user", checked_text(turn, f"turn {place}"))
         if isinstance(turn, str)
-        else message_of(turn, place)
-        for place, turn in enumerate(turns, 1)
+        else message_of(turn, place, rewritten=turns == ALL or place == len(found))
+        for place, turn in enumerate(found, 1)
     )
     for place, message in enumerate(messages, 1):
         if message.role == "system" and place > 1:

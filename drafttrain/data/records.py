@@ -107,14 +107,18 @@ def turns_of(record: Any, *keys: str) -> list[Any]:
     return turns
 
 
-def message_of(turn: Any, place: int) -> Message:
-    """Return one turn, spelled role/content or from/value."""
+def message_of(turn: Any, place: int, rewritten: bool = False) -> Message:
+    """Return one turn, spelled role/content or from/value.
+
+    rewritten: an answer is written anew, so that it may hold more than its text.
+    """
     if not isinstance(turn, dict):
         raise Unusable("a turn is not an object", f"turn {place}: {type(turn).__name__}")
     role = first(turn, "role", "from")
     if not isinstance(role, str) or role not in ROLES:
         raise Unusable("unknown role", f"turn {place}: {str(role)[:40]!r}")
-    refuse("a turn", turn, BESIDE_CONTENT, f"turn {place}")
+    if not (rewritten and ROLES[role] == "assistant"):
+        refuse("a turn", turn, BESIDE_CONTENT, f"turn {place}")
     content = content_of(first(turn, "content", "value"), f"turn {place}")
     if not content.strip() and ROLES[role] != "system":
         raise Unusable("an empty turn", f"turn {place}")

@@ -118,6 +118,18 @@ def remote(config: RegenerateSettings) -> Any:
 # Reading prompts
 
 
+def test_an_answer_that_is_written_anew_may_hold_reasoning(tmp_path: Path) -> None:
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    asks = [{"role": "user", "content": text} for text in ("2 + 2?", "sure?")]
+    file = written(tmp_path, [{"messages": [asks[0], thought, asks[1], thought]}])
+    asked, _ = read_asked(data(file), "all")
+    assert [turn.content for turn in asked[0].messages] == ["2 + 2?", "sure?"]
+    with pytest.raises(ValueError, match="reasoning_content"):
+        read_asked(data(file), "last")  # the first answer stays
+    file = written(tmp_path, [{"messages": [asks[0], thought]}])
+    assert len(read_asked(data(file), "last")[0]) == 1
+
+
 def test_prompts_come_in_every_spelling_and_what_cannot_be_asked_is_named(tmp_path: Path) -> None:
     bad = [
         {"nothing": 1},
