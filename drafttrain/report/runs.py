@@ -77,17 +77,17 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
                     f"and {run.folder} has {two}; evaluate both in the same way, or compare them "
                     "separately"
                 )
-    for one, two in combinations(runs, 2):
+    for run, other in combinations(runs, 2):
         # The digest is of all prompts: if they are not the same ones, it tells nothing of those
         # that are shared. Older reports have none.
-        told = [run.report.prompts for run in (one, two)]
+        told = [each.report.prompts for each in (run, other)]
         counts = [prompts.get("num_prompts") for prompts in told]
         digests = [prompts.get("sha256") for prompts in told]
-        alike = list(one.plain) == list(two.plain) and counts[0] == counts[1]
+        alike = list(run.plain) == list(other.plain) and counts[0] == counts[1]
         if alike and None not in digests and digests[0] != digests[1]:
             raise ValueError(
                 f"runs must have the same texts under eval.prompts to be compared, but "
-                f"{one.folder} has {str(digests[0])[:16]} and {two.folder} has "
+                f"{run.folder} has {str(digests[0])[:16]} and {other.folder} has "
                 f"{str(digests[1])[:16]} (sha256); evaluate both on the same prompts, or compare "
                 "them separately"
             )

@@ -622,7 +622,7 @@ def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> N
     same, older, fewer = run("same", sha256="12" * 32), run("older"), run("fewer", 10, sha256="56")
     assert compared(a, same, older, fewer)["prompts"]["num_prompts"] == 10
     with pytest.raises(
-        ValueError, match="same texts under eval.prompts .*fewer has 56 .*other has"
+        ValueError, match=r"same texts under eval\.prompts .*fewer has 56 .*other has"
     ):
         compared(a, fewer, run("other", 10, sha256="78"))
 
