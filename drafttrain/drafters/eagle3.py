@@ -58,8 +58,9 @@ class FusingConfig(DepthLossConfig, LayerConfig):
     def __post_init__(self) -> None:
         DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
-        layers = self.layers or []
-        self.require("layers", len(set(layers)) == len(layers), "be distinct")
+        layers = self.layers
+        distinct = layers is None or len(set(layers)) == len(layers) > 0
+        self.require("layers", distinct, "be distinct layers, at least one, or null")
         self.require_or_target("hidden_size", (self.hidden_size or 0) >= 1, "be at least 1")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
@@ -92,7 +93,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     if usual[0] < usual[1] < usual[2]:
         return usual
     shallow = (1, num_layers // 2, num_layers - 1)
-    return tuple(sorted({layer for layer in shallow if 0 <= layer <= num_layers}))
+    return tuple(sorted({*shallow}))
 
 
 class Eagle3Layer(nn.Module):

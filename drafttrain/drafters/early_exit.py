@@ -47,7 +47,8 @@ class EarlyExitConfig(TokenLossConfig, CopiesConfig):
     exit_layer: int
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        TokenLossConfig.__post_init__(self)
+        CopiesConfig.__post_init__(self)
         self.require_at_least(1, "exit_layer")
 
     def build(self, spec: TargetSpec) -> "EarlyExit":

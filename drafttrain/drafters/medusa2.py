@@ -45,7 +45,8 @@ class Medusa2Config(MedusaConfig, CopiesConfig):
     layout = None  # engines serve heads like these, but beside the target as it was
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        MedusaConfig.__post_init__(self)
+        CopiesConfig.__post_init__(self)
         try:
             self.of_target  # noqa: B018  (checks the names and weights of its losses)
         except ValueError as error:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -499,3 +500,46 @@ def test_a_drafter_that_is_built_with_a_reduced_vocabulary_loads_its_own_weights
     again = OfEightTokens(target.spec)
     again.load_weights(trained.state_dict())
     assert torch.equal(again.get_buffer("target_ids"), trained.get_buffer("target_ids"))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3", "dflash", "early_exit", "medusa2"])
+@pytest.mark.parametrize(
+    ("scaling", "said"),
+    [
+        ({}, ".rope_type must be one of linear, llama3, yarn, got None"),
+        ({"rope_type": ["yarn"]}, ".rope_type must be one of linear, llama3, yarn, got ['yarn']"),
+        ({"rope_type": "dynamic", "factor": 2.0}, ".rope_type must be one of linear, llama3, yarn"),
+        ({"rope_type": "linear"}, " must hold factor for rope_type linear, got None"),
+        ({"rope_type": "linear", "factor": "2"}, " must hold factor for rope_type linear, got '2'"),
+        (
+            {"rope_type": "yarn", "factor": 2.0},
+            " must hold original_max_position_embeddings for rope_type yarn, got None",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+            | {"beta_fast": "x"},
+            " must hold numbers, got beta_fast=x",
+        ),
+        (LLAMA3 | {"high_freq_factor": 1.0}, " must have high_freq_factor above low_freq_factor"),
+        (LLAMA3 | {"rope_theta": 10.0}, " must not hold rope_theta, got {'rope_type': 'llama3', "),
+    ],
+)
+def test_a_scaling_of_positions_is_checked_before_training(
+    family: str, scaling: dict[str, Any], said: str
+) -> None:
+    """Export's reader would refuse it after training, or a rotation end in a KeyError."""
+    with pytest.raises(ValueError, match=re.escape(f"drafter.rope_scaling{said}")):
+        drafter_config(family, rope_scaling=scaling)
+    drafter_config(family, rope_scaling=LLAMA3)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "p_eagle", "dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("layers", [[], [1, 1]])
+def test_captured_layers_are_named_or_left_to_the_usual(family: str, layers: list[int]) -> None:
+    said = rf"drafter\.layers must be distinct layers, at least one, or null, got {layers}"
+    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
+        drafter_config(family, layers=layers)

@@ -39,9 +39,8 @@ from drafttrain.drafters.serving.values import (
     MAX_POSITIONS,
     MAX_WIDTH,
     Values,
-    is_number,
 )
-from drafttrain.drafters.shared.layer import ROPE_SCALINGS
+from drafttrain.drafters.shared.layer import ROPE_SCALINGS, wrong_scaling
 from drafttrain.runtime.untrusted_input import MAX_VOCABULARY, shown
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # their decoder layers compute the same
@@ -269,21 +268,5 @@ def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:
     if kind != "linear" and raw.get("max_position_embeddings"):
         positions = values.integer("max_position_embeddings", MAX_POSITIONS)
         given.setdefault("original_max_position_embeddings", positions)
-    needed = {"linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}
-    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for key in needed.get(str(kind), llama3 if kind == "llama3" else ()):
-        if not is_number(given.get(key)) or given[key] <= 0:
-            complaints.append(
-                f"config.json's rope_scaling must hold {key} for rope_type {kind}, "
-                f"got {shown(repr(given.get(key)))}"
-            )
-    for key, value in given.items():
-        if value is not None and not isinstance(value, bool) and not is_number(value):
-            complaints.append(
-                f"config.json's rope_scaling must hold numbers, got {shown(key)}={shown(value)}"
-            )
-    if kind == "llama3" and given.get("low_freq_factor") == given.get("high_freq_factor"):
-        complaints.append(
-            "config.json's rope_scaling must have high_freq_factor above low_freq_factor"
-        )
+    complaints += [f"config.json's rope_scaling {line}" for line in wrong_scaling(kind, given)]
     return theta, {"rope_type": kind, **given}

@@ -12,6 +12,7 @@ from drafttrain.core.ops.layers import ByHead, LayerShape, RMSNorm, Rotation
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import DrafterConfig, load_exactly
+from drafttrain.drafters.shared.layer import require_scaling
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.target.pretrained.limits import final_norm_of
 
@@ -28,6 +29,9 @@ class CopiesConfig(DrafterConfig):
     attention_bias: bool
     qk_norm: bool
     rope_scaling: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        require_scaling(self.rope_scaling)
 
     def shape(self, spec: TargetSpec) -> LayerShape:
         """Return the shape of the target's layers."""

@@ -17,10 +17,19 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState
+from drafttrain.drafters.serving.values import is_number
 from drafttrain.runtime.settings import require
+from drafttrain.runtime.untrusted_input import shown
 
-# Others change with the length of the text, which a cache of rotated keys does not allow.
-ROPE_SCALINGS = ("linear", "llama3", "yarn")
+# The numbers that each kind of scaling needs. Other kinds change with the length of the text, which
+# a cache of rotated keys does not allow.
+ROPE_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +53,7 @@ class LayerConfig(DrafterConfig):
             self.require_or_target(key, (getattr(self, key) or 0) >= 1, "be at least 1")
         for key in ("rms_norm_eps", "rope_theta"):
             self.require_or_target(key, (getattr(self, key) or 0) > 0, "be above 0")
-        kind = (self.rope_scaling or {}).get("rope_type", ROPE_SCALINGS[0])
-        known, every = kind in ROPE_SCALINGS, ", ".join(ROPE_SCALINGS)
-        require(known, "drafter.rope_scaling.rope_type", f"be one of {every}", kind)
+        require_scaling(self.rope_scaling)
 
     def require_or_target(self, key: str, holds: bool, need: str) -> None:
         """Raise ValueError unless a condition on a setting holds, or it is null."""
@@ -74,6 +81,35 @@ class LayerConfig(DrafterConfig):
                 f"the target's embedding is {spec.hidden_size} wide"
             )
         return shape
+
+
+def require_scaling(scaling: dict[str, Any] | None) -> None:
+    """Raise ValueError for a drafter.rope_scaling by which no drafter could rotate."""
+    if scaling is None:
+        return
+    key, kind = "drafter.rope_scaling", scaling.get("rope_type")
+    known = kind in [*ROPE_SCALINGS]
+    require(known, f"{key}.rope_type", f"be one of {', '.join(ROPE_SCALINGS)}", kind)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        require(name not in scaling, key, f"not hold {name}", scaling)
+    numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
+    if wrong := wrong_scaling(kind, numbers):
+        raise ValueError("; ".join(f"{key} {line}" for line in wrong))
+
+
+def wrong_scaling(kind: object, numbers: dict[str, Any]) -> list[str]:
+    """Return what a scaling of this kind must hold, and does not."""
+    complaints = []
+    for key in ROPE_SCALINGS.get(str(kind), ()):
+        if not is_number(numbers.get(key)) or numbers[key] <= 0:
+            got = shown(repr(numbers.get(key)))
+            complaints.append(f"must hold {key} for rope_type {shown(kind)}, got {got}")
+    for key, value in numbers.items():
+        if value is not None and not isinstance(value, bool) and not is_number(value):
+            complaints.append(f"must hold numbers, got {shown(key)}={shown(value)}")
+    if kind == "llama3" and numbers.get("low_freq_factor") == numbers.get("high_freq_factor"):
+        complaints.append("must have high_freq_factor above low_freq_factor")
+    return complaints
 
 
 def layers_to_capture(layers: Sequence[int], spec: TargetSpec) -> tuple[int, ...]:
