@@ -335,8 +335,9 @@ def with_layers_of(target: Any, layers: list[int], spec: TargetSpec) -> dict[str
         )
     settings = target.to_diff_dict()
     settings["num_hidden_layers"] = len(layers)
-    if settings.get("layer_types"):
-        settings["layer_types"] = [settings["layer_types"][layer] for layer in layers]
+    for key, value in target.to_dict().items():  # some are the class's default for its own depth
+        if "layer" in key and isinstance(value, list) and len(value) == spec.num_layers:
+            settings[key] = [value[layer] for layer in layers]
     return settings
 
 

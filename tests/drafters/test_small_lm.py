@@ -22,7 +22,7 @@ from drafttrain.data.batches import pack
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.shared.on_policy import answers_to_rewrite, in_own_words
-from drafttrain.drafters.small_lm import SmallLMConfig, narrow_image
+from drafttrain.drafters.small_lm import SmallLMConfig, lasting, narrow_image, with_layers_of
 from drafttrain.formats.write import layout
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import Exported, export_drafter
@@ -80,6 +80,17 @@ def test_chosen_layers_keep_their_order_and_weights(target: Target) -> None:
         assert torch.equal(tensor, theirs[source]), name
         assert tensor.data_ptr() != theirs[source].data_ptr(), "training must not touch the target"
     assert len(drafter.model.model.layers) == 2
+
+
+@pytest.mark.parametrize("depth", [8, 36])
+def test_chosen_layers_keep_what_the_target_lists_by_layer(depth: int, target: Target) -> None:
+    """SmolLM3 rotates no positions in some layers; of 36, its lists are the class's default."""
+    theirs, layers = transformers.SmolLM3Config(num_hidden_layers=depth), [0, 3, 6]
+    spec = replace(target.spec, num_layers=depth)
+    ours = transformers.SmolLM3Config(**lasting(with_layers_of(theirs, layers, spec)))
+    assert ours.num_hidden_layers == 3
+    assert ours.no_rope_layers == [theirs.no_rope_layers[layer] for layer in layers] == [1, 0, 1]
+    assert ours.layer_types == ["full_attention"] * 3
 
 
 def test_a_model_of_ones_own_starts_where_it_is_and_gets_the_targets_number_of_ids(

@@ -463,6 +463,16 @@ def test_medusa_says_that_its_blocks_have_biases_since_vllm_drops_them_otherwise
     assert "medusa_fc_bias must be True, got None" in (complaint(drafter, without, tensors) or "")
 
 
+def test_medusa_with_one_head_for_all_is_exported(tmp_path: Path) -> None:
+    """vLLM loads lm_heads.0 for original_lm_head, and no other."""
+    drafter = drafter_config("medusa", num_heads=3, shared_head=True).build(spec())
+    done = export(drafter, tmp_path / "out", dtype="float32")
+    assert "vLLM" in done.commands
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["original_lm_head"]
+    fresh = loaded(tmp_path / "out", drafter)
+    assert {n for n in fresh.state_dict() if n.startswith("lm_heads")} == {"lm_heads.0.weight"}
+
+
 def test_medusa_heads_bound_the_depth_that_vllm_accepts(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="num_speculative_tokens must be at most 3 for this medusa"

@@ -93,7 +93,8 @@ class MedusaLayout(ServedLayout):
                 table[f"blocks.{head}.layers.{layer}.weight"] = Expected((hidden, hidden))
                 if config.get("medusa_fc_bias"):
                     table[f"blocks.{head}.layers.{layer}.bias"] = Expected((hidden,))
-            table[f"lm_heads.{head}.weight"] = Expected((vocab, hidden))
+            if head == 0 or not config.get("original_lm_head"):
+                table[f"lm_heads.{head}.weight"] = Expected((vocab, hidden))
         return table
 
     def required_keys(self, config: Config, spec: TargetSpec) -> Config:
