@@ -463,6 +463,24 @@ def test_medusa_says_that_its_blocks_have_biases_since_vllm_drops_them_otherwise
     assert "medusa_fc_bias must be True, got None" in (complaint(drafter, without, tensors) or "")
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("medusa", {"fc_bias": False}),
+        ("eagle", {"attention_bias": True}),
+        ("eagle3", {"attention_bias": True}),
+    ],
+)
+def test_a_setting_that_engines_do_not_take_is_named(
+    family: str, changes: dict[str, bool], tmp_path: Path
+) -> None:
+    """A user sets the drafter's, and cannot edit config.json before it is written."""
+    ((key, value),) = changes.items()
+    said = rf"{key} must be {not value}, got {value} \(drafter\.{key} of its training\)"
+    with pytest.raises(ValueError, match=said):
+        export(drafter_config(family, **changes).build(spec()), tmp_path / "out")
+
+
 def test_medusa_with_one_head_for_all_is_exported(tmp_path: Path) -> None:
     """vLLM loads lm_heads.0 for original_lm_head, and no other."""
     drafter = drafter_config("medusa", num_heads=3, shared_head=True).build(spec())

@@ -50,6 +50,7 @@ class OneLayer(ServedLayout):
     """The assumptions of engines about a drafter of one decoder layer, named as Llama's."""
 
     false_by_default: ClassVar[tuple[str, ...]] = ("bias",)
+    settings: ClassVar = {"attention_bias": "attention_bias"}
     eight_bits: ClassVar[re.Pattern[str] | None] = re.compile(
         r"(fc|(midlayer|layers\.\d+)\.(self_attn|mlp)\.\w+_proj)\.weight"
     )

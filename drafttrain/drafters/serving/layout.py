@@ -163,6 +163,7 @@ class ServedLayout(Layout):
     architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
     derived: ClassVar[Mapping[str, DerivedLayout]] = {}  # its other layouts, by export.format
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
+    settings: ClassVar[Mapping[str, str]] = {}  # by keys of config.json, the drafter's own of them
     # The names of weights that vLLM computes with in 8 bits where config.json says so; None: none.
     eight_bits: ClassVar[re.Pattern[str] | None] = None
     within_target: ClassVar[bool] = False  # its tensors lie in the target's checkpoint

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class MedusaLayout(ServedLayout):
     title = "Medusa in vLLM's layout"
     architectures = ("MedusaModel",)
     vllm_runners = (V1,)
+    settings: ClassVar = {"medusa_fc_bias": "fc_bias"}
     samples_drafts = False  # vLLM takes every head's most likely token
 
     def recognises(self, files: Files) -> Sign | None:

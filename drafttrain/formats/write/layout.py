@@ -33,8 +33,9 @@ def _check_config(config: Config, layout: ServedLayout, spec: TargetSpec) -> lis
     required = layout.required_keys(config, spec)
     absent = dict.fromkeys(layout.false_by_default, False)
     held = {key: config.get(key, absent.get(key)) for key in required}
+    own = {key: f" (drafter.{name} of its training)" for key, name in layout.settings.items()}
     return [
-        f"config.json's {key} must be {wanted}, got {held[key]}"
+        f"config.json's {key} must be {wanted}, got {held[key]}{own.get(key, '')}"
         for key, wanted in required.items()
         if held[key] != wanted
     ]
