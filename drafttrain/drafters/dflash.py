@@ -218,9 +218,12 @@ class DFlash(ParallelDrafter):
         if self.training and chosen.shape[1] > self.config.num_anchors:
             like = torch.empty(*chosen.shape, 1)
             drawn = chance.uniform_like(like, host.document)[..., 0]
-            before = chosen[:, None] & (drawn[:, None] < drawn[..., None])
-            before &= host.document[:, None] == host.document[..., None]
-            chosen &= before.sum(-1) < self.config.num_anchors
+            # Draws of 24 bits: exact beside the number of their conversation, above which they lie.
+            first = 2.0 * host.document.double()
+            drawn = first + drawn.where(chosen, 1.0)
+            order = drawn.sort(dim=1).values
+            before = torch.searchsorted(order, drawn) - torch.searchsorted(order, first)
+            chosen &= before < self.config.num_anchors
         most = max(1, int(chosen.sum(1).max()))
         columns = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
         rows, slots = chosen.gather(1, columns).nonzero(as_tuple=True)

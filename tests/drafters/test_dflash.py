@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from builders import model_config
+from memory_tracker import PeakBytes
 from published import dflash_reference
 from test_drafters import NoChance, as_batch, build, random_drafter
 
-from drafttrain.core.types import Batch, TargetFeatures
+from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures
 from drafttrain.drafters.dflash import DFlash, spread_layers
 from drafttrain.target.model import Target, load_target
 from drafttrain.training.loop import StepChance
@@ -111,6 +112,37 @@ def test_anchors_are_drawn_anew_in_each_step_whatever_the_batch(target: Target) 
     every = set().union(*(anchors_of(drafter, batch, step) for step in range(60)))
     assert every == anchors_of(drafter.eval(), batch, step=0), "each position has its turn"
     assert every == {(row, at) for row in range(3) for at in range(1, len(rows[row]) - 1)}
+
+
+def test_anchors_are_the_least_draws_of_their_conversation_found_without_comparing_all(
+    target: Target,
+) -> None:
+    drafter, most, length = dflash(target, num_anchors=5).train(), 5, 600
+    document = torch.arange(length)[None].expand(2, -1) // torch.tensor([[40], [210]])
+    document[1, 590:] = PAD_DOCUMENT
+    positions = torch.arange(length).expand(2, -1) % torch.tensor([[40], [210]])
+    mask = (torch.rand(2, length) < 0.3) & (document >= 0)
+    batch = Batch(torch.randint(5, 90, (2, length)), mask, positions, document)
+    every = drafter.eval()._blocks(batch, NoChance())
+    chosen = torch.zeros(2, length, dtype=torch.bool)
+    chosen[every.rows, every.columns[every.rows, every.slots]] = True
+    draws = torch.randint(0, 30, (2, length, 1)) / 30  # many are equal
+
+    class Draws(NoChance):
+        def uniform_like(self, values: torch.Tensor, document: torch.Tensor) -> torch.Tensor:
+            return draws
+
+    with PeakBytes() as peak:
+        blocks = drafter.train()._blocks(batch, Draws())
+    drawn = draws[..., 0]
+    before = chosen[:, None] & (drawn[:, None] < drawn[..., None])
+    before &= document[:, None] == document[..., None]
+    expected = chosen & (before.sum(-1) < most)
+    found = torch.zeros_like(chosen)
+    found[blocks.rows, blocks.columns[blocks.rows, blocks.slots]] = True
+    assert torch.equal(found, expected)
+    assert 0 < int(found.sum()) < int(chosen.sum())
+    assert peak.peak < 2 * length * length, "one byte for each pair"
 
 
 def test_fixed_blocks_draft_each_token_once(target: Target) -> None:
