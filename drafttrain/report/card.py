@@ -184,7 +184,8 @@ def _evaluation(name: str, report: Report) -> list[str]:
     drawn = "greedy" if sampling.temperature == 0 else settings
     certificate = [] if report.certificate is None else [certificate_table(report.certificate)]
     return [
-        f"Evaluation **{escaped(name)}**: {escaped(drafter)} at {depth_shown(report)}, {drawn}, "
+        f"Evaluation **{escaped(name)}**: {escaped(drafter)} at "
+        f"{escaped(depth_shown(report))}, {drawn}, "
         f"batch {report.batch_size}. {escaped(report.verdict)}",
         "\n".join(cells(measured.columns, measured.rows)),
         escaped(sentence(report.lossless.statement)),

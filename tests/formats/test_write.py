@@ -810,7 +810,7 @@ def test_no_name_breaks_out_of_its_place_in_the_card(tmp_path: Path) -> None:
     for word in ('"chat"', '"ngram"', '"cpu"', '"bfloat16"', '"greedy match"'):
         told = told.replace(word, json.dumps(HALF))
     data = json.loads(told)
-    data["verdict"] = data["lossless"]["statement"] = HALF
+    data["verdict"] = data["lossless"]["statement"] = data["tree"] = HALF
     data["flags"] = [{"kind": "timing", "row": HALF, "text": HALF}]
     report = typed(Report, json.dumps(data), "it")
     card = dataclasses.replace(
