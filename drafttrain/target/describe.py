@@ -75,8 +75,15 @@ def read_out(model: Any) -> Readout:
     """Return the readout of a Transformers causal language model; tied weights share a tensor."""
     text = model.config.get_text_config(decoder=True)
     embedder, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        raise ValueError(
+            f"model.path must hold a target whose head is not quantised, as drafters share it, got "
+            f"{shown(type(head).__name__)} in {shown(model.config.name_or_path)}; choose a "
+            "checkpoint whose quantisation leaves out lm_head"
+        )
     embedding = embedder.weight.detach()
-    tied = head.weight.data_ptr() == embedder.weight.data_ptr()
+    tied = weight.data_ptr() == embedder.weight.data_ptr()
     scale = getattr(embedder, "embed_scale", None)  # Gemma rounds it to the weights' dtype
     if scale is None:
         scale = getattr(text, "embedding_multiplier", None) or 1.0  # Granite
@@ -85,7 +92,7 @@ def read_out(model: Any) -> Readout:
     logit_scale = getattr(text, "logit_scale", None) or 1.0  # Cohere
     return Readout(
         embedding,
-        embedding if tied else head.weight.detach(),
+        embedding if tied else weight.detach(),
         norm=_gain(final_norm_of(model.get_decoder()), embedding),
         head_bias=None if head.bias is None else head.bias.detach(),
         embedding_scale=float(scale),

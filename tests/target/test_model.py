@@ -1,5 +1,6 @@
 """The frozen target against Transformers' own forward: features, steps, masks, readout."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.core.types import Batch
+from drafttrain.target.describe import read_out
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.pretrained.config import ModelConfig
 
@@ -149,6 +151,16 @@ def test_tied_weights_share_one_tensor(tied: bool, tmp_path: Path, tiny_target_d
     folder = save("llama", tmp_path, tiny_target_dir, tie_word_embeddings=tied)
     readout = load_target(model_config(folder), torch.float32, "cpu").readout
     assert (readout.head is readout.embedding) == tied
+
+
+def test_a_quantised_head_is_refused(llama: Target) -> None:
+    model = copy.deepcopy(llama.model)
+    weight = model.lm_head.weight.detach()
+    del model.lm_head.weight
+    for packed in (None, weight.to(torch.uint8)):  # as other names, or in its place
+        model.lm_head.weight = packed
+        with pytest.raises(ValueError, match=r"model.path must hold a target whose head is not qu"):
+            read_out(model)
 
 
 def test_padding_changes_no_feature_of_a_real_token(target: Target) -> None:
