@@ -13,8 +13,8 @@ per line, and is done concurrently; the end of the input ends the worker:
      "seed": N | null, "max_new_tokens": N, "stop_tokens": [...]}
     {"op": "features", "name": N, "documents": [[token ids], ...]}
 
-    {"event": "ready", "version": TEXT, "seconds": TO_START}
-    {"event": "answer", "name": N, "tokens": [...], "finished": whether it ended by itself}
+    {"event": "ready", "version": TEXT}
+    {"event": "answer", "name": N, "tokens": [...]}
     {"event": "features", "name": N, "file": safetensors, "firsts": [[token, logprob], ...]}
     {"event": "refused", "name": N, "text": ONE_LINE}
 
@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 CONNECTOR = "HiddenStatesHere"
-ENDED = {"stop", "eos"}
 PLAIN, SPECULATIVE = "plain", "speculative"
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 STEPS = "vllm:iteration_tokens_total"  # a histogram with one observation per engine step
@@ -130,8 +129,7 @@ class OpenRequests:
         tokens = list(ended.token_ids)
         op, name, place = self.places.pop(output.request_id)
         if op == "answer":
-            finished = ended.finish_reason in ENDED
-            self.say(event="answer", name=name, tokens=tokens, finished=finished)
+            self.say(event="answer", name=name, tokens=tokens)
             return
         first = [tokens[0], ended.logprobs[0][tokens[0]].logprob]
         parts = self.features[name]
@@ -222,7 +220,6 @@ def extraction(request: dict[str, Any], states: dict[str, Any]) -> dict[str, Any
 def serve(request: dict[str, Any], say: Any) -> None:
     import vllm
 
-    began = time.perf_counter()
     work = OpenRequests(say, Path(request["folder"]))
     llm = start(
         request,
@@ -231,7 +228,7 @@ def serve(request: dict[str, Any], say: Any) -> None:
         trust_remote_code=request["trust_remote_code"],
         **(extraction(request, work.states) if request["captures"] else {}),
     )
-    say(event="ready", version=vllm.__version__, seconds=time.perf_counter() - began)
+    say(event="ready", version=vllm.__version__)
     inbox: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
