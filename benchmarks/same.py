@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,22 +33,19 @@ EVAL = (
     "eval.prompts_per_task=1 eval.max_new_tokens=24 eval.lossless_prompts=2 eval.resamples=100 "
     "eval.depth=4 eval.depths=[2,4] eval.temperatures=[0,1] eval.batch_sizes=[1,3]"
 )
-# What depends on the clock, the machine, the place or the commit.
+# Words of names of what depends on the clock, the machine, the place or the commit.
 UNSTEADY = (
-    "second _s time date speed ms tokens_per memory bytes dir path version commit command host "
-    "hardware verdict block noise cost price dollar disturb predict pays warn flag note threads "
-    "table statement others_cores stolen delayed"
+    "second s wait time timestamp date speed speedup ms memory byte dir dirty path version commit "
+    "command host hostname hardware verdict block noise cost price dollar disturbed predicted "
+    "prediction pays warning flag flagged note thread table statement others_cores stolen delayed"
 )
+UNSTEADY_NAME = re.compile(rf"(?<![a-z])({UNSTEADY.replace(' ', '|')})s?(?![a-z])")
 
 
 def steady(value: Any) -> Any:
     """Return plain data without what may differ between two runs of one program."""
     if isinstance(value, dict):
-        kept = {
-            k: v
-            for k, v in value.items()
-            if not any(part in k.lower() for part in UNSTEADY.split())
-        }
+        kept = {k: v for k, v in value.items() if not UNSTEADY_NAME.search(k.lower())}
         return {key: steady(inner) for key, inner in kept.items()}
     return [steady(inner) for inner in value] if isinstance(value, list) else value
 

@@ -12,6 +12,8 @@ def line(label: str, row: dict[str, Any], passes: str) -> str:
     speeds = row["tokens_per_second"]
     positions = " ".join(f"{share:.2f}" for share in row["acceptance_per_position"])
     between = lambda ci: f"[{ci[0]:.2f}, {ci[1]:.2f}]" if ci else ""  # noqa: E731
+    if None in (length["micro"], speedup["value"]):
+        raise SystemExit(f"{label} must have an acceptance length and a speedup, got none measured")
     return (
         f"| {label} | {length['micro']:.2f} {between(length['ci95'])} | {positions} "
         f"| {speeds['autoregressive']:.0f} | {speeds['speculative']:.0f} "
@@ -38,11 +40,10 @@ def main() -> None:
         lossless = report["lossless"]
         passes = f"{lossless['greedy_identical']}/{lossless['greedy_total']} ({lossless['dtype']})"
         print(line(run.name, report["summary"], passes))
-    print(
-        line(
-            f"ngram (with {arguments.runs[0].name})", reports[0]["methods"]["ngram"]["summary"], ""
-        )
-    )
+    first = arguments.runs[0]
+    if "ngram" not in reports[0]["methods"]:
+        raise SystemExit(f"{first} has no ngram beside its drafter for a last row; name it later")
+    print(line(f"ngram (with {first.name})", reports[0]["methods"]["ngram"]["summary"], ""))
 
 
 if __name__ == "__main__":
