@@ -139,7 +139,7 @@ def build_report(
         notes=list(notes),
         measurements=measurements,
         definitions={
-            **definitions(resamples),
+            **definitions(resamples, batch_size),
             "verdicts": verdict_definition(verdict.marginal_speedup),
         },
         provenance=dict(provenance),

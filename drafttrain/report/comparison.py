@@ -167,8 +167,10 @@ def build_comparison(
     methods = methods_of(runs)
     base = find_method(methods, config.baseline)
     scopes = by_scope(keys)
-    plain_ms = mean_ratio(base.columns(keys), "plain_seconds", "plain_passes", scale=1000.0)
-    passes = [times * plain_ms for times in SLOWER] if plain_ms else []
+    plain_ms = mean_ratio(base.columns(keys), "plain_verify_seconds", "plain_passes", scale=1000.0)
+    batch_size = runs[0].report.batch_size
+    # In a batch a row has but its share of a pass.
+    passes = [times * plain_ms for times in SLOWER] if plain_ms and batch_size == 1 else []
     resampling = Resampling(config.resamples, config.seed)
     others = [method for method in methods if method is not base]
     pairs = [(method, base) for method in others]
@@ -204,7 +206,7 @@ def build_comparison(
             )
             for run in runs
         ],
-        definitions=comparison_definitions(config.resamples),
+        definitions=comparison_definitions(config.resamples, batch_size),
         provenance=dict(provenance),
         flags=_flags(runs, methods, keys),
     )

@@ -79,9 +79,20 @@ DEFINITIONS: dict[str, str] = {
 }
 
 
-def definitions(resamples: int) -> dict[str, str]:
+# Follows the definition of a time per target pass where prompts were decoded together.
+PER_ROW = (
+    " Per row of the batch: a pass counts for each of its rows, with that row's equal share of its "
+    "time."
+)
+
+
+def definitions(resamples: int, batch_size: int) -> dict[str, str]:
     """Return the definitions of one report, with the number of resamples behind its intervals."""
-    return {**DEFINITIONS, "ci95": f"{DEFINITIONS['ci95']} Resamples: {resamples:,}."}
+    return {
+        **DEFINITIONS,
+        "time_ms": DEFINITIONS["time_ms"] + PER_ROW * (batch_size > 1),
+        "ci95": f"{DEFINITIONS['ci95']} Resamples: {resamples:,}.",
+    }
 
 
 # Definitions that only a comparison needs; the others are those of a report.
@@ -108,11 +119,12 @@ COMPARED: dict[str, str] = {
 }
 
 
-def comparison_definitions(resamples: int) -> dict[str, str]:
+def comparison_definitions(resamples: int, batch_size: int) -> dict[str, str]:
     """Return the definitions of a comparison: its own, and those shared with a report."""
-    found = definitions(resamples)
+    found = definitions(resamples, batch_size)
     reused = ["acceptance_length", "acceptance_rate", "tokens_per_second", "speedup", "ci95"]
-    return {**{key: found[key] for key in (*reused, "lossless")}, **COMPARED}
+    draft_ms = COMPARED["draft_ms"] + PER_ROW * (batch_size > 1)
+    return {**{key: found[key] for key in (*reused, "lossless")}, **COMPARED, "draft_ms": draft_ms}
 
 
 def verdict_definition(marginal_speedup: float) -> str:
@@ -120,8 +132,8 @@ def verdict_definition(marginal_speedup: float) -> str:
     return (
         f"speculate: the lower bound of the speedup's 95 % interval is above {marginal_speedup:g}. "
         "do not: the speedup is at most 1. marginal: what lies between, or has no interval, or "
-        "whose plain loop was handicapped, or whose timing blocks disagree. unknown: nothing was "
-        "timed, or a speedup of at most 1 has no interval (too few prompts). Where a sweep "
-        "measured several depths, the fastest was chosen on other prompts, which no number here is "
-        "of."
+        "whose plain loop was handicapped, or whose timing blocks disagree and are not all above "
+        f"{marginal_speedup:g}. unknown: nothing was timed, or a speedup of at most 1 has no "
+        "interval (too few prompts). Where a sweep measured several depths, the fastest was chosen "
+        "on other prompts, which no number here is of."
     )

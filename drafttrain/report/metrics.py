@@ -65,6 +65,7 @@ def columns_of(rows: Sequence[Measurement], plain: Sequence[Measurement] = ()) -
         "plain_passes": [float(row.num_target_passes) for row in plain],
         "plain_tokens": [float(row.num_output_tokens) for row in plain],
         "plain_seconds": [row.seconds.total for row in plain],
+        "plain_verify_seconds": [row.seconds.verify for row in plain],
     }
 
 

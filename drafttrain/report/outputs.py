@@ -101,4 +101,7 @@ def _by_time(result: PromptResult) -> TokensByTime:
     """Return the tokens after the prefill and after each pass; a plain pass yields one."""
     starts = [position for position, _, _ in result.stats.cycles]
     tokens = [*starts, len(result.tokens)] if starts else range(1, len(result.tokens) + 1)
-    return TokensByTime(list(accumulate(result.stats.pass_s, initial=0.0)), list(tokens))
+    # A row waits for the whole pass, of which its stats have its share.
+    shares = zip(result.stats.passes, result.stats.pass_s, strict=True)
+    seconds = accumulate((rows * share for (rows, *_), share in shares), initial=0.0)
+    return TokensByTime(list(seconds), list(tokens))

@@ -120,7 +120,7 @@ def _tiles(report: Report) -> list[Tile]:
         Tile("Speedup", number(row.speedup.value), "\N{MULTIPLICATION SIGN}",
              f"{bounds(row.speedup.ci95)}; predicted {number(row.predicted_speedup)}"),
         Tile("Acceptance length", number(length.micro), "tokens",
-             f"per target pass, bonus counted{of_length}; macro {number(length.macro)}"),
+             f"per draft, bonus counted{of_length}; macro {number(length.macro)}"),
         Tile("Tokens per second", speed(row.tokens_per_second.speculative), "",
              f"{speed(row.tokens_per_second.autoregressive)} without the drafter; prefill "
              "included"),

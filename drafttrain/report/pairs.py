@@ -74,7 +74,8 @@ def at_pass_time(seconds: float) -> Quantity:
         return plain_passes / (passes + draft_seconds / seconds)
 
     columns = ("plain_passes", "passes", "draft_seconds")
-    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=True, least=0.0)
+    # An answer of a single token takes no pass after the prefill.
+    return Quantity(columns, statistic, ("plain_passes", "passes"), every_prompt=False, least=0.0)
 
 
 def adaptation(

@@ -428,11 +428,11 @@ def report_figures(report: Report) -> list[Figure]:
             for name, time in times.items()
         }
         caption = (
-            f"A cycle yields {number(main.acceptance_length.micro)} tokens, a plain step one: "
+            f"A draft yields {number(main.acceptance_length.micro)} tokens, a plain step one: "
             f"predicted speedup {number(main.predicted_speedup)}, measured "
             f"{number(main.speedup.value)} with prefill and the loop's own time."
         )
-        unit = "milliseconds per target pass"
+        unit = f"milliseconds per {'row and ' * (report.batch_size > 1)}target pass"
         found.append(stacked("Where a cycle's time goes", caption, bars, STAGES, unit))
     if report.training is not None:
         found.append(training_figure(report.training))
@@ -678,8 +678,8 @@ QUANTITIES = {
         "Tokens per second over the plain loop's of the same run; the dashed line is no gain.",
     ),
     "acceptance_length": (
-        "tokens per target pass, 95 % interval",
-        "Tokens per target pass, bonus counted; the dashed line is plain decoding.",
+        "tokens per draft, 95 % interval",
+        "Tokens per draft, bonus counted; the dashed line is plain decoding.",
     ),
 }
 

@@ -160,7 +160,7 @@ class Speeds(PlainSpeed):
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds per target pass; prefill: per turn."""
+    """Milliseconds per target pass, in a batch a row's share of it; prefill: per turn."""
 
     draft: float | None
     verify: float | None

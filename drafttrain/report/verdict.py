@@ -137,7 +137,8 @@ def verdicts_of(
 
     of_depths: those that `depth` was chosen from. longest: the positions of the longest turn, in
     all and by task. adaptive: depths are maxima. A row whose plain loop was handicapped, or whose
-    timing blocks disagree, has a speedup that cannot be trusted: its verdict is at most marginal.
+    timing blocks disagree on whether it exceeds `marginal_speedup`, has a speedup that cannot be
+    trusted: its verdict is at most marginal.
     """
     found = {}
     for name, row in rows.by_name.items():

@@ -359,7 +359,7 @@ def test_speedups_beside_slower_targets_follow_from_passes_and_drafting(tmp_path
         plain = [r.stats for r in fast if r.method == "autoregressive"]
         passes, plain_passes = (sum(s.num_target_passes for s in one) for one in (mine, plain))
         draft_ms = 1000 * sum(s.draft_s for s in mine)
-        pass_ms = 1000 * sum(s.total_s for s in plain) / plain_passes
+        pass_ms = 1000 * sum(s.verify_s for s in plain) / plain_passes
         *timed, free = row_of(comparison, label)["slower_targets"]
         assert [at["pass_ms"] for at in timed] == pytest.approx(
             [pass_ms, 3 * pass_ms, 10 * pass_ms]
@@ -371,6 +371,30 @@ def test_speedups_beside_slower_targets_follow_from_passes_and_drafting(tmp_path
         assert free["pass_ms"] is None
         assert free["speedup"]["value"] == pytest.approx(plain_passes / passes)
     assert "## At the cost of slower targets" in comparison_markdown(comparison)
+
+
+def test_an_answer_of_one_token_takes_no_pass_and_leaves_slower_targets_known(
+    tmp_path: Path,
+) -> None:
+    none = DecodeStats(Counters(), Counters(), 0, 0.01)
+    measured = [
+        replace(one, tokens=(0,), stats=none) if one.prompt_id == "p3" else one for one in results()
+    ]
+    for at in compared(write_run(tmp_path / "a", measured))["rows"][0]["slower_targets"]:
+        assert at["speedup"]["value"] > 1
+        assert at["speedup"]["ci95"] is not None
+
+
+def test_a_rows_share_of_a_batch_is_not_called_a_pass(tmp_path: Path) -> None:
+    alone, batch = (
+        compared(write_run(tmp_path / f"batch {size}", results(), batch_size=size))
+        for size in (1, 8)
+    )
+    assert "share" not in alone["definitions"]["draft_ms"]
+    assert "that row's equal share of its time" in batch["definitions"]["draft_ms"]
+    assert [at["pass_ms"] for at in batch["rows"][0]["slower_targets"]] == [None]
+    assert "slower targets" not in comparison_markdown(batch)
+    assert "tokens per draft" in comparison_html(batch)
 
 
 def test_acceptance_by_position_is_the_mean_over_seeds_on_the_same_prompts(tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def test_tokens_by_time_follow_the_passes() -> None:
     assert last.drafted.seconds == pytest.approx([0, 1, 2, 3, 4, 5])
     assert last.plain.tokens == list(range(1, 11))
     assert last.plain.seconds == pytest.approx([0.5 * step for step in range(10)])
+    batch = [
+        replace(one, stats=replace(one.stats, passes=[(8, *rest) for _, *rest in one.stats.passes]))
+        for one in five_prompts()
+    ]
+    together = examples_of(batch, "eagle3", PROMPTS, Tokenizer())[-1]
+    assert together.drafted.seconds == pytest.approx([0, 8, 16, 24, 32, 40]), "of eight rows each"
 
 
 def test_outputs_whose_passes_were_not_recorded_are_no_examples() -> None:

@@ -442,6 +442,27 @@ def test_blocks_that_disagree_are_flagged_and_no_verdict_to_speculate():
     assert re.match(r"the timing blocks disagree, \d\.\d\d to \d\.\d\d times as fast", flag["text"])
     assert report["verdicts"]["all"]["decision"] == "marginal"
     assert "but its timing blocks disagree" in report["verdict"]
+    slow_once = [
+        replace(result, stats=replace(result.stats, verify_s=2.0 * result.stats.verify_s))
+        if result.method == "autoregressive" and result.block == 1
+        else result
+        for result in many_prompts()
+    ]
+    report = report_of(slow_once)
+    assert "blocks_disagree" in {flag["kind"] for flag in report["flags"]}
+    assert report["verdicts"]["all"]["decision"] == "speculate", "every block is above 1.05"
+    told = "whose timing blocks disagree and are not all above 1.05. unknown:"
+    assert told in report["definitions"]["verdicts"]
+
+
+def test_a_batchs_times_are_told_to_be_a_rows_share(varied: dict[str, Any]):
+    report = report_of(two_prompts(), batch_size=8)
+    assert "that row's equal share of its time" in report["definitions"]["time_ms"]
+    assert "milliseconds per row and target pass" in html(report)
+    assert "share of its time" not in varied["definitions"]["time_ms"]
+    assert "milliseconds per target pass" in html(varied)
+    assert "A draft yields" in html(varied)
+    assert "per draft, bonus counted" in html(varied)
 
 
 def test_a_busy_machine_is_told_and_is_no_error():
