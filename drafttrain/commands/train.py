@@ -176,6 +176,8 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
         resume_step=resume_step,
         is_main=engine.is_main,
     )
+    # While rank 0 writes the record, the others must not yet defer what asks them to stop.
+    engine.ranks.barrier()
     read_ahead = partial(store.read, captures=drafter.captures) if store else None
     try:
         with (
