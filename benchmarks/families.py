@@ -109,8 +109,8 @@ def table(compared: Path) -> None:
 
     columns = ["family", "parameters", "minutes", "acceptance length", "by seed", "by position"]
     columns += ["longer than EAGLE-3", "a draft, ms"]
-    _, *slower = found["rows"][0]["slower_targets"]  # none of a batch
-    columns += [f"a target of {slower[0]['pass_ms']:.0f} ms"] * bool(slower)
+    slower = found["rows"][0]["slower_targets"][1:2]  # none of a batch
+    columns += [f"a target of {at['pass_ms']:.0f} ms" for at in slower]
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     by_length = sorted(rows.values(), key=lambda row: -row["summary"]["acceptance_length"]["value"])
     for row in by_length:

@@ -59,3 +59,19 @@ def test_a_run_without_prompt_lookup_beside_it_is_named(
     monkeypatch.setattr("sys.argv", ["table.py", str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="run has no ngram beside its drafter"):
         importlib.import_module("table").main()
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_table_of_batches_has_no_column_of_slower_targets(
+    batch: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = importlib.import_module("families")
+    found = json.loads((ROOT / "tests/golden/compare.json").read_text())
+    monkeypatch.setattr(families, "BASELINE", found["rows"][0]["drafter"])
+    for row in found["rows"]:
+        row["slower_targets"] = [] if batch else row["slower_targets"]
+    (tmp_path / "compare.json").write_text(json.dumps(found))
+    families.table(tmp_path)
+    head, _, first, *_ = capsys.readouterr().out.splitlines()
+    assert ("a target of" in head) == (not batch)
+    assert head.count("|") == first.count("|")
