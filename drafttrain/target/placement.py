@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -47,17 +48,30 @@ def choose_placement(
 
 
 def _choose(config: ModelConfig, dtype: torch.dtype, ranks: Ranks) -> Placement:
-    if isinstance(config, RandomModelConfig) or config.inflate is not None:
+    if not can_be_spread(config):
         return Placement("device", "random or inflated weights allow no other placement")
     size, free = weight_bytes(config, dtype), free_bytes(ranks.device)
     told = f"{filesize.decimal(size)} of weights, {filesize.decimal(free)} free on {ranks.device}"
     if size <= TARGET_SHARE * free:
         return Placement("device", told)
     told += f", of which the target may take {TARGET_SHARE:.0%}"
-    given = getattr(load_model_config(config), "quantization_config", None)
-    if ranks.world_size > 1 and config.quantization is None and given is None:
+    if too_large(config, load_model_config(config), ranks.world_size) == "zero3":
         return Placement("zero3", f"{told}; partitioned over {ranks.world_size} ranks")
     return Placement("device_map", f"{told}; spread over GPUs, host and disk")
+
+
+def can_be_spread(config: ModelConfig) -> bool:
+    """Whether a target may lie on more than one device: random or inflated weights may not."""
+    return not isinstance(config, RandomModelConfig) and config.inflate is None
+
+
+def too_large(config: ModelConfig, model_config: Any, ranks: int) -> str:
+    """Return where "auto" puts a target that is too large for one device: zero3 or device_map.
+
+    Quantised weights are not partitioned. model_config: Transformers' own.
+    """
+    given = getattr(model_config, "quantization_config", None)
+    return "zero3" if ranks > 1 and config.quantization is None and given is None else "device_map"
 
 
 def load_placed(

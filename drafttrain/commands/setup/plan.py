@@ -20,7 +20,7 @@ from drafttrain.plan.config import PlanSettings
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Sharding, place, refuse_unless_fitting
 from drafttrain.plan.pages import short_form
-from drafttrain.plan.shapes import Shape, inflated, settings_of, shape_of
+from drafttrain.plan.shapes import inflated, settings_of, shape_of
 from drafttrain.plan.throughput import cost
 from drafttrain.plan.trace import Load, UnknownCostError, trace
 from drafttrain.plan.units import GIB
@@ -29,7 +29,7 @@ from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
-from drafttrain.target.pretrained.config import ModelConfig, RandomModelConfig
+from drafttrain.target.placement import can_be_spread, too_large
 from drafttrain.target.store.config import StoredFeaturesConfig
 
 SETTLING = 2  # first lines of metrics, left out: the run still compiles and fills caches
@@ -125,6 +125,9 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         engine_bytes = max(engine.memory * chip.memory, target_bytes / engine.tensor_parallel)
     if chip.is_cpu:
         engine_bytes = target_bytes + engine.cpu_cache * GIB
+    # One accelerator alone is planned as if it had to hold the target, and then does not fit: the
+    # host and the disk, where the rest would go, are far slower than what is calculated with.
+    spread = ranks > 1 and can_be_spread(model)
     return Job(
         target=model.label,
         drafter=config.drafter.name,
@@ -136,22 +139,10 @@ def job_of(config: PlanConfig | TrainConfig, settings: PlanSettings, chip: Accel
         max_steps=trainer.max_steps,
         data_tokens=None if conversations is None else conversations * length,
         target_bytes=target_bytes,
-        too_large=too_large(model, shape, ranks),
+        too_large=too_large(model, settings_of(model), ranks) if spread else "device",
         engine_bytes=engine_bytes,
         price_per_hour=chip.price_per_hour if price is None else price,
     )
-
-
-def too_large(model: ModelConfig, shape: Shape, ranks: int) -> str:
-    """Return where hardware.target_placement=auto puts a target too large for one accelerator.
-
-    One accelerator alone is planned as if it had to hold the target, and then does not fit: the
-    host and the disk, where the rest would go, are far slower than what is calculated with.
-    """
-    if isinstance(model, RandomModelConfig) or model.inflate is not None or ranks == 1:
-        return "device"
-    whole = model.quantization is None and shape.quantized_bytes is None
-    return "zero3" if whole else "device_map"
 
 
 def ranks_of(hardware: HardwareConfig, chip: Accelerator) -> tuple[int, int]:
