@@ -5,6 +5,7 @@ Run as a script, this file is one rank that holds its part of a target, and comp
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import EXACT, build
 from builders import drafter_config, model_config
 from paths import PYTHONPATH
 from test_model import save
 from test_ranks import run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafttrain.commands.setup.target_and_drafter import load_alone, load_drafter
 from drafttrain.config.compose import recorded
@@ -36,7 +38,7 @@ from drafttrain.target.device_map import device_map, load_spread
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.placement import Placement, choose_placement, load_placed
 from drafttrain.target.pretrained.config import RandomModelConfig
-from drafttrain.target.pretrained.models import load_model_config
+from drafttrain.target.pretrained.models import EMBEDDED, load_model_config
 from drafttrain.target.pretrained.shards import places, skeleton, weight_bytes
 from drafttrain.target.sharded import ShardedTarget, load_sharded, refuse_unless_shardable
 from drafttrain.training.engine.build import build_engine
@@ -187,6 +189,18 @@ def test_layers_go_where_there_is_room_and_the_readout_where_the_tokens_are(
     assert where == [0, "cpu", "disk", "disk"]
     others = {name: place for name, place in chosen.items() if "layers" not in name}
     assert others == {"model.embed_tokens": 0, "model.norm": 0, "model.rotary_emb": 0, "lm_head": 0}
+
+
+def test_quantisation_makes_linear_modules_small_and_no_experts(tmp_path: Path) -> None:
+    model = build(*EXACT["mixtral"]).model
+    model.save_pretrained(tmp_path)
+    shutil.copy(EMBEDDED / "tokenizer.json", tmp_path)
+    config = model_config(tmp_path)
+    layers = model.get_decoder().layers.modules()
+    linear = sum(part.weight.numel() for part in layers if isinstance(part, nn.Linear))
+    whole = weight_bytes(config, torch.bfloat16)
+    small = weight_bytes(replace(config, quantization="bnb-8bit"), torch.bfloat16)
+    assert whole - small == pytest.approx(0.99 * linear, rel=0.1)  # the router is no linear module
 
 
 def test_auto_takes_the_first_place_with_room_and_says_why(

@@ -52,8 +52,9 @@ def _weight_files(config: ModelConfig) -> list[Path]:
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a model's weights in `dtype`, from the headers of its files.
 
-    model.quantization makes the matrices of its layers smaller. Integers (weights that are
-    quantised already) and pickled files count at their size on disk.
+    model.quantization makes the matrices of its layers smaller, but those of experts, which
+    Transformers fuses. Integers (weights that are quantised already) and pickled files count at
+    their size on disk.
     """
     weights = _weight_files(config)
     if weights[0].suffix != ".safetensors":
@@ -65,8 +66,8 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
             if entry.dtype not in FLOATING:
                 found += entry.data_offsets[1] - entry.data_offsets[0]
             else:
-                inside = len(entry.shape) == 2 and ".layers." in name
-                found += math.prod(entry.shape) * (small if inside else dtype.itemsize)
+                matrix = len(entry.shape) == 2 and ".layers." in name and ".experts." not in name
+                found += math.prod(entry.shape) * (small if matrix else dtype.itemsize)
     return round(found)
 
 
