@@ -85,24 +85,25 @@ def check_resumed(config: Any) -> list[str]:
         return []
     found = differences(config, load_config(folder))
     decisive = [one for one in found if _named(one[0], DECISIVE) and one[0] not in HARMLESS]
-    never = [one for one in decisive if _never(*one)]
-    allowed = [
-        one for one in decisive if _named(one[0], config.run.allow_changes) and one not in never
-    ]
-    refused = never + [one for one in decisive if one not in allowed + never]
+    possible = [one for one in decisive if not _never(*one)]
+    allowed = [one for one in possible if _named(one[0], config.run.allow_changes)]
+    refused = [one for one in decisive if one not in allowed]
+    refused.sort(key=lambda one: one in possible)  # what cannot be allowed comes first
     if refused:
         key, before, now = refused[0]
         names = ",".join(dict.fromkeys([*config.run.allow_changes, *(one[0] for one in refused)]))
         others = [one[0] for one in refused[1:]]
         more = f"; so do {', '.join(others[:MOST])}" if others else ""
         more += f" and {len(others) - MOST} more" if len(others) > MOST else ""
-        allow = (
-            f"run.allow_changes=[{names}] resumes all the same where target, data and the "
-            "drafter's shape stay as they were"
-        )
+        allow = "no checkpoint allows that"
+        if refused[0] in possible:
+            allow = (
+                f"run.allow_changes=[{names}] resumes all the same where target, data and the "
+                "drafter's shape stay as they were"
+            )
         raise ValueError(
             f"{key} must be {_text(before)} to resume, as in {folder / CONFIG}, got {_text(now)}, "
-            f"which changes the losses{more}; {'no checkpoint allows that' if never else allow}, "
+            f"which changes the losses{more}; {allow}, "
             "run.name=ANOTHER_NAME starts another run"
         )
     lines = []

@@ -61,9 +61,7 @@ class DFlashConfig(DepthLossConfig, LayerConfig):
     def __post_init__(self) -> None:
         DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
-        layers = self.layers
-        distinct = layers is None or len(set(layers)) == len(layers) > 0
-        self.require("layers", distinct, "be distinct layers, at least one, or null")
+        self.require_distinct(self.layers)
         self.require_at_least(1, "num_captures", "num_layers", "num_anchors")
         self.require_at_least(2, "block_size")
         self.require("anchors", self.anchors in (RANDOM, FIXED), f"be {RANDOM} or {FIXED}")

@@ -58,9 +58,7 @@ class FusingConfig(DepthLossConfig, LayerConfig):
     def __post_init__(self) -> None:
         DepthLossConfig.__post_init__(self)
         LayerConfig.__post_init__(self)
-        layers = self.layers
-        distinct = layers is None or len(set(layers)) == len(layers) > 0
-        self.require("layers", distinct, "be distinct layers, at least one, or null")
+        self.require_distinct(self.layers)
         self.require_or_target("hidden_size", (self.hidden_size or 0) >= 1, "be at least 1")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(

@@ -286,7 +286,7 @@ class EvalConfig(Settings):
     @property
     def lossy(self) -> bool:
         """Whether the rule changes the target's distribution at any measured point."""
-        lossy = self.rule in LOSSY and not (self.rule == "lenience" and self.lenience == 1)
+        lossy = self.rule in LOSSY and not self.acceptance_rule.lossless
         return lossy and any(temperature for temperature, _ in self.points)
 
     @property

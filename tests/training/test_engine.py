@@ -64,13 +64,16 @@ def deepspeed_config(name: str) -> DeepSpeedConfig:
 
 
 def make_engine(
-    name: str, max_grad_norm: float = 0.8, dtype: torch.dtype = torch.float32
+    name: str,
+    max_grad_norm: float = 0.8,
+    dtype: torch.dtype = torch.float32,
+    module: nn.Module | None = None,
 ) -> Engine:
     """Return an engine by its name in ENGINES, with what follows a plus: `none+muon+average`."""
     name, *others = name.split("+")
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # other weights on other ranks: unified
     return build_engine(
-        Model(),
+        Model() if module is None else module,
         deepspeed_config(name),
         device="cpu",
         dtype=dtype,
@@ -364,18 +367,7 @@ def test_muon_learns_and_two_kinds_of_moments_are_saved(tmp_path: Path) -> None:
 def test_muon_needs_no_vectors_beside_its_matrices(tmp_path: Path) -> None:
     def engine() -> Engine:
         torch.manual_seed(0)
-        module = nn.Linear(4, 4, bias=False)
-        return build_engine(
-            module,
-            deepspeed_config("none"),
-            device="cpu",
-            dtype=torch.float32,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            optimizer=MUON,
-        )
+        return make_engine("none+muon", module=nn.Linear(4, 4, bias=False))
 
     first, again = engine(), engine()
     for _ in range(2):

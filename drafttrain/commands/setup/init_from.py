@@ -37,11 +37,9 @@ def starting_point(config: TrainConfig) -> GivenDrafter | None:
     spec = expected_spec(config.model)
     if config.run.resume and has_checkpoints(run) and (run / FOLDER / RECORD).is_file():
         check_resumed(config)  # before weights are loaded into another drafter
-        drafter, record = (
-            drafter_before(run, config.drafter, spec),
-            read_object(run / FOLDER / RECORD),
-        )
+        drafter = drafter_before(run, config.drafter, spec)
         assert drafter is not None
+        record = read_object(run / FOLDER / RECORD)
         origin, fingerprint = record["origin"], record["target_fingerprint"]
         lines = (f"start: {origin}, as kept in {run / FOLDER}",)
         return GivenDrafter(drafter.train(), None, origin, lines, fingerprint)

@@ -16,9 +16,9 @@ from drafttrain.drafters.serving.engines import (
     SGLANG,
     SGLANG_EAGLE,
     VLLM,
-    VLLM_DIVIDES,
     VLLM_HEADLESS,
     VLLM_ROTATES,
+    hands_on_divided,
 )
 from drafttrain.drafters.serving.layout import (
     DECLARED,
@@ -146,9 +146,7 @@ class EagleLayout(OneLayer):
             return (
                 f"{VLLM} finds no head of {spec.architecture} targets to share with EAGLE drafters"
             )
-        if spec.architecture in VLLM_DIVIDES:
-            return f"{VLLM} hands on the final hidden states of {spec.architecture} targets divided"
-        return super().vllm_refuses(spec)
+        return hands_on_divided(spec) or super().vllm_refuses(spec)
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
         kind = spec.architecture

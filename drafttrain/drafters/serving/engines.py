@@ -92,6 +92,13 @@ def cannot_serve(
     return {engine: reason for engine, reason in reasons.items() if reason}
 
 
+def hands_on_divided(spec: TargetSpec) -> str:
+    """Return why vLLM serves no drafter of a target's final hidden states; "" if it does."""
+    if spec.architecture in VLLM_DIVIDES:
+        return f"{VLLM} hands on the final hidden states of {spec.architecture} targets divided"
+    return ""
+
+
 def serve_commands(
     layout: ServedLayout, target: str, model: str, depth: int, draft_sample_method: str = GREEDY
 ) -> dict[str, str]:

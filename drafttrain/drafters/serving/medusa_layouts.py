@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.engines import VLLM, VLLM_DIVIDES
+from drafttrain.drafters.serving.engines import hands_on_divided
 from drafttrain.drafters.serving.layout import (
     DECLARED,
     SPECIFIC,
@@ -109,9 +109,7 @@ class MedusaLayout(ServedLayout):
         }
 
     def vllm_refuses(self, spec: TargetSpec) -> str:
-        if spec.architecture in VLLM_DIVIDES:
-            return f"{VLLM} hands on the final hidden states of {spec.architecture} targets divided"
-        return ""
+        return hands_on_divided(spec)
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         return ("vLLM drafts one chain from the heads.",) if served else ()

@@ -55,6 +55,11 @@ class LayerConfig(DrafterConfig):
             self.require_or_target(key, (getattr(self, key) or 0) > 0, "be above 0")
         require_scaling(self.rope_scaling)
 
+    def require_distinct(self, layers: list[int] | None) -> None:
+        """Raise ValueError unless the target's layers to read are some, each once, or null."""
+        distinct = layers is None or len(set(layers)) == len(layers) > 0
+        self.require("layers", distinct, "be distinct layers, at least one, or null")
+
     def require_or_target(self, key: str, holds: bool, need: str) -> None:
         """Raise ValueError unless a condition on a setting holds, or it is null."""
         value = getattr(self, key)
