@@ -60,7 +60,7 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     asked, skipped = read_asked(config.data, settings.turns)
     for line in skipped.lines():
         console.print(line)
-    identity, opened = prepare(config)
+    identity, opened = prepare(config, stop)
     with Answers(out, settings.identity() | identity) as answers:
         num_missing = len(answers.missing(asked))
         console.print(
@@ -91,7 +91,9 @@ def regenerate_until(stop: StopRequest, config: RegenerateConfig) -> None:
     console.print(f"next: {follow_up('train', *trained)}")
 
 
-def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
+def prepare(
+    config: RegenerateConfig, stop: StopRequest
+) -> tuple[dict[str, Any], AbstractContextManager[Backend]]:
     """Return what the answers depend on besides the settings, and the backend, not yet opened."""
     settings, model, template = config.regenerate, config.model, config.data.text_format
     if settings.backend == OPENAI:
@@ -101,7 +103,7 @@ def prepare(config: RegenerateConfig) -> tuple[dict[str, Any], AbstractContextMa
             f"endpoint: {served.model}; an answer may take regenerate.timeout="
             f"{settings.timeout:g} s, with at most {settings.max_retries} more requests for it"
         )
-        backend: Backend = partial(by_endpoint, config=settings, template=template)
+        backend: Backend = partial(by_endpoint, config=settings, template=template, stop=stop)
         told = {"data.template_kwargs": template.kwargs} if template.kwargs else {}
         return {"model": served.model, **told}, nullcontext(backend)
     device = choose_device(config.hardware)

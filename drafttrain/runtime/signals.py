@@ -1,4 +1,4 @@
-"""A request to stop, a scheduler's signal or Ctrl-C: deferred in training steps, else at once."""
+"""A request to stop, a scheduler's signal or Ctrl-C: deferred while a step runs, else at once."""
 
 import os
 import signal
@@ -44,6 +44,7 @@ class StopRequest:
         self.how_to_resume = how_to_resume
         self.name: str | None = None  # of the signal that came first
         self._deferred = False
+        self._meanwhile = ""
         self._raised: Stopped | None = None
         self._first: dict[int, float] = {}  # when a signal came first
 
@@ -70,9 +71,12 @@ class StopRequest:
             raise
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """While this is open, only remember a signal: the caller checks `asked`."""
-        self._deferred = True
+    def deferred(self, meanwhile: str = "") -> Iterator[None]:
+        """While this is open, only remember a signal: the caller checks `asked`, or calls `obey`.
+
+        meanwhile: what Ctrl-C is told, where it takes a while until the caller does.
+        """
+        self._deferred, self._meanwhile = True, meanwhile
         try:
             yield
         finally:
@@ -114,9 +118,10 @@ class StopRequest:
         if not self._deferred:
             self._raised = self.stopped(self.how_to_resume)
             raise self._raised
-        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+        elif number == signal.SIGINT and self._meanwhile and os.environ.get("RANK", "0") == "0":
             # Not by sys.stderr, which may be in use right now.
-            os.write(2, b"\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
+            told = f"\ninterrupted: {self._meanwhile}; Ctrl-C again ends at once\n"
+            os.write(2, told.encode())
 
 
 @contextmanager

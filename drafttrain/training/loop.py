@@ -131,7 +131,7 @@ def train(
     agreement = StopVote(engine.ranks, stop)
     with (
         progress("train", max(config.max_steps, saved), saved, show=engine.is_main) as tick,
-        stop.deferred(),
+        stop.deferred(meanwhile="this step is saved first"),
         engine.ranks.naming_a_loss(),
     ):
         while True:

@@ -1,5 +1,6 @@
 """Answers to prompts: whoever gives them, whenever it was interrupted, the file is the same."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -31,6 +32,7 @@ from drafttrain.data.records import Message
 from drafttrain.decode.autoregressive import autoregressive_decode, autoregressive_decode_batch
 from drafttrain.runtime import lock
 from drafttrain.runtime.signals import Stopped, StopRequest
+from drafttrain.target.answers import endpoint as endpoint_module
 from drafttrain.target.answers.answers_file import Answers, regenerate
 from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Outcome
@@ -112,7 +114,7 @@ def local(target: Target, config: RegenerateSettings) -> Any:
 
 
 def remote(config: RegenerateSettings) -> Any:
-    return partial(by_endpoint, config=config, template=BY_TEMPLATE)
+    return partial(by_endpoint, config=config, template=BY_TEMPLATE, stop=StopRequest())
 
 
 # Reading prompts
@@ -281,7 +283,7 @@ def test_a_torn_line_does_not_spoil_the_one_after_it(
     asked, out = asked_of(tmp_path), tmp_path / "out.jsonl"
 
     def stopping(missing: Sequence[Question]) -> Iterator[list[Outcome]]:
-        for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE)):
+        for number, outcomes in enumerate(by_endpoint(missing, config, BY_TEMPLATE, StopRequest())):
             if number == 1:
                 raise KeyboardInterrupt
             yield outcomes
@@ -620,6 +622,32 @@ def test_a_server_that_hangs_is_given_up_after_the_time_that_is_said(
     assert time.monotonic() - started < 10
 
 
+def test_a_request_to_stop_breaks_off_no_step_of_asyncio(
+    endpoint: chat_server.Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error raised there by a signal would leave what has just begun without an await."""
+    config = settings(base_url=endpoint.url, backend="openai", concurrency=1)
+    went_on = list[bool]()
+
+    async def signalled(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        went_on.append(True)
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(endpoint_module, "converse", signalled)
+    asked, started = asked_of(tmp_path), time.monotonic()
+    stop = StopRequest()
+    backend = partial(by_endpoint, config=config, template=BY_TEMPLATE, stop=stop)
+    with (
+        Answers(tmp_path / "out.jsonl", config.identity()) as answers,
+        stop.listening(),
+        pytest.raises(Stopped, match="stopped by SIGTERM"),
+    ):
+        regenerate(asked, answers, backend, stop, show=False)
+    assert went_on == [True]
+    assert time.monotonic() - started < 10
+
+
 def test_what_a_template_is_told_goes_to_the_endpoint(
     endpoint: chat_server.Endpoint, tmp_path: Path
 ) -> None:
@@ -628,7 +656,7 @@ def test_what_a_template_is_told_goes_to_the_endpoint(
     run(
         tmp_path / "out.jsonl",
         asked_of(tmp_path),
-        partial(by_endpoint, config=config, template=quiet),
+        partial(by_endpoint, config=config, template=quiet, stop=StopRequest()),
         config,
     )
     assert endpoint.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}

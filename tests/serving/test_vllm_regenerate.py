@@ -76,7 +76,7 @@ def vllm_config() -> VllmConfig:
     return VllmConfig(**yaml.safe_load((CONF / "vllm" / "default.yaml").read_text()))
 
 
-SERVED = partial(by_endpoint, template=BY_TEMPLATE)
+SERVED = partial(by_endpoint, template=BY_TEMPLATE, stop=StopRequest())
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_a_second_ctrl_c_ends_at_once(rank: str | None) -> None:
         if rank is not None:
             os.environ["RANK"] = rank
         stop = StopRequest()
-        with stop.listening(), stop.deferred():
+        with stop.listening(), stop.deferred(meanwhile="this is saved first"):
             os.kill(os.getpid(), signal.SIGINT)
             os.write(writer, str(stop.name).encode())
             os.kill(os.getpid(), signal.SIGINT)
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_ends_at_once(rank: str | None) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
     with os.fdopen(reader) as pipe:
         said = pipe.read()
-    assert said.startswith("\ninterrupted: this step is saved first; Ctrl-C again ends at once\n")
+    assert said.startswith("\ninterrupted: this is saved first; Ctrl-C again ends at once\n")
     assert said.endswith("SIGINT" if rank is None else "SIGINT lived")
 
 

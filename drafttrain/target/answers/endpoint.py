@@ -9,7 +9,7 @@ from typing import Any
 
 from drafttrain.data.prompts_to_answer import LAST, Question
 from drafttrain.data.template import Template
-from drafttrain.runtime.signals import Stopped
+from drafttrain.runtime.signals import Stopped, StopRequest
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import Count, UntrustedError, shown, typed
 from drafttrain.target.answers.config import RegenerateSettings
@@ -21,6 +21,7 @@ VLLM = "vllm"  # the owner that a vLLM server states for its model
 NO_KEY = "none"  # local servers need no key, but the client requires some text
 PATIENCE_S = 10.0  # for the list of models, which needs no computation
 SILENCE_S = 30.0  # without an answer before a log line says so
+CHECK_S = 0.5  # until a request to stop is seen
 MAX_REPLY = 8 << 20  # bytes; an answer of 100,000 tokens with their ids has one million
 SHOWN = 300  # characters shown of an endpoint's error
 
@@ -75,9 +76,12 @@ TOLD_VLLM = {"min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
 
 
 def by_endpoint(
-    asked: Sequence[Question], config: RegenerateSettings, template: Template
+    asked: Sequence[Question], config: RegenerateSettings, template: Template, stop: StopRequest
 ) -> Iterator[list[Outcome]]:
     """Yield outcomes as they come, with `concurrency` conversations in flight at a time.
+
+    A list may be empty: after each the caller obeys a request to stop, which is deferred meanwhile,
+    since raised within asyncio it would leave coroutines that nobody awaits.
 
     The client retries transient errors (no connection, 408, 409, 429, 5xx) within
     regenerate.timeout per answer. A conversation that still fails is an outcome too, and the next
@@ -91,26 +95,30 @@ def by_endpoint(
         try:
             served = runner.run(find_model(client, config))
             rest, failed, refused, answered = iter(asked), 0, 0, False
-            last = time.monotonic()
+            last = told = time.monotonic()
             while True:
-                while len(tasks) < config.concurrency and (one := next(rest, None)) is not None:
-                    dialogue = Dialogue(one, config.turns == LAST)
-                    talk = converse(client, served, dialogue, config, template)
-                    tasks.add(runner.get_loop().create_task(talk))
-                if not tasks:
-                    return
-                waiting = asyncio.wait(
-                    tasks, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                done, tasks = runner.run(waiting)
-                if not done:
-                    console.print(
-                        f"no answer from {config.base_url} for {time.monotonic() - last:.0f} s; "
-                        f"after regenerate.timeout={config.timeout:g} s a request is given up"
+                with stop.deferred():
+                    while len(tasks) < config.concurrency and (one := next(rest, None)) is not None:
+                        dialogue = Dialogue(one, config.turns == LAST)
+                        talk = converse(client, served, dialogue, config, template)
+                        tasks.add(runner.get_loop().create_task(talk))
+                    if not tasks:
+                        return
+                    waiting = asyncio.wait(
+                        tasks, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED
                     )
+                    done, tasks = runner.run(waiting)
+                now = time.monotonic()
+                if not done:
+                    if now - told >= SILENCE_S:
+                        told = now
+                        console.print(
+                            f"no answer from {config.base_url} for {now - last:.0f} s; after "
+                            f"regenerate.timeout={config.timeout:g} s a request is given up"
+                        )
                     yield []
                     continue
-                last = time.monotonic()
+                last = told = now
                 outcomes = [task.result() for task in done]
                 yield outcomes
                 for outcome in outcomes:
