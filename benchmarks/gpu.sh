@@ -1,30 +1,72 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, under 9 minutes: the gpu tests (the host's waits among them), then for
-# each drafter a training run and an evaluation on the embedded target, and one table; passes of a
-# random 8B model against the bound of memory, training shapes. Needs drafttrain's dependencies.
+# Everything that needs a GPU, in 9 minutes on one H200 with 16 cores: the gpu tests (kernels, gradients,
+# waits of the host, memory), then by benchmarks/protocols/families.md every family with three seeds
+# and its acceptance, several at a time, and each family's speed at the cost of 8B, one after the
+# other; passes of a random 8B model against the bound of memory, training shapes. Needs
+# drafttrain's dependencies.
 #
-#   benchmarks/gpu.sh [OUT]        OUT: where runs and logs go (default outputs/gpu)
+#   benchmarks/gpu.sh [OUT [STEP ...]]   OUT: where runs and logs go (default outputs/gpu);
+#                                        STEP: tests, families, speeds, passes, train (default: all)
+#   FAMILIES, SEEDS, MORE (overrides of every training) and INFLATE make it smaller.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-OUT=${1:-outputs/gpu}
+OUT=$(realpath -m "${1:-outputs/gpu}")
+STEPS=("${@:2}")
+[ ${#STEPS[@]} -gt 0 ] || STEPS=(tests families speeds passes train)
 PYTHON=${PYTHON:-python}
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-mkdir -p "$OUT"
+PROCESSES=${PROCESSES:-12}
+# Those that take longest first.
+FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
+    early_exit mlp_speculator hydra_heads small_lm medusa}
+SEEDS=${SEEDS:-0 1 2}
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$OUT/logs"
+
+tests() {
+    timeout 120 $PYTHON -m pytest -q -m gpu tests/test_gpu.py -n "${TESTERS:-8}" -p no:benchmark \
+        >"$OUT/logs/tests.log" 2>&1
+    tail -n 1 "$OUT/logs/tests.log"
+    grep -E "^(FAILED|ERROR)" "$OUT/logs/tests.log"
+}
+
+families() {
+    local seed family
+    for seed in $SEEDS; do
+        for family in $FAMILIES; do
+            echo "$family-$seed: train +experiment=equal_tokens run.name=$family-$seed" \
+                "run.dir=$OUT/$family-$seed run.seed=$seed drafter=$family data.batch_size=1024" \
+                "data.cache_dir=$OUT/selfgen trainer.validation_prompts=2 ${MORE:-} &&" \
+                "evaluate run.dir=$OUT/$family-$seed eval.batch_size=10 eval.blocks=1" \
+                "eval.lossless_prompts=0 hardware.threads=1"
+        done
+    done | $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes "$PROCESSES"
+    $PYTHON -m drafttrain compare "runs=[$(ls -d "$OUT"/*-? | paste -sd,)]" compare.all_pairs=true \
+        "compare.dir=$OUT/compared" >"$OUT/logs/compare.log" 2>&1 &&
+        $PYTHON benchmarks/families.py table "$OUT/compared"
+}
+
+speeds() {
+    local family depths
+    for family in $FAMILIES; do
+        depths=1,2,4,7
+        case $family in
+            medusa | hydra* | mlp*) depths=1,2,4 ;;
+            p_eagle) depths=1,2,4,5 ;;
+        esac
+        echo "speed-$family: evaluate run.dir=$OUT/$family-0 eval=large eval.name=speed" \
+            "model.inflate=${INFLATE:-8B} eval.depths=[$depths] hardware.threads=1"
+    done | $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes 1
+    $PYTHON benchmarks/families.py speeds "$OUT"/*-0/evaluations/speed
+}
+
+passes() { timeout 60 $PYTHON benchmarks/passes.py 2>&1 | grep "^|"; }
+
+train() { timeout 60 $PYTHON benchmarks/train.py --only-record --repeats 3 2>&1 | grep "^|"; }
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1
-timeout 90 $PYTHON -m pytest -q -m gpu tests/test_gpu.py 2>&1 | tail -n 5
-
-for drafter in eagle3 eagle medusa; do
-    run=$OUT/$drafter
-    rm -rf "$run"
-    timeout 70 $PYTHON -m drafttrain train "run.name=$drafter" "run.dir=$run" "drafter=$drafter" \
-        data.num_conversations=8192 data.batch_size=1024 "data.cache_dir=$OUT/selfgen" \
-        trainer.max_steps=600 trainer.tokens_per_step=16384 hardware.micro_batch=64 \
-        trainer.validate_every=600 trainer.save_every=600 >"$OUT/$drafter.train.log" 2>&1 &&
-        timeout 40 $PYTHON -m drafttrain evaluate "run.dir=$run" eval.prompts_per_task=5 \
-            >"$OUT/$drafter.evaluate.log" 2>&1
-    [ $? -eq 0 ] || tail -n 20 "$OUT/$drafter".*.log
+for step in "${STEPS[@]}"; do
+    started=$SECONDS
+    "$step"
+    echo "=== $step: $((SECONDS - started)) s"
 done
-$PYTHON benchmarks/table.py "$OUT"/{eagle3,eagle,medusa}
-timeout 60 $PYTHON benchmarks/passes.py 2>&1 | grep "^|"
-timeout 60 $PYTHON benchmarks/train.py --only-record --repeats 3 2>&1 | grep "^|"

@@ -237,8 +237,13 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
         return text
     if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
         return f"{escaped(str(error.filename or folder))}: {reason(error, folder or Path())}"
-    if type(error).__name__ == "OutOfMemoryError":
-        return f"out of GPU memory; lower hardware.micro_batch, which changes no result: {text}"
+    # The driver's own refusal, with a few megabytes left, is an error like any other of a GPU.
+    refused = type(error).__name__ == "AcceleratorError" and "out of memory" in text
+    if refused or type(error).__name__ == "OutOfMemoryError":
+        return (
+            "out of GPU memory; lower hardware.micro_batch in training, which changes no result, or "
+            f"eval.batch_size in decoding, or end other processes on this GPU: {text}"
+        )
     name = f"error_rank{rank()}.log" if rank() else "error.log"
     # os.path returns False where pathlib raises: the name may be too long or invalid.
     kept = folder is not None and os.path.isdir(folder)

@@ -15,13 +15,16 @@ from second_device import waits as noted
 from test_drafters import ALL, FAMILIES, PROMPTS, STOPS, TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
 from test_init_from import conversations
+from test_unrolled_attention import heads, past
 
 from drafttrain.__main__ import main
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import graphs, room
 from drafttrain.core.ops.graphs import CAPTURES
+from drafttrain.core.ops.layers import document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import placed
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Sample, weighted_sum
@@ -124,6 +127,10 @@ WAITED: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] = {
         lambda ours: ours[torch.tensor([0, 2])],
         "copy of an index from the host",
     ),
+    "a number written to a place": (
+        lambda ours: ours.__setitem__(0, 2.0),
+        "copy of a number from the host",
+    ),
     "a number of the host": (lambda ours: ours * torch.tensor(2.0), None),
     "a mask filled with a number": (lambda ours: ours.masked_fill_(ours > 0, 2.0), None),
     "a mask to write a number to": (lambda ours: ours.__setitem__(ours > 0, 2.0), None),
@@ -141,6 +148,20 @@ def test_the_device_counts_what_the_host_waits_for(what: str) -> None:
     with counted() as waits:
         act(ours)
     assert [wait.what for wait in waits] == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize("depths", [1, 3])
+def test_attention_in_half_precision_has_the_gradient_of_the_cpus(depths: int) -> None:
+    document = torch.tensor([[0] * 4 + [1] * 7, [2] * 5 + [3] * 3 + [-1] * 3])
+    found: dict[str, list[torch.Tensor]] = {}
+    for device in DEVICES:
+        mask = document_mask(document.to(device), document)
+        drawn = heads(depths, 2, torch.bfloat16)
+        given = [tensor.detach().to(device).requires_grad_() for tensor in drawn]
+        mixed = unrolled_attention(given[0], past(given), mask)
+        found[device] = list(torch.autograd.grad(mixed.square().sum(), given))
+    for one, other in zip(found["cpu"], found[NAME], strict=True):
+        torch.testing.assert_close(other.cpu(), one, rtol=3e-2, atol=3e-2)
 
 
 def samples() -> list[Sample]:

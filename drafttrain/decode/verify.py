@@ -323,7 +323,7 @@ class Walk:
     def only_active(self, probs: Probs) -> Probs:
         """Return distributions with nothing to choose for rows that have stopped."""
         sure = torch.zeros_like(probs[0])
-        sure[0] = 1.0
+        sure[:1].fill_(1.0)  # `sure[0] = 1.0` would copy the number from the host, and wait
         return torch.where(self.active[:, None], probs, sure)
 
     def step(self, taken: Bool[Tensor, " batch"], node: Int[Tensor, " batch"]) -> None:

@@ -366,8 +366,14 @@ def test_running_out_of_memory_names_the_knob(failing, capsys: pytest.CaptureFix
     class OutOfMemoryError(RuntimeError):
         pass
 
-    assert failing(OutOfMemoryError("CUDA out of memory")) == 1
-    assert "lower hardware.micro_batch" in capsys.readouterr().err
+    class AcceleratorError(RuntimeError):
+        pass
+
+    for kind in (OutOfMemoryError, AcceleratorError):
+        assert failing(kind("CUDA error: out of memory")) == 1
+        assert "lower hardware.micro_batch" in capsys.readouterr().err
+    assert failing(AcceleratorError("CUDA error: an illegal memory access")) == 1
+    assert "lower hardware.micro_batch" not in capsys.readouterr().err
 
 
 def test_a_log_gets_the_last_line_of_a_progress_once(capsys: pytest.CaptureFixture[str]) -> None:

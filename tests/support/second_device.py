@@ -75,6 +75,13 @@ class SecondTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SecondTensor({self.raw!r})"
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """On CUDA alone torch makes a number a tensor of the CPU, which it then copies."""
+        masks = isinstance(index, torch.Tensor) and index.dim() > 0
+        if not isinstance(value, torch.Tensor) and not masks:
+            wait("copy of a number from the host")
+        super().__setitem__(index, value)
+
     def tolist(self) -> Any:
         wait("tolist")
         return self.raw.tolist()
@@ -290,8 +297,13 @@ def efficient(
     room = -total.shape[-1] % 32  # it writes as many as its blocks have
     padded = torch.nn.functional.pad(total, (0, room), value=torch.nan).float()
     nothing = torch.zeros((), dtype=torch.long)
-    mixed = (scores - total[..., None]).exp() @ values.float()
-    return mixed.to(queries.dtype), padded, nothing, nothing.clone()
+    mixed = ((scores - total[..., None]).exp() @ values.float()).to(queries.dtype)
+    return as_written(mixed), padded, nothing, nothing.clone()
+
+
+def as_written(mixed: torch.Tensor) -> torch.Tensor:
+    """Return an output in the layout of CUDA's kernel: the heads of a position side by side."""
+    return mixed.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def efficient_backward(
@@ -312,6 +324,8 @@ def efficient_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute its backward from the output and the log-sum-exp that are given."""
     assert logsumexp.shape[-1] % 32 == 0, "padded, as the forward gave it"
+    if queries.dtype != torch.float32:  # there it reads the output without asking for its strides
+        assert mixed.stride() == as_written(mixed).stride(), "laid out as the forward gave it"
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     total = logsumexp[..., : queries.shape[2], None]
     weights = (scores_of(queries, keys, bias, causal, scale) - total).exp()

@@ -155,8 +155,11 @@ def _attend_backward(
     all_parts = (_members(part, keys) for part in (grad, queries, of.mixed, padded))
     aligned, found = _aligned(bias, keys), []
     for slope, own, mixed, total in zip(*all_parts, strict=True):
+        # In half precision the kernel takes its own output's layout for granted: with another the
+        # gradients of queries and keys are wrong, silently.
+        laid_out = mixed.transpose(1, 2).contiguous().transpose(1, 2)
         answer = _aten._scaled_dot_product_efficient_attention_backward(
-            *(slope, own, keys, values, aligned, mixed, total.contiguous()),
+            *(slope, own, keys, values, aligned, laid_out, total.contiguous()),
             *(seed, offset, 0.0, [True, True, True, False], bias is None),
         )
         found.append(answer[:3])
