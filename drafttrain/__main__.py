@@ -241,8 +241,8 @@ def _explain(error: Exception, folder: Path | None, arguments: list[str]) -> str
     refused = type(error).__name__ == "AcceleratorError" and "out of memory" in text
     if refused or type(error).__name__ == "OutOfMemoryError":
         return (
-            "out of GPU memory; lower hardware.micro_batch in training, which changes no result, or "
-            f"eval.batch_size in decoding, or end other processes on this GPU: {text}"
+            "out of GPU memory; lower hardware.micro_batch in training, which changes no result, "
+            f"or eval.batch_size in decoding, or end other processes on this GPU: {text}"
         )
     name = f"error_rank{rank()}.log" if rank() else "error.log"
     # os.path returns False where pathlib raises: the name may be too long or invalid.

@@ -176,8 +176,8 @@ def test_gpu_and_cpu_give_the_same_loss_and_gradient(
 def test_a_step_takes_the_memory_that_was_planned(drafter: str) -> None:
     """Peak of loading and two steps within 15 %, on a target of two gigabytes.
 
-    A plan is of a step of several micro batches: while one is differentiated, the gradients of those
-    before it are there.
+    A plan is of a step of several micro batches: while one is differentiated, the gradients of
+    those before it are there.
     """
     told = ["model=random_1b", f"drafter={drafter}", "hardware=h100x1", "hardware.accelerator=null"]
     told += ["hardware.micro_batch=4", "data.max_length=1024", "trainer.tokens_per_step=8192"]
