@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in 9 minutes on one H200 with 16 cores: the gpu tests (kernels, gradients,
-# waits of the host, memory), then by benchmarks/protocols/families.md every family with three seeds
-# and its acceptance, several at a time, and each family's speed at the cost of 8B, one after the
-# other; passes of a random 8B model against the bound of memory, training shapes. Needs
-# drafttrain's dependencies.
+# Everything that needs a GPU, in 9 minutes on an H200 with 16 cores: the gpu tests (kernels, gradients,
+# waits of the host, memory; 60 s); every family by benchmarks/protocols/families.md with two seeds and
+# its acceptance, several at a time (4 minutes, and 40 s to compare); the speed of some at the cost of
+# 8B, one after the other (30 s each); passes of a random 8B model against the bound of memory,
+# training shapes (a minute each at most). Needs drafttrain's dependencies.
 #
 #   benchmarks/gpu.sh [OUT [STEP ...]]   OUT: where runs and logs go (default outputs/gpu);
 #                                        STEP: tests, families, speeds, passes, train (default: all)
-#   FAMILIES, SEEDS, MORE (overrides of every training) and INFLATE make it smaller.
+#   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${1:-outputs/gpu}")
@@ -18,16 +18,17 @@ PROCESSES=${PROCESSES:-12}
 # Those that take longest first.
 FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
     early_exit mlp_speculator hydra_heads small_lm medusa}
-SEEDS=${SEEDS:-0 1 2}
+SEEDS=${SEEDS:-0 1}
+TIMED=${TIMED:-eagle eagle3 medusa}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$OUT/logs"
 
 tests() {
-    timeout 120 $PYTHON -m pytest -q -m gpu tests/test_gpu.py -n "${TESTERS:-8}" -p no:benchmark \
+    timeout 120 $PYTHON -m pytest -q -m gpu tests/test_gpu.py -n "$PROCESSES" -p no:benchmark \
         >"$OUT/logs/tests.log" 2>&1
-    tail -n 1 "$OUT/logs/tests.log"
     grep -E "^(FAILED|ERROR)" "$OUT/logs/tests.log"
+    tail -n 1 "$OUT/logs/tests.log"
 }
 
 families() {
@@ -41,14 +42,15 @@ families() {
                 "eval.lossless_prompts=0 hardware.threads=1"
         done
     done | $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes "$PROCESSES"
-    $PYTHON -m drafttrain compare "runs=[$(ls -d "$OUT"/*-? | paste -sd,)]" compare.all_pairs=true \
-        "compare.dir=$OUT/compared" >"$OUT/logs/compare.log" 2>&1 &&
-        $PYTHON benchmarks/families.py table "$OUT/compared"
+    local runs
+    runs=$(ls "$OUT"/*-?/evaluations/default/report.json | sed 's:/evaluations/.*::' | paste -sd,)
+    $PYTHON -m drafttrain compare "runs=[$runs]" compare.baseline=eagle3 "compare.dir=$OUT/compared" \
+        >"$OUT/logs/compare.log" 2>&1 && $PYTHON benchmarks/families.py table "$OUT/compared"
 }
 
 speeds() {
     local family depths
-    for family in $FAMILIES; do
+    for family in $TIMED; do
         depths=1,2,4,7
         case $family in
             medusa | hydra* | mlp*) depths=1,2,4 ;;
