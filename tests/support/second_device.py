@@ -77,8 +77,8 @@ class SecondTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """On CUDA alone torch makes a number a tensor of the CPU, which it then copies."""
-        masks = isinstance(index, torch.Tensor) and index.dim() > 0
-        if not isinstance(value, torch.Tensor) and not masks:
+        masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool
+        if not isinstance(value, torch.Tensor) and not masked:
             wait("copy of a number from the host")
         super().__setitem__(index, value)
 
