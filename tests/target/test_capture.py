@@ -74,6 +74,7 @@ def write(
     folder: Path,
     asked: StoreContents = EVERYTHING,
     lines: list[str] | None = None,
+    ranks: Ranks = ALONE,
     **changes: Any,
 ) -> Manifest:
     return capture(
@@ -84,10 +85,25 @@ def write(
         template="of a template",
         record=RECORD,
         micro_batch=4,
-        ranks=ALONE,
+        ranks=ranks,
         stop=StopRequest(),
         say=(lines if lines is not None else []).append,
     )
+
+
+class Elsewhere(Ranks):
+    """A rank that has waited for the others."""
+
+    def barrier(self) -> None: ...
+
+
+def test_a_folder_that_machines_do_not_share_is_named(target: Target, tmp_path: Path) -> None:
+    ranks = Elsewhere(1, 0, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"one folder for all machines.*rank 1 does not find the"):
+        write(target, tmp_path / "other", ranks=ranks)
+    ranks = Elsewhere(0, 0, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"rank 0 does not find \d shards of other ranks there"):
+        write(target, tmp_path / "own", ranks=ranks)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -69,7 +69,8 @@ def capture(
             prepare(folder, target, samples, rows, asked, config, template, record, say)
         ranks.barrier()
         manifest = shards.read_manifest(folder)
-        assert manifest is not None, "just written"
+        if manifest is None:
+            raise _not_shared(folder, "the store that rank 0 began", ranks)
         if manifest.complete:
             return manifest
         plan = shards.plan_shards(rows, manifest.settings, manifest.bytes_per_row)
@@ -94,13 +95,21 @@ def capture(
         if ranks.is_main:
             journals = shards.read_journals(folder, manifest.names)
             every = _by_file([*manifest.shards, *journals])
-            assert len(every) == len(plan), f"{len(every)} of {len(plan)} shards"
+            if len(every) < len(plan):
+                raise _not_shared(folder, f"{len(plan) - len(every)} shards of other ranks", ranks)
             replace(manifest, complete=True, shards=every).write(folder)
             _remove(folder, shards.JOURNAL)
         ranks.barrier()
     finished = shards.read_manifest(folder)
     assert finished is not None, "just written"
     return finished
+
+
+def _not_shared(folder: Path, lacking: str, ranks: Ranks) -> ValueError:
+    return ValueError(
+        f"store.dir={folder} must be one folder for all machines, on a file system that they share,"
+        f" but rank {ranks.rank} does not find {lacking} there"
+    )
 
 
 def prepare(
