@@ -118,7 +118,7 @@ class StopRequest:
         if not self._deferred:
             self._raised = self.stopped(self.how_to_resume)
             raise self._raised
-        elif number == signal.SIGINT and self._meanwhile and os.environ.get("RANK", "0") == "0":
+        if number == signal.SIGINT and self._meanwhile and os.environ.get("RANK", "0") == "0":
             # Not by sys.stderr, which may be in use right now.
             told = f"\ninterrupted: {self._meanwhile}; Ctrl-C again ends at once\n"
             os.write(2, told.encode())
