@@ -131,6 +131,7 @@ WAITED: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] = {
         lambda ours: ours.__setitem__(0, 2.0),
         "copy of a number from the host",
     ),
+    "a number written to places": (lambda ours: ours.__setitem__(slice(1), 2.0), None),
     "a number of the host": (lambda ours: ours * torch.tensor(2.0), None),
     "a mask filled with a number": (lambda ours: ours.masked_fill_(ours > 0, 2.0), None),
     "a mask to write a number to": (lambda ours: ours.__setitem__(ours > 0, 2.0), None),

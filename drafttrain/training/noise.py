@@ -15,7 +15,7 @@ def uniforms(
     """Return uniforms in [0, 1), keyed by seed, conversation and place in it; zeros at padding."""
     places = torch.arange(document.shape[1], device=document.device)
     begins = document != document.roll(1, dims=1)
-    begins[:, :1].fill_(True)  # an assignment would copy the value from the host, and wait
+    begins[:, 0] = True
     first = torch.where(begins, places, 0).cummax(dim=1).values
     tokens = _hashed(_hashed(document.int() ^ (seed & 0x7FFFFFFF)) + (places - first).int())
     channels = _hashed(torch.arange(width, dtype=torch.int32, device=document.device))

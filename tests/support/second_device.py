@@ -76,9 +76,13 @@ class SecondTensor(torch.Tensor):
         return f"SecondTensor({self.raw!r})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """On CUDA alone torch makes a number a tensor of the CPU, which it then copies."""
-        masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool
-        if not isinstance(value, torch.Tensor) and not masked:
+        """On CUDA alone torch makes a number a tensor of the CPU; into one place it copies it.
+
+        More places it fills (`copy_to` of TensorIndexing.h).
+        """
+        places = index if isinstance(index, tuple) else (index,)
+        single = len(places) == self.dim() and all(isinstance(place, int) for place in places)
+        if single and not isinstance(value, torch.Tensor):
             wait("copy of a number from the host")
         super().__setitem__(index, value)
 
