@@ -22,7 +22,7 @@ from drafttrain.core.chance import SeededChance
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import graphs, room
 from drafttrain.core.ops.graphs import CAPTURES
-from drafttrain.core.ops.layers import document_mask
+from drafttrain.core.ops.layers import LayerShape, document_mask
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import placed
@@ -149,6 +149,31 @@ def test_the_device_counts_what_the_host_waits_for(what: str) -> None:
     with counted() as waits:
         act(ours)
     assert [wait.what for wait in waits] == ([] if expected is None else [expected])
+
+
+def test_a_scaled_rotation_sends_its_frequencies_once() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    shape = LayerShape(32, 64, 4, 2, 8, 1e-5, 10000.0, scaling, False, False, False)
+    positions = torch.arange(6)[None]
+    expected = shape.rotation(positions, torch.float32)
+    positions = positions.to(NAME)
+    shape.rotation(positions, torch.float32)
+    with counted() as waits:
+        found = shape.rotation(positions, torch.float32)
+    assert not waits
+    assert torch.equal(found.cos.cpu(), expected.cos)
+    Capturing.capture(lambda: shape.rotation(positions, torch.float32), positions.device)
+
+
+@pytest.mark.parametrize("width", [8, 20, 264])
+def test_attention_leaves_what_flash_refuses_to_another_kernel(width: int) -> None:
+    """The widths of heads that it takes are the multiples of 8 up to 256."""
+    torch.manual_seed(0)
+    drawn = [torch.randn(2, n, 9, width, dtype=torch.bfloat16) for n in (4, 2, 2)]
+    mixed = unrolled_attention(drawn[0], [(drawn[1], drawn[2])], None)
+    sent = [tensor.to(NAME) for tensor in drawn]
+    found = unrolled_attention(sent[0], [(sent[1], sent[2])], None)
+    torch.testing.assert_close(found.cpu(), mixed, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("depths", [1, 3])

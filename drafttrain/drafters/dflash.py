@@ -23,6 +23,7 @@ from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
 from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send, send_numbers
@@ -255,10 +256,8 @@ class DFlash(ParallelDrafter):
         for mask, asking, its_keys, its_values in zip(masks, *own, strict=True):
             its_keys = torch.cat([context_keys, its_keys], dim=2)
             its_values = torch.cat([context_values, its_values], dim=2)
-            part = functional.scaled_dot_product_attention(
-                asking, its_keys, its_values, attn_mask=mask, enable_gqa=True
-            )
-            mixed.append(part)
+            # torch's own attention has no fused kernel for a mask and shared keys on a GPU.
+            mixed.append(unrolled_attention(asking, [(its_keys, its_values)], mask))
         return compiled(layer.finish, hidden, torch.cat(mixed, dim=2), *kept)
 
     def _advance(
@@ -270,9 +269,7 @@ class DFlash(ParallelDrafter):
     ) -> Float[Tensor, "batch context hidden"]:
         """Return what the next layer reads of the context; None: each row is one text."""
         queries, keys, values = compiled(layer.enter, context, turn)
-        mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, causal, is_causal=causal is None, enable_gqa=True
-        )
+        mixed = unrolled_attention(queries, [(keys, values)], causal)
         return compiled(layer.finish, context, mixed)
 
     def _sums(
@@ -371,7 +368,8 @@ class DFlash(ParallelDrafter):
             return readout.logits(hidden.to(readout.head.dtype)), hidden
 
         inputs = [tokens, turn.cos, turn.sin]
-        logits, state.hidden = cache.run(run, inputs, key=readout.embedding.data_ptr())
+        key = readout.embedding.data_ptr(), readout.head.data_ptr()
+        logits, state.hidden = cache.run(run, inputs, key=key)
         cache.rollback(state.committed)
         return logits
 

@@ -71,7 +71,7 @@ def choose_train_dtype(config: HardwareConfig, device: torch.device) -> torch.dt
     if config.train_dtype != "auto":
         return TORCH_DTYPES[config.train_dtype]
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported()
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32

@@ -315,6 +315,26 @@ def test_padding_and_other_rows_do_not_change_the_loss(name: str, target: Target
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
+def test_training_asks_no_attention_that_a_gpu_has_no_fused_kernel_for(
+    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a mask, torch's fused kernels of a GPU take no fewer heads of keys than of queries."""
+    drafter = random_drafter(name, target)
+    rows = as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49)))
+    batch = Batch(*(tensor[rows.document >= 0][None] for tensor in vars(rows).values()))
+    features = target.features(batch, drafter.captures)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def asked(query: torch.Tensor, key: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        masked = len(given) > 1 or more.get("attn_mask") is not None
+        assert not masked or query.shape[1] == key.shape[1]
+        return attention(query, key, *given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", asked)
+    drafter(batch, features, NoChance())
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
 @torch.no_grad()
 def test_packed_conversations_have_the_loss_of_unpacked_ones(name: str, target: Target) -> None:
     drafter = random_drafter(name, target)

@@ -45,6 +45,15 @@ def pass_of(seconds: dict[tuple[torch.dtype, int], float]) -> Any:
     return for_dtype
 
 
+def test_a_gpu_that_emulates_bfloat16_trains_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a T4, for which there are no fused kernels of attention in bfloat16."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    found = choose_train_dtype(hardware(train_dtype="auto"), torch.device("cuda"))
+    assert found == torch.float32
+
+
 @pytest.mark.parametrize("fastest", [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_what_verifies_fastest_is_taken_and_said(fastest: tuple[torch.dtype, int]) -> None:
     torch.set_num_threads(2)

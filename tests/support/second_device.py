@@ -46,6 +46,7 @@ INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor}
 WRITING = {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Beside pointwise operations these take a CPU tensor without dimensions for a number.
 TAKING_NUMBERS = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, *WRITING}
+FLASH = aten._scaled_dot_product_flash_attention.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -361,7 +362,29 @@ def scores_of(
     return scores
 
 
-KERNELS = {EFFICIENT: efficient, EFFICIENT_BACKWARD: efficient_backward}
+def flash(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    return_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Compute CUDA's flash attention by its definition, for what it takes."""
+    assert queries.dtype in (torch.bfloat16, torch.float16), "half precision alone"
+    assert queries.shape[-1] % 8 == 0, "heads whose width is a multiple of 8"
+    assert queries.shape[-1] <= 256, "heads of at most 256"
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (heads.repeat_interleave(group, 1) for heads in (keys, values))
+    mixed, total, seed, offset = efficient(queries, keys, values, None, True, dropout, causal)
+    total = total[..., : queries.shape[2]]
+    length = queries.shape[2]
+    return mixed, total, None, None, length, length, seed, offset, seed.clone()
+
+
+KERNELS = {FLASH: flash, EFFICIENT: efficient, EFFICIENT_BACKWARD: efficient_backward}
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

@@ -198,9 +198,16 @@ class LayerShape:
         if self.rope_scaling is None:
             return rotation(positions, self.head_dim, self.rope_theta, dtype)
         frequencies, factor = self._scaled
-        angles = positions[..., None].float() * frequencies.to(positions.device)
+        device = positions.device
+        if device not in self._frequencies:  # once: the host waits, and a graph must not
+            self._frequencies[device] = frequencies.to(device)
+        angles = positions[..., None].float() * self._frequencies[device]
         angles = torch.cat([angles, angles], dim=-1)
         return Rotation((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+
+    @cached_property
+    def _frequencies(self) -> dict[torch.device, Float[Tensor, " pair"]]:
+        return {}
 
     @cached_property
     def _scaled(self) -> tuple[Float[Tensor, " pair"], float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from drafttrain.core.ops.layer_calls import wide_dtype
 
 _aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
 
 
 class _Mixture(NamedTuple):
@@ -120,7 +121,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) 
             queries, keys, values, 0.0, bias is None, attn_mask=bias
         )
         return _Mixture(mixed, logsumexp, "cpu")
-    if bias is None and queries.dtype in (torch.bfloat16, torch.float16):
+    width = queries.shape[-1]
+    if bias is None and queries.dtype in HALF and width % 8 == 0 and width <= 256:  # its limits
         answer = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, True)
         return _Mixture(answer[0], answer[1], "flash", tuple(answer[2:8]))
     seq, aligned, parts = queries.shape[2], _aligned(bias, keys), []
