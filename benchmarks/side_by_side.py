@@ -57,9 +57,8 @@ def main() -> int:
     with multiprocessing.get_context("spawn").Pool(told.processes) as pool:
         done = pool.starmap(run, [(line, told.logs) for line in lines], chunksize=1)
     failed = [name for name, well in done if not well]
-    print(
-        f"{len(done) - len(failed)} of {len(done)} done" + "".join(f", failed: {f}" for f in failed)
-    )
+    listed = f"; failed: {' '.join(failed)}" if failed else ""
+    print(f"{len(done) - len(failed)} of {len(done)} done{listed}")
     return int(bool(failed))
 
 

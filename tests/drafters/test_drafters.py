@@ -118,6 +118,11 @@ def as_batch(*rows: list[int], mask: list[list[bool]] | None = None) -> Batch:
     return Batch(tokens, loss_mask, positions, document)
 
 
+def in_one_row(batch: Batch) -> Batch:
+    """Pack every text of a batch into one row."""
+    return Batch(*(tensor[batch.document >= 0][None] for tensor in vars(batch).values()))
+
+
 def losses_of(drafter: Drafter, target: Target, batch: Batch) -> Losses:
     return drafter(batch, target.features(batch, drafter.captures), NoChance())
 
@@ -320,8 +325,7 @@ def test_training_asks_no_attention_that_a_gpu_has_no_fused_kernel_for(
 ) -> None:
     """With a mask, torch's fused kernels of a GPU take no fewer heads of keys than of queries."""
     drafter = random_drafter(name, target)
-    rows = as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49)))
-    batch = Batch(*(tensor[rows.document >= 0][None] for tensor in vars(rows).values()))
+    batch = in_one_row(as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49))))
     features = target.features(batch, drafter.captures)
     attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -340,13 +344,7 @@ def test_packed_conversations_have_the_loss_of_unpacked_ones(name: str, target: 
     drafter = random_drafter(name, target)
     rows = [[1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49))]
     unpacked = as_batch(*rows)
-    real = unpacked.document >= 0
-    packed = Batch(
-        unpacked.tokens[real][None],
-        unpacked.loss_mask[real][None],
-        unpacked.positions[real][None],
-        unpacked.document[real][None],
-    )
+    packed = in_one_row(unpacked)
     one, other = losses_of(drafter, target, unpacked), losses_of(drafter, target, packed)
     for term in one:
         torch.testing.assert_close(one[term].sum, other[term].sum)
@@ -357,10 +355,8 @@ def test_packed_conversations_have_the_loss_of_unpacked_ones(name: str, target: 
 def test_packed_conversations_have_the_gradient_of_unpacked_ones(name: str, target: Target) -> None:
     drafter = random_drafter(name, target).train()
     unpacked = as_batch([1, 20, 33, 41, 20, 52], [1, 9, 8], list(range(30, 49)))
-    real = unpacked.document >= 0
-    packed = Batch(*(tensor[real][None] for tensor in vars(unpacked).values()))
     found = []
-    for batch in (unpacked, packed):
+    for batch in (unpacked, in_one_row(unpacked)):
         drafter.zero_grad()
         weighted_sum(losses_of(drafter, target, batch)).backward()
         found.append({name: p.grad.clone() for name, p in drafter.named_parameters()})
