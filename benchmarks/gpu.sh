@@ -64,7 +64,7 @@ speeds() {
     $PYTHON benchmarks/families.py speeds "$OUT"/*-0/evaluations/speed
 }
 
-passes() { timeout 60 $PYTHON benchmarks/passes.py 2>&1 | grep "^|"; }
+passes() { timeout 60 $PYTHON benchmarks/passes.py 2>&1 | grep -E "^(\||passes)"; }
 
 train() { timeout 60 $PYTHON benchmarks/train.py --only-record --repeats 3 2>&1 | grep "^|"; }
 

@@ -92,6 +92,18 @@ def test_the_host_waits_once_in_a_cycle_on_the_gpu(
     assert waits[-1] - waits[0] == len(waits) - 1
 
 
+def test_a_function_is_captured_after_one_that_could_not_be() -> None:
+    capture, values = CAPTURES["cuda"], torch.arange(8.0, device="cuda")
+    for scale in (2, 3):
+        with pytest.raises(RuntimeError, match="captur"):
+            capture(lambda: (values * values.sum().item(),), values.device)
+        assert torch.rand(8, device="cuda").max() < 1
+        (found,), replay = capture(lambda scale=scale: (values * scale,), values.device)
+        values.add_(1)
+        replay()
+        assert torch.equal(found, values * scale)
+
+
 def test_what_the_parts_of_a_decoding_take_adds_up_on_the_gpu(target: Target) -> None:
     drafter = random_drafter("eagle3", target).to("cuda")
     settings: dict[str, Any] = {"sampling": GREEDY, "chance": SeededChance(0), "stop_tokens": []}

@@ -18,6 +18,7 @@ from test_init_from import conversations
 from test_unrolled_attention import heads, past
 
 from drafttrain.__main__ import main
+from drafttrain.commands.setup.evaluation import use_graphs_as
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import graphs, room
@@ -544,6 +545,24 @@ def test_the_host_waits_once_in_a_cycle_of_captured_passes(
     family: str, targets: dict[str, Target], capturing: None
 ) -> None:
     assert_one_wait(family, DECODED["top_k"], chain(4), LOSSLESS, targets)
+
+
+def test_a_drafter_that_cannot_be_captured_is_told_once(
+    targets: dict[str, Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(function: Any, device: torch.device) -> Any:
+        raise RuntimeError("operation not permitted")
+
+    target, told = targets[NAME], list[str]()
+    drafter = random_drafter("eagle3", targets["cpu"]).to(NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "rooms", room.Rooms(refuses))
+        use_graphs_as(target, [drafter], told.append)
+    settings = settings_of("greedy") | {"policy": chain(3), "max_new_tokens": 20}
+    found = speculative_decode(target, drafter, FEW[0], **settings)
+    alone = random_drafter("eagle3", targets["cpu"])
+    assert found.tokens == speculative_decode(targets["cpu"], alone, FEW[0], **settings).tokens
+    assert told == ["eagle3 drafts without graphs, which takes longer: operation not permitted"]
 
 
 def test_a_captured_pass_that_asks_the_device_is_refused(

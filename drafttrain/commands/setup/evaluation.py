@@ -1,6 +1,6 @@
 """From the configuration of `evaluate` or `tune` to what is measured: target, drafter, prompts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import ChatConfig, EvaluateConfig, TuneConfig
+from drafttrain.core.ops.graphs import Capture, Outputs
 from drafttrain.data.evaluation_prompts import (
     load_prompts,
     overlap_line,
@@ -51,7 +52,7 @@ from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.settings import AUTO
 from drafttrain.runtime.terminal import console
 from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
-from drafttrain.runtime.untrusted_input import UntrustedError
+from drafttrain.runtime.untrusted_input import UntrustedError, shown
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.pretrained.size import parameters
@@ -94,14 +95,34 @@ def meet(given: GivenDrafter, target: Target, device: torch.device) -> None:
         console.print(tuned_statement(drafter.config.name))
     drafter.attach(target.tokenizer)
     drafter.to(device).eval()
-    use_graphs_as(target, [drafter])
+    use_graphs_as(target, [drafter], console.print)
 
 
-def use_graphs_as(target: Target, drafters: Iterable[Drafter]) -> None:
-    """Run the passes of drafters by graphs if those of the target are."""
+def use_graphs_as(
+    target: Target, drafters: Iterable[Drafter], tell: Callable[[str], object]
+) -> None:
+    """Run the passes of drafters by graphs if those of the target are; tell whose cannot be."""
     if target.rooms is not None:
         for drafter in drafters:
-            drafter.use_graphs(target.rooms.capture)
+            drafter.use_graphs(telling(target.rooms.capture, drafter.config.name, tell))
+
+
+def telling(capture: Capture, name: str, tell: Callable[[str], object]) -> Capture:
+    """Return a capture that tells of the first pass of a drafter that cannot be captured."""
+    refused: list[RuntimeError] = []
+
+    def tried(
+        function: Callable[[], Outputs], device: torch.device
+    ) -> tuple[Outputs, Callable[[], None]]:
+        try:
+            return capture(function, device)
+        except RuntimeError as error:
+            if not refused:
+                tell(f"{name} drafts without graphs, which takes longer: {shown(error, 200)}")
+            refused.append(error)
+            raise
+
+    return tried
 
 
 @contextmanager
@@ -159,7 +180,8 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     draft_dtype = choose_draft_dtype(config.hardware, device, choice.dtype, size)
     for each in references.values():
         each.to(device, draft_dtype)
-    use_graphs_as(target, everyone)
+    notes: list[str] = []
+    use_graphs_as(target, everyone, lambda line: (console.print(line), notes.append(line)))
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format
@@ -201,6 +223,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         "threads": choice.threads,
         "device": str(device),
     }
+    notes += [how, "losslessness is checked on first turns", *lines, *given.lines]
     return Setup(
         folder=folder,
         settings=settings,
@@ -234,7 +257,7 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
             "overlap": overlap,
             "overlap_statement": overlap_line(overlap),
         },
-        notes=[how, "losslessness is checked on first turns", *lines, *given.lines],
+        notes=notes,
         training=training,
     )
 

@@ -34,6 +34,19 @@ def _shared(device: torch.device) -> tuple[Any, Any]:
     return stream, graph
 
 
+def _recover(device: torch.device) -> None:
+    """Let passes and captures go on after a capture that failed.
+
+    torch (2.11) leaves the allocator recording into the pool, and refuses that pool and every
+    random number until another capture has ended.
+    """
+    _, first = _shared(device)
+    if end := getattr(torch._C, "_cuda_endAllocateToPool", None):
+        end(device.index or 0, first.pool())
+    _shared.cache_clear()
+    _shared(device)
+
+
 def on_cuda(
     function: Callable[[], Outputs], device: torch.device
 ) -> tuple[Outputs, Callable[[], None]]:
@@ -46,6 +59,9 @@ def on_cuda(
                 graph, pool=first.pool(), stream=stream, capture_error_mode="thread_local"
             ):
                 outputs = function()
+    except RuntimeError:
+        _recover(device)
+        raise
     finally:
         torch.cuda.set_stream(before)  # which torch does not where a capture fails
     return outputs, graph.replay
