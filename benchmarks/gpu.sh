@@ -3,10 +3,12 @@
 # waits of the host, memory; 60 s); every family by benchmarks/protocols/families.md with two seeds and
 # its acceptance, several at a time (4 minutes, and 40 s to compare); the speed of some at the cost of
 # 8B, one after the other (30 s each); passes of a random 8B model against the bound of memory,
-# training shapes (a minute each at most). Needs drafttrain's dependencies.
+# training shapes (half a minute). Only when it is asked for, in 5 minutes: the search of
+# benchmarks/protocols/defaults.md. Needs drafttrain's dependencies.
 #
 #   benchmarks/gpu.sh [OUT [STEP ...]]   OUT: where runs and logs go (default outputs/gpu);
-#                                        STEP: tests, families, speeds, passes, train (default: all)
+#                                        STEP: tests, families, speeds, passes, train (default:
+#                                        these), defaults
 #   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -31,8 +33,22 @@ tests() {
     tail -n 1 "$OUT/logs/tests.log"
 }
 
+# Lines of commands, PROCESSES at a time. By MPS, where the driver has it, processes use the GPU
+# together instead of in turns: 2.6 times as many small steps for twelve of them.
+side_by_side() {
+    local rc daemon=""
+    export CUDA_MPS_PIPE_DIRECTORY=$OUT/mps CUDA_MPS_LOG_DIRECTORY=$OUT/mps
+    mkdir -p "$OUT/mps"
+    nvidia-cuda-mps-control -d 2>/dev/null && daemon=1
+    $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes "$PROCESSES"
+    rc=$?
+    [ -z "$daemon" ] || echo quit | nvidia-cuda-mps-control
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+    return $rc
+}
+
 # Greedy outputs are checked for the first seed, on four prompts.
-families() {
+family_lines() {
     local seed family checked=4
     for seed in $SEEDS; do
         for family in $FAMILIES; do
@@ -43,11 +59,20 @@ families() {
                 "eval.lossless_prompts=$checked hardware.threads=1"
         done
         checked=0
-    done | $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes "$PROCESSES"
+    done
+}
+
+families() {
+    family_lines | side_by_side
     local runs
     runs=$(ls "$OUT"/*-?/evaluations/default/report.json | sed 's:/evaluations/.*::' | paste -sd,)
     $PYTHON -m drafttrain compare "runs=[$runs]" compare.baseline=eagle3 "compare.dir=$OUT/compared" \
         >"$OUT/logs/compare.log" 2>&1 && $PYTHON benchmarks/families.py table "$OUT/compared"
+}
+
+defaults() {
+    $PYTHON benchmarks/defaults.py lines "$OUT" "${SMALL:?the folder of the small target}" | side_by_side
+    $PYTHON benchmarks/defaults.py table "$OUT"
 }
 
 speeds() {

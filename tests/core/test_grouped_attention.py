@@ -42,6 +42,8 @@ def test_a_model_of_transformers_shares_heads_in_passes_of_few_tokens(
         )
         torch.testing.assert_close(model(**told, attention_mask=mask).logits, expected)
         assert len(calls) == config.num_hidden_layers
+        model(input_ids=tokens[:, :1], attention_mask=mask[..., :1, :1])
+        assert len(calls) == 2 * config.num_hidden_layers
         torch.testing.assert_close(model(**told).logits, expected)
         monkeypatch.setattr(module, "FEW", 8)
         torch.testing.assert_close(model(**told, attention_mask=mask).logits, expected)

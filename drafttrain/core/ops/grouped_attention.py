@@ -53,7 +53,7 @@ def share_heads(model: Any) -> None:
         **more: Any,
     ) -> tuple[Tensor, None]:
         shared = attention_mask is not None and attention_mask.shape[1] == 1 and not dropout
-        grouped = query.shape[1] > key.shape[1] and 1 < query.shape[2] <= FEW
+        grouped = query.shape[1] > key.shape[1] and query.shape[2] <= FEW
         if not (shared and grouped) or more.get("position_bias") is not None:
             own = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, **more

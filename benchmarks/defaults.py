@@ -1,0 +1,111 @@
+"""The search of benchmarks/protocols/defaults.md at 400k and 1.6M tokens, for gpu.sh.
+
+    python benchmarks/defaults.py lines OUT SMALL  # for side_by_side.py, the longest first
+    python benchmarks/defaults.py table OUT        # what they reached
+
+OUT: where runs go. SMALL: the folder of the small target.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from drafttrain.runtime.tracker import read_metrics
+
+# Changed by itself at 1.6M tokens of the small target and at 400k of the embedded one.
+CHANGES = {
+    "no warm-up": "trainer.warmup_steps=0",
+    "cosine to 0": "trainer.final_lr_ratio=0",
+    "ema 0.99": "trainer.ema_decay=0.99",
+    "adamw at 0.004": "optimizer=adamw trainer.lr=0.004",
+    "unroll 2": "drafter.unroll=2",
+    "unroll 4": "drafter.unroll=4",
+    "depths of equal weight": "drafter.depth_decay=1",
+    "lk_hybrid": "drafter.losses={lk_hybrid:1.0}",
+    "cross entropy with the text": "drafter.losses={hard_cross_entropy:1.0}",
+    "the whole vocabulary": "drafter.draft_vocab_coverage=1.0",
+    "norms of EAGLE-3.1": "drafter.fc_norm=true drafter.norm_output=true",
+}
+# Only at 400k.
+MORE = {
+    "warm-up of a tenth": "trainer.warmup_steps=78",
+    "weight decay 0": "trainer.weight_decay=0",
+    "weight decay 0.1": "trainer.weight_decay=0.1",
+    "depths weigh 0.6": "drafter.depth_decay=0.6",
+    "total variation": "drafter.losses={total_variation:1.0}",
+    "until the first miss": "drafter.until_first_miss=true",
+}
+RATES = {"eagle3": (0.004, 0.008, 0.016), "eagle": (0.002, 0.004, 0.008)}
+# The last one takes too long in the longest runs.
+RATES_OF_LONG_RUNS = {family: rates[:2] for family, rates in RATES.items()}
+CONVERSATIONS = {400: 5970, 1600: 23100}  # by thousands of tokens
+
+
+def lines(out: Path, small: Path) -> Iterator[str]:
+    """Yield a name and a command for every run."""
+
+    def line(target: str, tokens: int, step: int, name: str, overrides: str, rate: float) -> str:
+        steps = 1000 * tokens // step
+        model = f"model.path={small}" if target == "small" else "model=tiny"
+        run = f"{target}-{tokens}k/{name.replace(' ', '_')}"
+        rated = "" if "trainer.lr" in overrides else f"trainer.lr={rate}"
+        return (
+            f"{run.replace('/', '-')}: train run.dir={out}/defaults/{run} {model} "
+            f"data.num_conversations={CONVERSATIONS[tokens]} data.holdout=256 data.batch_size=1024 "
+            f"data.cache_dir={out}/selfgen hardware.threads=1 trainer=auto "
+            f"trainer.max_steps={steps} trainer.tokens_per_step={step} "
+            f"trainer.validate_every={steps} trainer.save_every={steps} "
+            f"trainer.validation_prompts=64 {overrides} {rated}"
+        )
+
+    def grid(target: str, tokens: int, step: int) -> Iterator[str]:
+        for family, rates in (RATES_OF_LONG_RUNS if tokens / step > 2 else RATES).items():
+            for rate in rates:
+                name = f"{family} {step} {rate}"
+                yield line(target, tokens, step, name, f"drafter={family}", rate)
+
+    for step in (512, 1024, 2048):
+        for target in ("embedded", "small"):
+            yield from grid(target, 1600, step)
+    for name, overrides in CHANGES.items():
+        yield line("small", 1600, 1024, name, f"drafter=eagle3 {overrides}", 0.008)
+    for name, overrides in (CHANGES | MORE).items():
+        yield line("embedded", 400, 512, name, f"drafter=eagle3 {overrides}", 0.008)
+    for step in (512, 1024):
+        yield from grid("embedded", 400, step)
+
+
+def table(out: Path) -> None:
+    """Print what every run reached."""
+    print("| data | run | acceptance length | by position | minutes |\n|---|---|---|---|---|")
+    for file in sorted((out / "defaults").glob("*/*/metrics.jsonl")):
+        rows = read_metrics(file)
+        validated = [row for row in rows if "val/acceptance_length" in row]
+        if validated:
+            last = validated[-1]
+            positions = [last[f"val/acceptance_position_{place}"] for place in range(1, 5)]
+            listed = " ".join(f"{value:.2f}" for value in positions)
+            length, error = last["val/acceptance_length"], last["val/acceptance_length_error"]
+            minutes = (rows[-1]["time"] - rows[0]["time"]) / 60
+            data, name = file.parent.parent.name, file.parent.name
+            print(f"| {data} | {name} | {length:.2f} ± {error:.2f} | {listed} | {minutes:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("lines", "table"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("small", type=Path, nargs="?")
+    told = parser.parse_args()
+    if told.what == "table":
+        table(told.out)
+    else:
+        if told.small is None or not told.small.is_dir():
+            parser.error(f"SMALL must name the folder of the small target, got {told.small}")
+        print("\n".join(lines(told.out, told.small)))
+
+
+if __name__ == "__main__":
+    main()
