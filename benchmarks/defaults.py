@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from drafttrain.runtime.tracker import read_metrics
 
 # Changed by itself at 1.6M tokens of the small target and at 400k of the embedded one.
@@ -38,6 +40,11 @@ MORE = {
 RATES = {"eagle3": (0.004, 0.008, 0.016), "eagle": (0.002, 0.004, 0.008)}
 # The last one takes too long in the longest runs.
 RATES_OF_LONG_RUNS = {family: rates[:2] for family, rates in RATES.items()}
+AUTO = {  # what trainer=auto takes
+    "embedded-400k": "eagle3_512_0.008",
+    "embedded-1600k": "eagle3_1024_0.008",
+    "small-1600k": "eagle3_1024_0.008",
+}
 CONVERSATIONS = {400: 5970, 1600: 23100}  # by thousands of tokens
 
 
@@ -75,20 +82,40 @@ def lines(out: Path, small: Path) -> Iterator[str]:
         yield from grid("embedded", 400, step)
 
 
+def validation(file: Path) -> tuple[dict[str, float], np.ndarray]:
+    """Return a run's last validation, and drafts and accepted tokens by conversation."""
+    rows = read_metrics(file)
+    last = [row for row in rows if "val/acceptance_length" in row][-1]
+    by_conversation = [row for row in rows if row.get("table") == "validation"][-1]["rows"]
+    return last, np.array(by_conversation)[:, 1:3]
+
+
+def longer(found: np.ndarray, base: np.ndarray) -> tuple[float, float]:
+    """Return how much longer the acceptance of the same conversations is, and the standard error.
+
+    Both are ratios of sums; the error is that of their difference to first order, paired.
+    """
+    parts, lengths = [], []
+    for drafts, accepted in (found.T, base.T):
+        lengths.append(accepted.sum() / drafts.sum())
+        parts.append((accepted - lengths[-1] * drafts) / drafts.sum())
+    off = parts[0] - parts[1]
+    return lengths[0] - lengths[1], float(np.sqrt((off**2).sum() * len(off) / (len(off) - 1)))
+
+
 def table(out: Path) -> None:
-    """Print what every run reached."""
-    print("| data | run | acceptance length | by position | minutes |\n|---|---|---|---|---|")
-    for file in sorted((out / "defaults").glob("*/*/metrics.jsonl")):
-        rows = read_metrics(file)
-        validated = [row for row in rows if "val/acceptance_length" in row]
-        if validated:
-            last = validated[-1]
+    """Print what every run reached, and how much longer that is than EAGLE-3 by trainer=auto."""
+    print("| run | acceptance length | by position | longer than auto |")
+    for data in sorted((out / "defaults").iterdir()):
+        print(f"|---|---|---|---|\n| **{data.name}** | | | |")
+        _, base = validation(data / AUTO[data.name] / "metrics.jsonl")
+        for file in sorted(data.glob("*/metrics.jsonl")):
+            last, found = validation(file)
             positions = [last[f"val/acceptance_position_{place}"] for place in range(1, 5)]
             listed = " ".join(f"{value:.2f}" for value in positions)
-            length, error = last["val/acceptance_length"], last["val/acceptance_length_error"]
-            minutes = (rows[-1]["time"] - rows[0]["time"]) / 60
-            data, name = file.parent.parent.name, file.parent.name
-            print(f"| {data} | {name} | {length:.2f} ± {error:.2f} | {listed} | {minutes:.1f} |")
+            more, error = longer(found, base)
+            length = last["val/acceptance_length"]
+            print(f"| {file.parent.name} | {length:.2f} | {listed} | {more:+.2f} ± {error:.2f} |")
 
 
 def main() -> None:

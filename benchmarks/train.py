@@ -30,7 +30,7 @@ import yaml
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from plain_training import plain_losses  # noqa: E402
 

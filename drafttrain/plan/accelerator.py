@@ -33,6 +33,7 @@ class Accelerator:
     bandwidth_efficiency: float
     overhead: float
     pass_s: float
+    launch_s: float
     collective_s: float
     is_cpu: bool
 
@@ -80,6 +81,7 @@ def accelerator(config: AcceleratorConfig, how: str) -> Accelerator:
         bandwidth_efficiency=config.bandwidth_efficiency,
         overhead=config.overhead_gib * GIB,
         pass_s=config.pass_us / 1e6,
+        launch_s=config.launch_us / 1e6,
         collective_s=config.collective_us / 1e6,
         is_cpu=config.name == "cpu",
     )

@@ -61,6 +61,7 @@ class AcceleratorConfig(Settings):
     bandwidth_efficiency: float
     overhead_gib: float
     pass_us: float
+    launch_us: float
     collective_us: float
 
     def __post_init__(self) -> None:

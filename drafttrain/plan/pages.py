@@ -32,8 +32,9 @@ ASSUMED = (
     "Memory: weights and optimizer state are counted exactly, activations and features in flight "
     "tensor by tensor (within 15 % of what is measured); validation's caches are left out.",
     "Time: arithmetic at a share of the peak ({efficiency:.0%}: {source}), memory and links at "
-    "{bandwidth:.0%} of theirs; loading, validation, saving, waiting for the disk, and the slower "
-    "update of an optimizer on the host (offload) are left out.",
+    "{bandwidth:.0%} of theirs, and no less than the host takes to launch a step's operations; "
+    "loading, validation, saving, waiting for the disk, and the slower update of an optimizer on "
+    "the host (offload) are left out.",
     "Serving: predicted speedup = acceptance_length * t_plain / (t_draft + t_verify); the same "
     "acceptance at every depth; arithmetic hides behind reading, or reading behind arithmetic, "
     "whole, which flatters batches where both take long; experts are read as if each token chose "

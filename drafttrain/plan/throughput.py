@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from drafttrain.plan.job import Job
 from drafttrain.plan.memory import Memory
 
+LAYER_OPERATIONS = 40  # of the target's forward pass: a Llama's, in Transformers
+
 
 @dataclass(frozen=True)
 class Throughput:
     """Seconds of one optimizer step by its parts, and the speed that follows."""
 
-    target_s: float  # the larger of arithmetic, reading weights, and gathering shards
+    target_s: float  # the largest of arithmetic, reading weights, gathering shards, and launches
     drafter_s: float
     optimizer_s: float  # update and all-reduce
     target_flops: float  # per token
@@ -54,7 +56,7 @@ def cost(job: Job, found: Memory, stored: bool = False) -> Cost:
 
 
 def throughput(job: Job, placement: str, stored: bool) -> Throughput:
-    """Return the times of one optimizer step by the roofline.
+    """Return the times of one optimizer step by the roofline, and no less than its launches take.
 
     Each layer of a sharded target (zero3) is gathered from the other ranks for every micro batch,
     while the layer before is computed. The ranks of a device map take turns.
@@ -72,9 +74,10 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     step = job.parts.step(load.checkpointing)
     drafter_flops = step.flops + step.flops_per_key * load.length / 2
     waits = {"arithmetic": load.tokens_per_step / ranks * target_flops / speed}
+    # Micro batches of a rank in one step; below one, a micro batch has fewer rows.
+    times = max(1.0, load.tokens_per_step / (load.tokens * ranks))
     if not stored:
-        # Micro batches of a rank in one step; below one, a micro batch has fewer rows.
-        times = max(1.0, load.tokens_per_step / (load.tokens * ranks))
+        waits["launches"] = times * shape.num_layers * LAYER_OPERATIONS * chip.launch_s
         waits["memory"] = times * job.target_bytes / bandwidth
         if placement == "zero3" and ranks > 1:
             waits["gathering"] = times * (job.target_bytes * (ranks - 1) / ranks) / link
@@ -84,6 +87,7 @@ def throughput(job: Job, placement: str, stored: bool) -> Throughput:
     if ranks > 1:
         update += 2 * 4 * job.parts.num_trained * (ranks - 1) / ranks / link
     drafting = load.tokens_per_step / ranks * drafter_flops / speed
+    drafting = max(drafting, times * step.operations * chip.launch_s)
     return Throughput(
         target_s=waits[bound],
         drafter_s=drafting,

@@ -88,6 +88,7 @@ class Step:
 
     flops: float
     flops_per_key: float  # in addition, for each token that a token attends to
+    operations: int  # of one micro batch, however many tokens it has
     kept: Line  # at the end of the forward pass
     forward: tuple[Line, ...]  # peaks; the largest counts
     backward: tuple[Line, ...]
@@ -139,6 +140,7 @@ class Count:
 
     def __init__(self, weights: Iterable[Tensor] = (), known: Iterable[Any] = ()) -> None:
         self.now = self.flops = self.flops_per_key = self.copies = self.key_values = self.layers = 0
+        self.operations = 0  # that a device would launch kernels for
         self.history: list[int] = []  # bytes after each allocation
         self.kept = self.end = 0  # bytes, and allocations, when the forward pass ended
         self.used: dict[int, int] = {}  # weights that products read, by storage
@@ -167,9 +169,14 @@ class Count:
             self.used |= {key: self._weights[key] for key in read & self._weights.keys()}
         elif op is aten._to_copy and _storage(args[0]) in self._weights:
             self.copies += result.nbytes
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self._alive:
-                self._hold(tensor.untyped_storage())
+        made = [
+            tensor
+            for tensor in (result if isinstance(result, tuple | list) else [result])
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._alive
+        ]
+        self.operations += bool(made) or op.__name__.endswith("_")
+        for tensor in made:
+            self._hold(tensor.untyped_storage())
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         self._alive[storage._cdata] = storage.nbytes()
@@ -341,6 +348,7 @@ def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budg
     return Step(
         flops=large.flops / (2 * TRACED),
         flops_per_key=large.flops_per_key / (2 * TRACED),
+        operations=large.operations,
         kept=kept,
         forward=_largest(lines[: large.end]),
         backward=_largest(lines[large.end :]),

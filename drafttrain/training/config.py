@@ -10,7 +10,9 @@ SIZES = ("max_steps", "tokens_per_step", "lr", "warmup_steps", "validate_every",
 # What a search found best for drafters of targets 384 wide: benchmarks/README.md. From there to the
 # published sizes of real targets, 65,536 tokens a step for 1.3 billion, leads a power of 0.6.
 TOKENS, TOKENS_PER_STEP, GROWTH = 400_000, 512, 0.6
-WIDTH = 384  # of the target that the drafters' rates were found with
+# The target that the drafters' rates were found with, and the most steps that they suit: from there
+# the rate falls by the square root, which leads to the 1e-4 that EAGLE-3 of 8B is published with.
+WIDTH, STEPS = 384, 400
 SMALLEST_STEP, LARGEST_STEP = 256, 65_536
 WARM_UP = 0.05  # of the steps
 
@@ -91,11 +93,12 @@ class TrainerConfig(Settings):
         step = min(max(2 ** round(math.log2(step)), SMALLEST_STEP), LARGEST_STEP)
         step = own("tokens_per_step", step)
         steps = own("max_steps", math.ceil(trained / step))
+        rate *= min(1.0, WIDTH / hidden_size) * min(1.0, (STEPS / steps) ** 0.5)
         return replace(
             self,
             tokens_per_step=step,
             max_steps=steps,
-            lr=own("lr", float(f"{rate * min(1.0, WIDTH / hidden_size):.2g}")),
+            lr=own("lr", float(f"{rate:.2g}")),
             warmup_steps=own("warmup_steps", round(WARM_UP * steps)),
             validate_every=own("validate_every", math.ceil(steps / 2)),
             save_every=own("save_every", math.ceil(steps / 2)),

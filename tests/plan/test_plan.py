@@ -40,7 +40,7 @@ from drafttrain.drafters.base import (
     TrainingChance,
 )
 from drafttrain.plan.accelerator import host_memory, matching
-from drafttrain.plan.job import feature_bytes
+from drafttrain.plan.job import Job, feature_bytes
 from drafttrain.plan.memory import (
     Sharding,
     memory_of,
@@ -60,7 +60,7 @@ from drafttrain.plan.serving import (
 )
 from drafttrain.plan.shapes import Shape, inflated, shape_of
 from drafttrain.plan.shapes import settings_of as configuration_of
-from drafttrain.plan.throughput import cost
+from drafttrain.plan.throughput import LAYER_OPERATIONS, Throughput, cost
 from drafttrain.plan.trace import DrafterCost, Load, UnknownCostError, trace
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.run_folder import write_config
@@ -875,6 +875,25 @@ def test_what_stored_features_spare_is_not_counted_as_work(tmp_path: Path) -> No
     whole = replace(chip, efficiency=1.0)
     ideal = cost(replace(job, chip=whole), memory_of(job, PLAIN, "stored")).speed.tokens_per_s
     assert measured_efficiency(run, chip) == pytest.approx(600.0 / ideal)
+
+
+def test_a_small_target_on_a_gpu_takes_as_long_as_its_launches() -> None:
+    """As an H200 took: 31 ms for a step of EAGLE-3 on the embedded target, by two micro batches."""
+
+    def planned(*told: str) -> tuple[Job, Throughput]:
+        config = planned_config("hardware.accelerator=h200", "hardware=h100x1", *told)
+        job = job_of(config, default_settings(), accelerator_of(config.hardware, 0.01))
+        return job, cost(job, memory_of(job, PLAIN, "device")).speed
+
+    job, once = planned("trainer.tokens_per_step=1024", "hardware.micro_batch=1")
+    _, twice = planned("trainer.tokens_per_step=2048", "hardware.micro_batch=1")
+    assert once.bound == "launches"
+    operations = 8 * LAYER_OPERATIONS + job.parts.step(False).operations
+    assert once.target_s + once.drafter_s == pytest.approx(operations * 15e-6)
+    assert twice.target_s + twice.drafter_s == pytest.approx(2 * operations * 15e-6)
+    assert 0.015 < twice.step_s < 0.045
+    _, large = planned("model=llama8b", "trainer.tokens_per_step=65536")
+    assert large.bound == "arithmetic"
 
 
 def test_train_from_stored_features_foresees_no_pass_of_the_target(

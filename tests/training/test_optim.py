@@ -109,7 +109,7 @@ def test_sizes_follow_from_the_data_and_the_width() -> None:
         auto(epochs=2).sized(650_000_000, 4096, 4e-3),
     )
     sizes = [(s.max_steps, s.tokens_per_step, s.lr, s.warmup_steps) for s in (small, large)]
-    assert sizes == [(782, 512, 4e-3, 39), (19_837, 65_536, 3.8e-4, 992)]
+    assert sizes == [(782, 512, 2.9e-3, 39), (19_837, 65_536, 5.3e-5, 992)]
     assert small.validate_every == small.save_every == 391
     assert not small.unsized
     assert auto().unsized
@@ -121,7 +121,8 @@ def test_a_size_that_is_given_stays_and_the_others_follow_it() -> None:
     steps = auto(max_steps=100).sized(400_000, 768, 8e-3)
     assert (steps.max_steps, steps.warmup_steps, steps.lr) == (100, 5, 4e-3)
     assert auto(epochs=1).sized(10, 384, 4e-3).max_steps == 1  # data of one sentence
-    assert auto(epochs=1).sized(400_000, 192, 4e-3).lr == 4e-3  # never above the drafter's own
+    assert auto(epochs=1).sized(100_000, 192, 4e-3).lr == 4e-3  # never above the drafter's own
+    assert auto(max_steps=1600).sized(400_000, 384, 4e-3).lr == 2e-3
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,12 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
     for each in references.values():
         each.to(device, draft_dtype)
     notes: list[str] = []
-    use_graphs_as(target, everyone, lambda line: (console.print(line), notes.append(line)))
+
+    def tell(line: str) -> None:
+        console.print(line)
+        notes.append(line)
+
+    use_graphs_as(target, everyone, tell)
     how = f"decoded in {choice.reason}; the drafter in {dtype_name(draft_dtype)}"
     console.print(how)
     template = config.data.text_format

@@ -229,7 +229,7 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
             f"plan.measured must be a run on the accelerator that is planned, {chip.name}, got "
             f"{folder}, which ran on {shown(', '.join(machine.gpus) or machine.cpu)}"
         )
-    job = job_of(config, default_settings(), replace(chip, efficiency=1.0))
+    job = job_of(config, default_settings(), replace(chip, efficiency=1.0, launch_s=0.0))
     found = place(job, Sharding.of(config.deepspeed), config.hardware.target_placement)
     stored = isinstance(config.features, StoredFeaturesConfig)
     ideal = cost(job, found, stored).speed.tokens_per_s
