@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in 9 minutes on an H200 with 16 cores: the gpu tests (kernels, gradients,
-# waits of the host, memory; 60 s); every family by benchmarks/protocols/families.md with two seeds and
-# its acceptance, several at a time (4 minutes, and 40 s to compare); the speed of some at the cost of
+# waits of the host, memory; 60 s); every family by benchmarks/protocols/families.md with three seeds and
+# its acceptance, several at a time (4 minutes, and 90 s to compare); the speed of some at the cost of
 # 8B, one after the other (30 s each); passes of a random 8B model against the bound of memory,
 # training shapes (half a minute). Only when it is asked for, in 5 minutes: the search of
 # benchmarks/protocols/defaults.md. Needs drafttrain's dependencies.
@@ -16,11 +16,11 @@ OUT=$(realpath -m "${1:-outputs/gpu}")
 STEPS=("${@:2}")
 [ ${#STEPS[@]} -gt 0 ] || STEPS=(tests families speeds passes train)
 PYTHON=${PYTHON:-python}
-PROCESSES=${PROCESSES:-12}
+PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
 FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
     early_exit mlp_speculator hydra_heads small_lm medusa}
-SEEDS=${SEEDS:-0 1}
+SEEDS=${SEEDS:-0 1 2}
 TIMED=${TIMED:-eagle eagle3 medusa}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

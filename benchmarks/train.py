@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 
 from plain_training import plain_losses  # noqa: E402
 
+from drafttrain.config.groups import content_of  # noqa: E402
 from drafttrain.core.ops.layer_calls import LayerCalls  # noqa: E402
 from drafttrain.core.readout import Readout  # noqa: E402
 from drafttrain.core.types import (  # noqa: E402
@@ -68,7 +68,7 @@ def setting(
         *("random", "0" * 64, "llama", vocab, HIDDEN, INNER, 8, HEADS, HEADS, HIDDEN // HEADS),
         *(1e-5, 1e4, 1 << 17, (1,), None, None),
     )
-    values = yaml.safe_load((ROOT / "conf/drafter/eagle3.yaml").read_text())
+    values = content_of("drafter", "eagle3")
     del values["_target_"]
     values |= {"unroll": unroll, "draft_vocab_size": draft_vocab, "draft_vocab_coverage": 1.0}
     drafter = Eagle3(Eagle3Config(**values), spec)

@@ -34,6 +34,12 @@ def test_repeats_of_a_prompt_are_no_prompts_of_their_own() -> None:
     assert once["low"] < 1.1 < 1.6 < once["high"]
 
 
+def test_a_timed_step_is_the_drafters_own_and_agrees_with_its_plain_form() -> None:
+    train = importlib.import_module("train")
+    small = train.setting(256, 64, 1, 24, 2, "cpu")
+    assert train.agree(train.ours(small, "float32"), train.plain(small, "float32")) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("report", "lacks"),
     [
