@@ -47,4 +47,4 @@ def test_a_model_of_transformers_shares_heads_in_passes_of_few_tokens(
         torch.testing.assert_close(model(**told).logits, expected)
         monkeypatch.setattr(module, "FEW", 8)
         torch.testing.assert_close(model(**told, attention_mask=mask).logits, expected)
-    assert len(calls) == config.num_hidden_layers
+    assert len(calls) == 2 * config.num_hidden_layers
