@@ -109,17 +109,18 @@ def use_graphs_as(
 
 def telling(capture: Capture, name: str, tell: Callable[[str], object]) -> Capture:
     """Return a capture that tells of the first pass of a drafter that cannot be captured."""
-    refused: list[RuntimeError] = []
+    told = False
 
     def tried(
         function: Callable[[], Outputs], device: torch.device
     ) -> tuple[Outputs, Callable[[], None]]:
+        nonlocal told
         try:
             return capture(function, device)
         except RuntimeError as error:
-            if not refused:
+            if not told:
                 tell(f"{name} drafts without graphs, which takes longer: {shown(error, 200)}")
-            refused.append(error)
+            told = True
             raise
 
     return tried
