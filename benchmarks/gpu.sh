@@ -9,7 +9,8 @@
 #   benchmarks/gpu.sh [OUT [STEP ...]]   OUT: where runs and logs go (default outputs/gpu);
 #                                        STEP: tests, families, speeds, passes, train (default:
 #                                        these), defaults
-#   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training.
+#   SEEDS, FAMILIES and TIMED (those of `speeds`) choose; MORE: overrides of every training;
+#   SMALL: the folder of the small target of `defaults`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${1:-outputs/gpu}")
@@ -36,19 +37,17 @@ tests() {
 # Lines of commands, PROCESSES at a time. By MPS, where the driver has it, processes use the GPU
 # together instead of in turns: 2.6 times as many small steps for twelve of them.
 side_by_side() {
-    local rc daemon=""
+    local daemon=""
     export CUDA_MPS_PIPE_DIRECTORY=$OUT/mps CUDA_MPS_LOG_DIRECTORY=$OUT/mps
     mkdir -p "$OUT/mps"
     nvidia-cuda-mps-control -d 2>/dev/null && daemon=1
     $PYTHON benchmarks/side_by_side.py "$OUT/logs" --processes "$PROCESSES"
-    rc=$?
     [ -z "$daemon" ] || echo quit | nvidia-cuda-mps-control
     unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
-    return $rc
 }
 
 # Greedy outputs are checked for the first seed, on four prompts.
-family_lines() {
+families() {
     local seed family checked=4
     for seed in $SEEDS; do
         for family in $FAMILIES; do
@@ -59,11 +58,7 @@ family_lines() {
                 "eval.lossless_prompts=$checked hardware.threads=1"
         done
         checked=0
-    done
-}
-
-families() {
-    family_lines | side_by_side
+    done | side_by_side
     local runs
     runs=$(ls "$OUT"/*-?/evaluations/default/report.json | sed 's:/evaluations/.*::' | paste -sd,)
     $PYTHON -m drafttrain compare "runs=[$runs]" compare.baseline=eagle3 "compare.dir=$OUT/compared" \
@@ -71,7 +66,8 @@ families() {
 }
 
 defaults() {
-    $PYTHON benchmarks/defaults.py lines "$OUT" "${SMALL:?the folder of the small target}" | side_by_side
+    : "${SMALL:?must be the folder of the small target}"
+    $PYTHON benchmarks/defaults.py lines "$OUT" "$SMALL" | side_by_side
     $PYTHON benchmarks/defaults.py table "$OUT"
 }
 
@@ -89,9 +85,16 @@ speeds() {
     $PYTHON benchmarks/families.py speeds "$OUT"/*-0/evaluations/speed
 }
 
-passes() { timeout 60 $PYTHON benchmarks/passes.py 2>&1 | grep -E "^(\||passes)"; }
+# The tables of a script, or how it failed.
+measured() {
+    local log=$OUT/logs/$1.log
+    timeout 60 $PYTHON "benchmarks/$1.py" "${@:2}" >"$log" 2>&1
+    grep -E "^(\||passes)" "$log" || tail -n 3 "$log"
+}
 
-train() { timeout 60 $PYTHON benchmarks/train.py --only-record --repeats 3 2>&1 | grep "^|"; }
+passes() { measured passes; }
+
+train() { measured train --only-record --repeats 3; }
 
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader || exit 1
 for step in "${STEPS[@]}"; do

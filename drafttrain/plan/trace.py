@@ -169,14 +169,11 @@ class Count:
             self.used |= {key: self._weights[key] for key in read & self._weights.keys()}
         elif op is aten._to_copy and _storage(args[0]) in self._weights:
             self.copies += result.nbytes
-        made = [
-            tensor
-            for tensor in (result if isinstance(result, tuple | list) else [result])
-            if isinstance(tensor, Tensor) and _storage(tensor) not in self._alive
-        ]
-        self.operations += bool(made) or op.__name__.endswith("_")
-        for tensor in made:
-            self._hold(tensor.untyped_storage())
+        held = len(self.history)
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and _storage(tensor) not in self._alive:
+                self._hold(tensor.untyped_storage())
+        self.operations += len(self.history) > held or op.__name__.endswith("_")  # not views
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         self._alive[storage._cdata] = storage.nbytes()

@@ -1,6 +1,6 @@
 """The frozen target: hidden states for training, and a key-value cache that can be rolled back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from drafttrain.core.ops.graphs import CAPTURES, USES, Outputs
+from drafttrain.core.ops.graphs import CAPTURES, USES, noting
 from drafttrain.core.ops.grouped_attention import share_heads
 from drafttrain.core.ops.ragged_cache import RaggedCache, additive, run_decoder
 from drafttrain.core.ops.room import Rooms
@@ -153,17 +153,9 @@ class Target:
         if self.where:
             return f"the target is in several places ({self.where})"
         problems: list[str] = []
-
-        def tried(function: Callable[[], Outputs], device: torch.device) -> Any:
-            try:
-                return capture(function, device)
-            except RuntimeError as error:
-                problems.append(shown(error, 200))
-                raise
-
         try:
             expected = self._in_steps()
-            self.rooms = Rooms(tried)
+            self.rooms = Rooms(noting(capture, lambda error: problems.append(shown(error, 200))))
             found = self._in_steps()
         finally:
             self.rooms = None

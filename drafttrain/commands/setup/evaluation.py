@@ -22,7 +22,7 @@ from drafttrain.commands.setup.target_and_drafter import (
 from drafttrain.config.compose import load_choice
 from drafttrain.config.groups import follow_up
 from drafttrain.config.sections import ChatConfig, EvaluateConfig, TuneConfig
-from drafttrain.core.ops.graphs import Capture, Outputs
+from drafttrain.core.ops.graphs import noting
 from drafttrain.data.evaluation_prompts import (
     load_prompts,
     overlap_line,
@@ -104,26 +104,21 @@ def use_graphs_as(
     """Run the passes of drafters by graphs if those of the target are; tell whose cannot be."""
     if target.rooms is not None:
         for drafter in drafters:
-            drafter.use_graphs(telling(target.rooms.capture, drafter.config.name, tell))
+            refusal = told_once(drafter.config.name, tell)
+            drafter.use_graphs(noting(target.rooms.capture, refusal))
 
 
-def telling(capture: Capture, name: str, tell: Callable[[str], object]) -> Capture:
-    """Return a capture that tells of the first pass of a drafter that cannot be captured."""
+def told_once(name: str, tell: Callable[[str], object]) -> Callable[[RuntimeError], None]:
+    """Return what tells of the first pass of a drafter that cannot be captured."""
     told = False
 
-    def tried(
-        function: Callable[[], Outputs], device: torch.device
-    ) -> tuple[Outputs, Callable[[], None]]:
+    def refusal(error: RuntimeError) -> None:
         nonlocal told
-        try:
-            return capture(function, device)
-        except RuntimeError as error:
-            if not told:
-                tell(f"{name} drafts without graphs, which takes longer: {shown(error, 200)}")
-            told = True
-            raise
+        if not told:
+            tell(f"{name} drafts without graphs, which takes longer: {shown(error, 200)}")
+        told = True
 
-    return tried
+    return refusal
 
 
 @contextmanager

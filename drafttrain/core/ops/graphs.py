@@ -70,6 +70,21 @@ def on_cuda(
 CAPTURES: dict[str, Capture] = {"cuda": on_cuda}  # by type of device
 
 
+def noting(capture: Capture, note: Callable[[RuntimeError], object]) -> Capture:
+    """Return a capture that gives a failure to `note` before it raises it."""
+
+    def noted(
+        function: Callable[[], Outputs], device: torch.device
+    ) -> tuple[Outputs, Callable[[], None]]:
+        try:
+            return capture(function, device)
+        except RuntimeError as error:
+            note(error)
+            raise
+
+    return noted
+
+
 class Graphs:
     """Captured functions by key: what they compute, their shapes, and the memory they write to."""
 
