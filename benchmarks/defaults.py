@@ -1,7 +1,10 @@
-"""The search of benchmarks/protocols/defaults.md at 400k and 1.6M tokens, for gpu.sh.
+"""The search of benchmarks/protocols/defaults.md.
 
-    python benchmarks/defaults.py lines OUT SMALL  # for side_by_side.py, the longest first
+    python benchmarks/defaults.py lines OUT SMALL  # of 400k and 1.6M tokens, for gpu.sh
+    python benchmarks/defaults.py short OUT SMALL  # of 100k tokens of SMALL, for a CPU
     python benchmarks/defaults.py table OUT        # what they reached
+
+Lines are those that side_by_side.py takes, the longest first.
 
 OUT: where runs go. SMALL: the folder of the small target.
 """
@@ -37,17 +40,27 @@ MORE = {
     "total variation": "drafter.losses={total_variation:1.0}",
     "until the first miss": "drafter.until_first_miss=true",
 }
+# Only at 100k.
+SHORT = {
+    "warm-up of a tenth": "trainer.warmup_steps=20",
+    "ema 0.9": "trainer.ema_decay=0.9",
+    "unroll 5": "drafter.unroll=5",
+    "layers 1 3 6": "drafter.layers=[1,3,6]",
+    "layers 2 4 6": "drafter.layers=[2,4,6]",
+    "layers 2 4 7": "drafter.layers=[2,4,7]",
+}
 RATES = {"eagle3": (0.004, 0.008, 0.016), "eagle": (0.002, 0.004, 0.008)}
 LONG = 3000  # steps: such runs are too long for the last of the rates
-AUTO = {  # what trainer=auto took when the protocol was written
+AUTO = {  # what trainer=auto took when the protocol was written; at 100k the protocol's base
+    "small-100k": "eagle3_512_0.008",
     "embedded-400k": "eagle3_512_0.008",
     "embedded-1600k": "eagle3_1024_0.008",
     "small-1600k": "eagle3_1024_0.008",
 }
-CONVERSATIONS = {400: 5970, 1600: 23100}  # by thousands of tokens
+CONVERSATIONS = {100: 1624, 400: 5970, 1600: 23100}  # by thousands of tokens
 
 
-def lines(out: Path, small: Path) -> Iterator[str]:
+def lines(out: Path, small: Path, short: bool) -> Iterator[str]:
     """Yield a name and a command for every run."""
 
     def line(target: str, tokens: int, step: int, name: str, overrides: str, rate: float) -> str:
@@ -70,6 +83,15 @@ def lines(out: Path, small: Path) -> Iterator[str]:
                 name = f"{family} {step} {rate}"
                 yield line(target, tokens, step, name, f"drafter={family}", rate)
 
+    if short:
+        for seed in (1, 2):
+            name = f"eagle3 512 0.008 seed {seed}"
+            yield line("small", 100, 512, name, f"drafter=eagle3 run.seed={seed}", 0.008)
+        for name, overrides in (CHANGES | MORE | SHORT).items():
+            yield line("small", 100, 512, name, f"drafter=eagle3 {overrides}", 0.008)
+        for step in (256, 512, 1024):
+            yield from grid("small", 100, step)
+        return
     for step in (512, 1024, 2048):
         for target in ("embedded", "small"):
             yield from grid(target, 1600, step)
@@ -121,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("lines", "table"))
+    parser.add_argument("what", choices=("lines", "short", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("small", type=Path, nargs="?")
     told = parser.parse_args()
@@ -130,7 +152,7 @@ def main() -> None:
     else:
         if told.small is None or not told.small.is_dir():
             parser.error(f"SMALL must name the folder of the small target, got {told.small}")
-        print("\n".join(lines(told.out, told.small)))
+        print("\n".join(lines(told.out, told.small, told.what == "short")))
 
 
 if __name__ == "__main__":
