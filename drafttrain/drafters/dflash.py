@@ -168,8 +168,10 @@ class DFlash(ParallelDrafter):
     def forward(self, batch: Batch, features: TargetFeatures, chance: TrainingChance) -> Losses:
         """Return the token losses by place in the block, weighted by exp(-(k - 1) / gamma).
 
-        In training a conversation has at most `num_anchors` blocks, drawn anew in each step; else
-        every block that drafts a trained token counts.
+        In training a conversation has at most `num_anchors` blocks, drawn anew in each step from
+        those that begin at a trained token and draft the next; they end before the first token that
+        is not trained (DeepSpec, modeling/dspark/common.py). Else every block that drafts a trained
+        token counts.
         """
         blocks = self._blocks(batch, chance)
         states = self._states(blocks, batch, features)
@@ -210,6 +212,8 @@ class DFlash(ParallelDrafter):
             for values in (host.tokens, host.loss_mask, host.positions)
         )
         drafted = trained & (positions > torch.arange(size))
+        if self.training:  # as when decoding: the anchor is of an answer, and a block ends with it
+            drafted &= trained.cumprod(-1).bool()
         drafted[..., 0] = False
         chosen = drafted.any(-1)
         if self.training and self.config.anchors == FIXED:

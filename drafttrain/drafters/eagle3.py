@@ -29,7 +29,7 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench, start_with
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
-from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers
+from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers, written_for_sglang
 from drafttrain.drafters.shared.layer import (
     LayerConfig,
     LayerDrafter,
@@ -325,9 +325,8 @@ class Eagle3(LayerDrafter):
             config["target_hidden_size"] = spec.hidden_size
         config[LAYER_IDS] = list(self.captures)  # for vLLM, of which one runner reads no other
         if list(self.captures) != usual_layers(spec.num_layers):
-            # SGLang adds one to every id, for some targets; without ids it reads the default.
-            config["eagle_config"] = {
-                LAYER_IDS: [layer - 1 for layer in self.captures],
+            config["eagle_config"] = {  # for SGLang, which reads the default without it
+                LAYER_IDS: written_for_sglang(self.captures, spec.architecture),
                 "use_aux_hidden_state": True,
             }
         config["num_aux_hidden_states"] = len(self.captures)

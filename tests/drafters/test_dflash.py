@@ -123,9 +123,8 @@ def test_anchors_are_the_least_draws_of_their_conversation_found_without_compari
     positions = torch.arange(length).expand(2, -1) % torch.tensor([[40], [210]])
     mask = (torch.rand(2, length) < 0.3) & (document >= 0)
     batch = Batch(torch.randint(5, 90, (2, length)), mask, positions, document)
-    every = drafter.eval()._blocks(batch, NoChance())
-    chosen = torch.zeros(2, length, dtype=torch.bool)
-    chosen[every.rows, every.columns[every.rows, every.slots]] = True
+    after = torch.nn.functional.pad(mask[:, 1:] & (document[:, 1:] == document[:, :-1]), (0, 1))
+    chosen = mask & after & (positions > 0)
     draws = torch.randint(0, 30, (2, length, 1)) / 30  # many are equal
 
     class Draws(NoChance):
@@ -143,6 +142,25 @@ def test_anchors_are_the_least_draws_of_their_conversation_found_without_compari
     assert torch.equal(found, expected)
     assert 0 < int(found.sum()) < int(chosen.sum())
     assert peak.peak < 2 * length * length, "one byte for each pair"
+
+
+def test_a_block_of_training_begins_in_an_answer_and_ends_with_it(target: Target) -> None:
+    drafter = dflash(target, block_size=4)
+    answers = "0011 1110 1100 1"  # which tokens are of answers
+    mask = [[place == "1" for place in answers.replace(" ", "")]]
+    batch = as_batch(list(range(20, 20 + len(mask[0]))), mask=mask)
+    blocks = drafter.train()._blocks(batch, NoChance())
+    anchors = blocks.columns[blocks.rows, blocks.slots].tolist()
+    found = dict(zip(anchors, blocks.drafted.int().tolist(), strict=True))
+    assert found == {
+        2: [0, 1, 1, 1],
+        3: [0, 1, 1, 1],
+        4: [0, 1, 1, 0],
+        5: [0, 1, 0, 0],
+        8: [0, 1, 0, 0],
+    }
+    every = drafter.eval()._blocks(batch, NoChance())
+    assert int(every.drafted.sum()) > int(blocks.drafted.sum()), "validation counts all"
 
 
 def test_fixed_blocks_draft_each_token_once(target: Target) -> None:

@@ -99,7 +99,6 @@ def test_a_place_reads_the_token_before_it_and_no_other_after_the_anchor(
     mask = [[place == anchor + depth for place in range(len(TEXT))]]
     batch = as_batch(TEXT, mask=mask)
     features = target.features(batch, drafter.captures)
-    drafter.train()
     found = []
     for changed in (None, anchor + depth - 2, anchor + depth - 1, anchor + depth + 1):
         text = batch.tokens.clone()

@@ -162,8 +162,8 @@ def test_layers_are_taken_from_where_vllms_newer_runner_takes_them(
     assert theirs.drafter.captures == (2, 16, 29)
     note = (
         "by its config.json vLLM's V1 runner (CPUs) reads layers [0, 1, 2], its V2 runner (GPUs) "
-        f"layers [2, 16, 29]: both read the top-level {key} alone; SGLang adds 1 to those of "
-        "eagle_config, [1, 2, 3]: name those that it was trained on, drafter.layers=[...]"
+        f"layers [2, 16, 29]: both read the top-level {key} alone; SGLang reads [1, 2, 3] by "
+        "eagle_config: name those that it was trained on, drafter.layers=[...]"
     )
     assert f"  {note}" in theirs.lines()
     with pytest.raises(ValueError, match=r"repeats a layer, \[2, 2, 1\].*V1 runner .*\[0, 1, 2\]"):

@@ -560,6 +560,49 @@ def test_sglang_reads_what_lies_between_two_layers(
     assert (said in "\n".join(done.lines())) != served
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers", "written"),
+    [
+        ("llama", [3, 4, 6], [2, 3, 5]),
+        ("gpt_oss", [3, 4, 6], [2, 3, 5]),
+        ("deepseek_v3", [2, 4, 6], [1, 3, 5]),
+        ("deepseek_v3", [3, 4, 6], [3, 4, 6]),
+        ("deepseek_v3", [1, 4, 6], None),
+    ],
+)
+def test_sglang_is_told_layers_as_it_counts_them(
+    kind: str, layers: list[int], written: list[int] | None, tmp_path: Path
+) -> None:
+    """It adds one, for DeepSeek's targets only where the first id is 1."""
+    drafter = drafter_of("eagle3", layers=layers)
+    drafter.spec = spec_of(kind)
+    folder = tmp_path / "out"
+    if written is None:
+        said = "SGLang 0.5.23 would add 1 to the layers of deepseek_v3 targets where the first is 1"
+        with pytest.raises(ValueError, match=said):
+            export(drafter, folder, format="sglang")
+        assert not folder.exists()
+        done = export(drafter, folder)
+        assert said in "\n".join(done.lines())
+        assert set(done.commands) == {"vLLM"}
+        return
+    done = export(drafter, folder, format="sglang")
+    assert set(done.commands) == {"SGLang"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == layers
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
+
+
+def test_export_sglang_writes_the_native_files(tmp_path: Path) -> None:
+    drafter = drafter_of("eagle")
+    export(drafter, tmp_path / "vllm")
+    done = export(drafter, tmp_path / "sglang", format="sglang")
+    assert "No vLLM command: export=vllm writes the same files" in "\n".join(done.notes)
+    for file in ("config.json", "model.safetensors"):
+        native = (tmp_path / "vllm" / file).read_bytes()
+        assert (tmp_path / "sglang" / file).read_bytes() == native
+
+
 def test_layer_ids_that_an_engine_would_read_otherwise_are_refused() -> None:
     drafter, config, tensors = serving("eagle3", layers=[1, 4, 6])
     assert complaint(drafter, config, tensors) is None
@@ -958,7 +1001,7 @@ def test_an_embedding_of_its_own_is_not_scaled() -> None:
     ("family", "kind", "engines", "note"),
     [
         ("eagle3", "llama", {"vLLM", "SGLang"}, None),
-        ("eagle3", "granite", {"vLLM"}, "is not known to read these layers of granite targets"),
+        ("eagle3", "granite", {"vLLM"}, "is not known to read layers of granite targets"),
         ("eagle3", "gemma3_text", set(), "vLLM 0.32.0 has no EAGLE-3 for gemma3_text targets"),
         ("eagle3", "glm4", set(), "vLLM 0.32.0 has no EAGLE-3 for glm4 targets"),
         ("eagle", "glm4", {"vLLM", "SGLang"}, None),

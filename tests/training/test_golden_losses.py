@@ -1,6 +1,9 @@
 """The loss curve of every trainable family, kept in tests/golden: computation may not drift."""
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,3 +66,23 @@ def test_the_loss_curve_is_the_recorded_one(family: str) -> None:
 
 def test_every_trainable_family_is_recorded() -> None:
     assert sorted(json.loads(GOLDEN.read_text())["curves"]) == sorted(FAMILIES)
+
+
+def test_the_script_writes_what_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / "update_golden.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "GOLDEN", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "FAMILIES", ["medusa"])
+    script.main()
+    written = json.loads((tmp_path / GOLDEN.name).read_text())
+    recorded = json.loads(GOLDEN.read_text())
+    assert written["curves"]["medusa"] == pytest.approx(
+        recorded["curves"]["medusa"], rel=recorded["tolerance"]
+    )
+    config = "config_train.yaml"
+    assert (tmp_path / config).read_text() == GOLDEN.with_name(config).read_text()

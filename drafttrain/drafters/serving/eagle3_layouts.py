@@ -12,13 +12,13 @@ from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
     SGLANG,
     SGLANG_EAGLE3,
-    SGLANG_EAGLE3_DEFAULT_LAYERS,
     VLLM,
     VLLM_EAGLE3,
     VLLM_TRANSFORMERS,
 )
 from drafttrain.drafters.serving.layer_ids import (
     LAYER_IDS,
+    named_for_sglang,
     read_by_sglang,
     read_by_v1,
     read_by_v2,
@@ -152,16 +152,16 @@ class Eagle3Layout(OneLayer):
         return f"{VLLM} has no EAGLE-3 for {kind} targets; drafter=eagle is served with them"
 
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
-        kind, known = spec.architecture, SGLANG_EAGLE3
+        kind, layers = spec.architecture, config[LAYER_IDS]
         if reason := super().sglang_refuses(config, own_embedding, spec):
             return reason
         if config.get(VARIANTS[0]):
             return f"{SGLANG} computes a drafter with {VARIANTS[0]} as one without"
-        if read_by_sglang(config) is None:
-            known |= SGLANG_EAGLE3_DEFAULT_LAYERS
-        if kind not in known:
-            return f"{SGLANG} is not known to read these layers of {kind} targets for EAGLE-3"
-        layers = config[LAYER_IDS]  # it captures between two layers
+        if kind not in SGLANG_EAGLE3:
+            return f"{SGLANG} is not known to read layers of {kind} targets for EAGLE-3"
+        if not named_for_sglang(layers, kind):
+            return f"{SGLANG} would add 1 to the layers of {kind} targets where the first is 1"
+        # It captures between two layers.
         if min(layers) < 1 or max(layers) >= spec.num_layers:
             return f"{SGLANG} reads layers 1..{spec.num_layers - 1}, and this drafter {layers}"
         return ""
@@ -176,12 +176,12 @@ class Eagle3Layout(OneLayer):
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        if read_by_sglang(config) is None:
+        nested = config.get("eagle_config")
+        if nested is None:
             return ()
         return (
-            f"Reads target layers {config[LAYER_IDS]}, not the engines' default: written once as "
-            "they are (vLLM) and once less one (SGLang, which adds it for Llama, Qwen and Mistral "
-            "targets).",
+            f"Reads target layers {config[LAYER_IDS]}, not the engines' default: written so for "
+            f"vLLM, and as {nested[LAYER_IDS]} in eagle_config for SGLang, which counts otherwise.",
         )
 
 
@@ -279,11 +279,11 @@ def _layer_ids(
             ]
         )
     notes = [f"reads layers {sorted(ids)}, by {where}", *differ]
-    nested = read_by_sglang(config)
+    nested = read_by_sglang(config, spec.architecture)
     if differ and isinstance(nested, list):
         notes[1] += (
-            f"; SGLang adds 1 to those of eagle_config, {shown(nested)}: name those that it was "
-            "trained on, drafter.layers=[...]"
+            f"; SGLang reads {shown(nested)} by eagle_config: name those that it was trained on, "
+            "drafter.layers=[...]"
         )
     return sorted(ids), notes
 
@@ -335,7 +335,8 @@ def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...])
     usual = usual_layers(spec.num_layers)
     engines = {"vLLM's V1 runner": read_by_v1, "vLLM's V2 runner": read_by_v2}
     read = {name: tuple(sorted({*(reads(config) or usual)})) for name, reads in engines.items()}
-    read["SGLang"] = tuple(read_by_sglang(config) or usual)
+    if named_for_sglang(captures, spec.architecture):
+        read["SGLang"] = tuple(read_by_sglang(config, spec.architecture) or usual)
     complaints = [
         f"{engine} would read layers {list(layers)}, trained on {list(captures)}: set "
         f"{LAYER_IDS} to the ids, eagle_config's to the ids less one"

@@ -62,8 +62,9 @@ SGLANG_EAGLE = frozenset(
     | {"llama", "mellum", "mimo_v2_flash", "minimax_m2", "ministral3", "mistral", "phi3", "qwen2"}
     | {"qwen3", "qwen3_moe"}
 )
-SGLANG_EAGLE3 = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
-SGLANG_EAGLE3_DEFAULT_LAYERS = frozenset({"deepseek_v2", "deepseek_v3", "gpt_oss"})
+SGLANG_EAGLE3 = frozenset(
+    {"deepseek_v2", "deepseek_v3", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
+)
 
 LLAMA_CPP_TARGETS = frozenset({"llama", "qwen3"})  # those that it was tried with
 CONVERTER, GGUF = "convert_hf_to_gguf.py", "drafter.gguf"

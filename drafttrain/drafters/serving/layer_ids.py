@@ -6,12 +6,17 @@ Ids as in core/types.py: id i is the input of layer i. vLLM's two model runners 
 Both drop repeats, and take the target's default layers where config.json names none.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from drafttrain.drafters.serving.layout import Config
 from drafttrain.runtime.untrusted_input import shown
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Targets for which SGLang adds one to the ids of eagle_config only where the first is 1
+# (sglang#25454). It adds it for all others, but for gpt_oss not where the last layer's output is
+# named, which is never written.
+ADDED_AFTER_ONE = frozenset({"deepseek_v2", "deepseek_v3"})
 
 
 def usual_layers(num_layers: int) -> list[int]:
@@ -33,9 +38,23 @@ def read_by_v2(config: Config) -> Any:
     return config.get(LAYER_IDS) or named or block.get("layer_ids") or nested.get("layer_ids")
 
 
-def read_by_sglang(config: Config) -> Any:
-    """Return what SGLang reads for EAGLE-3 with Llama and Qwen targets, None for the default."""
-    return _after(_mapping(config, "eagle_config").get(LAYER_IDS))
+def read_by_sglang(config: Config, architecture: str) -> Any:
+    """Return what SGLang reads for EAGLE-3 with such a target, None for the default."""
+    ids = _mapping(config, "eagle_config").get(LAYER_IDS)
+    if architecture in ADDED_AFTER_ONE and isinstance(ids, list) and ids[:1] != [1]:
+        return ids
+    return _after(ids)
+
+
+def written_for_sglang(layers: Sequence[int], architecture: str) -> list[int]:
+    """Return the ids of eagle_config by which SGLang reads these layers."""
+    added = architecture not in ADDED_AFTER_ONE or layers[0] == 2
+    return [layer - 1 for layer in layers] if added else list(layers)
+
+
+def named_for_sglang(layers: Sequence[int], architecture: str) -> bool:
+    """Return whether there are such ids."""
+    return architecture not in ADDED_AFTER_ONE or layers[0] != 1
 
 
 def runners_differ(config: Config, num_layers: int) -> list[str]:

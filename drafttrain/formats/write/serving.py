@@ -64,13 +64,10 @@ def layout_to_write(
         if reason:
             raise ValueError(f"{asked} cannot hold this {name} drafter: {reason}")
         return None
-    if found is None and wanted == SGLANG_FORMAT:
+    if found is None and wanted == SGLANG_FORMAT:  # it reads the native layout
         if layout is None or layout.sglang is None:
             raise ValueError(f"{asked} must be of a drafter that {SGLANG} serves, got {name}")
-        raise ValueError(
-            f"{asked} is the same directory as export=vllm for {name}: give that, which prints "
-            "SGLang's command too, or says why there is none"
-        )
+        return None
     if found is None:
         has = sorted({one.family for one in LAYOUTS if isinstance(one, DerivedLayout)})
         raise ValueError(f"{asked} must be one of {', '.join(has)}, got {name}; give export=vllm")
@@ -112,6 +109,13 @@ def serving(
     refused = cannot_serve(layout, native, own_embedding, spec)
     if config.dtype == FP8:
         refused.setdefault("SGLang", f"{SGLANG} was not tried with weights of 8 bits")
+    if config.format == SGLANG_FORMAT:
+        if reason := refused.get("SGLang"):
+            asked = f"export.format={SGLANG_FORMAT}"
+            raise ValueError(
+                f"{asked} cannot hold this {layout.family} drafter: {reason}; give export=vllm"
+            )
+        refused["vLLM"] = f"export=vllm writes the same files, and says what {VLLM} makes of them"
     model = config.push or place
     greedy = _only_greedy(layout, native, spec)
     drawn = {} if greedy else _with_drawn_drafts(card.reports)
