@@ -17,7 +17,7 @@ class Readout:
 
     embedding: Float[Tensor, "vocab hidden"]
     head: Float[Tensor, "vocab hidden"]
-    norm: Float[Tensor, " hidden"] | None = None  # the final norm's weight, to initialise norms
+    norm: Float[Tensor, " hidden"] | None = None  # of the final norm, which final_hidden is after
     head_bias: Float[Tensor, " vocab"] | None = None
     embedding_scale: float = 1.0  # Gemma multiplies embeddings by sqrt(hidden)
     logit_scale: float = 1.0  # Cohere and Granite scale logits

@@ -145,7 +145,8 @@ class LossTerm:
     """One term of a loss as a sum: the caller divides by the step's denominator, once.
 
     `count` is how many positions contributed; `uncovered` how many the reduced vocabulary left out.
-    `correct` counts positions where the drafter's first choice was the target's.
+    `correct` counts positions where the drafter's first choice was the target's, or the text's
+    where the loss is on the text.
     """
 
     weight: float

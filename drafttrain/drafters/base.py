@@ -14,16 +14,25 @@ target's hidden states; the target itself reads x_t at position t, gives f_t, an
 While decoding, x_t+1 is the last token: committed, chosen by the target, but not yet read by it. So
 the first drafted token is always two positions after the newest feature.
 
-Features and readout have the target's dtype, which need not be the drafter's: convert what you read
+The token at column c of a batch is compared with the target's distribution one position before it:
+the softmax of `readout.logits(features.final_hidden[rows, c - 1])`. Features and readout have the
+target's dtype, which need not be the drafter's: convert what you read
 (`features.final_hidden.to(dtype_of(self))`, from core/ops/layer_calls.py, which knows of autocast)
-and what you give to the readout (`readout.logits(states.to(readout.head.dtype))`). core/types.py
-has what batches, features and loss terms hold, core/readout.py what a readout does, core/losses.py
-losses to take. `positions_to_predict` (core/placed_batch.py) finds the tokens that a depth trains;
-a packed row holds several documents: what mixes positions otherwise must compare `batch.document`.
+and what you give to the readout (`readout.logits(states.to(readout.head.dtype))`).
+
+What there is for your own: core/types.py has what batches, features and loss terms hold,
+core/readout.py what a readout does, core/losses.py losses to take: `class C(TokenLossConfig,
+DrafterConfig)` has them as settings (losses, jsd_beta, lk_eta and top_k in the yaml).
+`positions_to_predict` (core/placed_batch.py) finds the tokens that a depth trains; a packed row
+holds several documents: what mixes positions otherwise must compare `batch.document`. For a large
+vocabulary `losses_along_text` (drafters/shared/text_losses.py) takes the losses in chunks. Norms
+are in core/ops/layers.py. `call_layer` (core/ops/layer_calls.py) around a layer lets the settings
+`hardware.compile` and `hardware.gradient_checkpointing` reach it. optimizer=muon, the default,
+takes matrices, but for those of a side as long as the vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -35,12 +44,14 @@ from torch import Tensor, nn
 from drafttrain.core.chance import Chance, SeededChance
 from drafttrain.core.ops.graphs import Capture
 from drafttrain.core.ops.layer_calls import device_of
+from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.room import Rooms
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
+from drafttrain.drafters.shared.published import About, Published
 from drafttrain.runtime.settings import Settings
 
 
@@ -72,84 +83,6 @@ class DrafterConfig(Settings):
     def build(self, spec: TargetSpec) -> "Drafter":
         """Return the drafter for a target, with initial weights."""
         raise NotImplementedError(f"{type(self).__name__} must define build(spec)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinedConfig(DrafterConfig):
-    """The configuration of a drafter that others draft for; a command loads these and joins them.
-
-    members: folders, or entries of conf/drafter. settings: of those entries, by name.
-    """
-
-    members: list[str]
-    settings: dict[str, Any]
-
-    trainable: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        distinct = len({*self.members}) == len(self.members) >= 2
-        self.require("members", distinct, "name at least two drafters, each once")
-        given = all(isinstance(each, dict) for each in self.settings.values())
-        given = given and self.settings.keys() <= {*self.members}
-        self.require("settings", given, "be of drafters in drafter.members, as in {NAME: {a: 1}}")
-
-    def build(self, spec: TargetSpec) -> "Drafter":
-        """Raise ValueError: its members must be loaded; see `join`."""
-        raise ValueError(
-            f"drafter={self.name} has no weights of its own: it can be evaluated and tuned, and "
-            "everything else is done with its members"
-        )
-
-    def join(self, spec: TargetSpec, members: "Sequence[Drafter]") -> "Drafter":
-        """Return the drafter of these members; ValueError if they cannot draft together."""
-        raise NotImplementedError(f"{type(self).__name__} must define join(spec, members)")
-
-
-@dataclass(frozen=True)
-class About:
-    """The data of a family for model cards."""
-
-    kind: str  # with its article: "An EAGLE-3"
-    paper: str  # its number on arXiv
-
-
-@dataclass(frozen=True)
-class Published:
-    """A measurement of a family that others published, as far as it is stated."""
-
-    target: str
-    drafts: str  # chain or tree, and how large
-    trained_on: str
-    prompts: str  # and how they were decoded
-    hardware: str
-    speedup: float | None  # as it was printed; None: not stated
-    acceptance_length: float | None  # each source has its own definition
-    source: str  # such as its number on arXiv
-
-
-def quoted(
-    source: str,
-    drafts: str,
-    rows: Mapping[str, tuple[float | None, float | None]],
-    trained_on: str = "not stated",
-    prompts: str = "not stated",
-    hardware: str = "not stated",
-) -> tuple[Published, ...]:
-    """Return the measurements of one source; rows: speedup and acceptance length, by target."""
-    return tuple(
-        Published(target, drafts, trained_on, prompts, hardware, speedup, length, source)
-        for target, (speedup, length) in rows.items()
-    )
-
-
-def spec_bench(
-    rows: Mapping[str, tuple[float | None, float | None]],
-    drafts: str = "tree",
-    trained_on: str = "not stated",
-) -> tuple[Published, ...]:
-    """Return the measurements of Spec-Bench's leaderboard, as `quoted` does."""
-    prompts = "Spec-Bench, greedy, batch 1"
-    return quoted("Spec-Bench leaderboard", drafts, rows, trained_on, prompts, "A100")
 
 
 @dataclass
@@ -190,7 +123,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     """A drafter: a model, and its interface to the decode loop.
 
     A subclass must set `config`, `spec` and `captures` (`()` reads the final hidden state alone),
-    and define `forward` for training; `begin`, `observe`, `expand` and `select` for decoding.
+    and define `forward` for training; `begin`, `observe` and `expand` for decoding.
     Everything else has a default. Weights that it shares with the target (embedding, head) are read
     from the readout.
     """
@@ -289,8 +222,8 @@ class Drafter(nn.Module, ABC, Generic[State]):
 
         The first call has the features of the prompt x_0 .. x_n-1 and the tokens x_1 .. x_n, where
         the target chose x_n; each later one has the accepted tokens and the bonus of a
-        verification. Row r has counts[r] >= 1 tokens, then padding. What the drafter wrote for its
-        own proposal is rolled back here.
+        verification, or the tokens of several plain steps. Row r has counts[r] >= 1 tokens, then
+        padding. What the drafter wrote for its own proposal is rolled back here.
         """
 
     @abstractmethod
@@ -316,9 +249,19 @@ class Drafter(nn.Module, ABC, Generic[State]):
         """
         return None
 
-    @abstractmethod
     def select(self, state: State, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order; the others have finished."""
+        """Keep only these rows, in this order; the others have finished.
+
+        It may come before the first `observe`. As it is here, every tensor, list and cache of the
+        state is by row; the rest of it stays.
+        """
+        for name, value in vars(state).items():
+            if isinstance(value, Tensor):
+                setattr(state, name, value[send_numbers(rows, value.device)])
+            elif isinstance(value, list):
+                setattr(state, name, [value[row] for row in rows])
+            elif isinstance(value, RaggedCache) and value.lengths:  # else nothing was read yet
+                value.select(rows)
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return config.json and tensors as engines expect them, in the layout `config.layout`.

@@ -26,10 +26,10 @@ from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, documen
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
-from drafttrain.core.transfer import send, send_numbers
+from drafttrain.core.transfer import send
 from drafttrain.core.tree import Branches
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, last_of, quoted, start_with
+from drafttrain.drafters.base import TrainingChance, last_of, start_with
 from drafttrain.drafters.serving.dflash_layout import DFlashLayout
 from drafttrain.drafters.shared.layer import LayerConfig, LayerState, layers_to_capture
 from drafttrain.drafters.shared.parallel import (
@@ -38,6 +38,7 @@ from drafttrain.drafters.shared.parallel import (
     ParallelState,
     mask_token,
 )
+from drafttrain.drafters.shared.published import About, quoted
 
 RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
 EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter
@@ -381,12 +382,6 @@ class DFlash(ParallelDrafter):
         """Return the block's state at the newest depth, for each node of the level before."""
         assert state.hidden is not None
         return state.hidden[:, state.depth - 1, None].expand(-1, width, -1)
-
-    def select(self, state: LayerState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
-        assert isinstance(state, DFlashState)
-        if state.last is not None:
-            state.last = state.last[send_numbers(rows, state.last.device)]
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return z-lab's layout, which counts a layer's output where we count the next's input."""

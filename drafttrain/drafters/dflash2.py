@@ -22,11 +22,12 @@ from drafttrain.core.ops.layer_calls import recomputed, wide_dtype
 from drafttrain.core.ops.layers import LayerShape, Rotation
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, quoted
+from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.dflash import EVERY_LAYER, Blocks, DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About, quoted
 from drafttrain.runtime.settings import require
 
 

@@ -13,10 +13,11 @@ from drafttrain.core.ops.chunked_losses import OutputHead, Sums
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.core.ops.layers import LentLinear, within_calls
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, quoted
+from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.dflash import DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dspark_layout import MARKOV_TYPES, DSparkLayout
 from drafttrain.drafters.shared.layer import LayerState
+from drafttrain.drafters.shared.published import About, quoted
 
 
 @dataclass(frozen=True, kw_only=True)

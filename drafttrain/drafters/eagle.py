@@ -27,17 +27,12 @@ from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import (
-    About,
-    TrainingChance,
-    quoted,
-    rows_at,
-    spec_bench,
-)
+from drafttrain.drafters.base import TrainingChance, rows_at
 from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About, quoted, spec_bench
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 

@@ -27,7 +27,7 @@ from drafttrain.core.placed_batch import Predictions, host_of, unrolled_predicti
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, spec_bench, start_with
+from drafttrain.drafters.base import TrainingChance, rows_at, start_with
 from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers, written_for_sglang
 from drafttrain.drafters.shared.layer import (
@@ -36,6 +36,7 @@ from drafttrain.drafters.shared.layer import (
     LayerState,
     layers_to_capture,
 )
+from drafttrain.drafters.shared.published import About, quoted, spec_bench
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]

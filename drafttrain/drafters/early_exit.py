@@ -25,7 +25,7 @@ from drafttrain.core.ops.layers import (
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, last_of, start_with
+from drafttrain.drafters.base import TrainingChance, last_of, start_with
 from drafttrain.drafters.shared.causal import CausalState, TokenDrafter
 from drafttrain.drafters.shared.copies import (
     CopiesConfig,
@@ -37,6 +37,7 @@ from drafttrain.drafters.shared.copies import (
     run_layers,
 )
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 
 

@@ -17,12 +17,13 @@ from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, TargetSpec
-from drafttrain.drafters.base import About, quoted, rows_at, spec_bench, start_with
+from drafttrain.drafters.base import rows_at, start_with
 from drafttrain.drafters.medusa import ResidualBlocks
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.layer import CachedState
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About, quoted, spec_bench
 from drafttrain.drafters.shared.sequential import (
     SequentialConfig,
     SequentialHeads,
@@ -176,8 +177,3 @@ class HydraHeads(SequentialHeads):
         places = torch.arange(capacity, device=device_of(self))
         table: Any = self.shape.rotation(places, dtype_of(self))
         return PrefixState(readout, RaggedCache(len(first_tokens), self.rooms), table)
-
-    def select(self, state: SequentialState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
-        if isinstance(state, PrefixState):
-            state.cache.select(rows)

@@ -13,22 +13,13 @@ from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.placed_batch import Predictions, positions_to_predict
 from drafttrain.core.readout import Readout
-from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
-from drafttrain.drafters.base import (
-    About,
-    DrafterConfig,
-    DraftState,
-    TrainingChance,
-    last_of,
-    quoted,
-    spec_bench,
-    start_with,
-)
+from drafttrain.drafters.base import DrafterConfig, DraftState, TrainingChance, last_of, start_with
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
+from drafttrain.drafters.shared.published import About, quoted, spec_bench
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +68,7 @@ class MedusaState(DraftState):
     """The newest final hidden state, and all heads' logits once they were computed."""
 
     hidden: Float[Tensor, "batch hidden"] | None = None
-    logits: list[Float[Tensor, "batch vocab"]] | None = None
+    logits: tuple[Float[Tensor, "batch vocab"], ...] | None = None  # by head, of this proposal
     depth: int = 0
 
 
@@ -170,15 +161,10 @@ class Medusa(HeadDrafter[MedusaState]):
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(dtype_of(self))
-            state.logits = [self._say(k, hidden) for k in range(self.config.num_heads)]
+            state.logits = tuple(self._say(k, hidden) for k in range(self.config.num_heads))
         logits = state.logits[state.depth]
         state.depth += 1
         return logits[:, None].expand(-1, 1 if newest is None else newest.shape[1], -1)
-
-    def select(self, state: MedusaState, rows: Sequence[int]) -> None:
-        if state.hidden is not None:
-            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
-        state.logits = None
 
     def to_serving(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config = {

@@ -12,7 +12,7 @@ from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
 from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, Drafter, TrainingChance, quoted
+from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.drafters.medusa import Medusa, MedusaConfig
 from drafttrain.drafters.shared.copies import (
     CopiesConfig,
@@ -25,6 +25,7 @@ from drafttrain.drafters.shared.copies import (
 )
 from drafttrain.drafters.shared.lora import add_lora, lora_products
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About, quoted
 from drafttrain.drafters.shared.text_losses import next_token_loss
 
 TARGET = "target_layers."  # how names of the parameters begin that change the target

@@ -19,10 +19,11 @@ from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import host_of, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance, quoted, rows_at, start_with
+from drafttrain.drafters.base import TrainingChance, rows_at, start_with
 from drafttrain.drafters.serving.mtp_layout import MIMO, VARIANTS, MTPLayout, in_file
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
+from drafttrain.drafters.shared.published import About, quoted
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]

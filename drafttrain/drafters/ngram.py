@@ -81,9 +81,6 @@ class Ngram(Drafter[NgramState]):
     ) -> Tensor:
         raise AssertionError("prompt lookup proposes everything at once")
 
-    def select(self, state: NgramState, rows: Sequence[int]) -> None:
-        state.texts = [state.texts[row] for row in rows]
-
     def propose(
         self, state: NgramState, depth: int, width: int = 1, num_nodes: int = 0
     ) -> Proposal:

@@ -15,7 +15,7 @@ from drafttrain.core.ops.unrolled_attention import unrolled_attention
 from drafttrain.core.placed_batch import Predictions, host_of, positions_to_predict
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import About, TrainingChance
+from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
 from drafttrain.drafters.shared.layer import LayerState
@@ -25,6 +25,7 @@ from drafttrain.drafters.shared.parallel import (
     ParallelState,
     mask_token,
 )
+from drafttrain.drafters.shared.published import About
 
 Attend = Callable[[int, ByHead], Float[Tensor, "batch head seq head_dim"]]
 

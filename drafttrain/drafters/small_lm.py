@@ -19,17 +19,13 @@ from drafttrain.core.ops.ragged_cache import additive
 from drafttrain.core.placed_batch import host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
-from drafttrain.drafters.base import (
-    About,
-    DrafterConfig,
-    TrainingChance,
-    load_exactly,
-)
+from drafttrain.drafters.base import DrafterConfig, TrainingChance, load_exactly
 from drafttrain.drafters.serving.causal_lm_layout import CausalLMLayout
 from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model, local_settings
 from drafttrain.drafters.shared.on_policy import OwnWords
+from drafttrain.drafters.shared.published import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime.untrusted_input import parse_json, shown

@@ -6,8 +6,8 @@ from typing import Any
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
-from drafttrain.drafters.base import Published
 from drafttrain.drafters.references import LOOKUP
+from drafttrain.drafters.shared.published import Published
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition

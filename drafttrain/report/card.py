@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.drafters.base import About
+from drafttrain.drafters.shared.published import About
 from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
 from drafttrain.report.results import Cell, Report

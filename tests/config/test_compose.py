@@ -145,6 +145,17 @@ def test_what_is_typed_wins_over_an_experiment() -> None:
     assert (config.hardware.name, config.trainer.save_every) == ("cpu", 2)
 
 
+def test_a_choice_of_ones_own_is_named_after_its_file(tmp_path: Path) -> None:
+    (tmp_path / "drafter").mkdir()
+    file = tmp_path / "drafter" / "mine.yaml"
+    file.write_text("defaults: [medusa]\nname: other\n")
+    with own_choices(tmp_path):
+        with pytest.raises(UsageError, match=r"mine\.yaml must be that of the file, mine, got other"):
+            compose("train", ["drafter=mine"])
+        file.write_text("defaults: [medusa]\nname: mine\n")
+        assert compose("train", ["drafter=mine"]).drafter.name == "mine"
+
+
 def test_a_group_of_ones_own_sets_keys_of_any_section(tmp_path: Path) -> None:
     (tmp_path / "ablation").mkdir()
     text = "# @package _global_\n# Mine.\ndefaults:\n  - override /drafter: medusa\n"

@@ -16,6 +16,7 @@ from paths import ROOT
 from drafttrain.config.groups import content_of
 from drafttrain.core import losses
 from drafttrain.core.chance import SeededChance
+from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.core.sampling_config import GREEDY, Sampling
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec, weighted_sum
@@ -24,8 +25,10 @@ from drafttrain.decode.autoregressive import autoregressive_decode, autoregressi
 from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import Lenience
-from drafttrain.drafters.base import Drafter, DrafterConfig, JoinedConfig, TrainingChance
+from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
+from drafttrain.drafters.shared.joined import JoinedConfig
 from drafttrain.target.model import Target, load_target
+from drafttrain.target.store.shards import kept_positions
 
 # CONFIG_DIR: a folder of one's own, as --config-dir names it, whose drafters keep the contract too.
 PLACES = [Path(text) / "drafter" for text in (ROOT / "conf", os.environ.get("CONFIG_DIR")) if text]
@@ -255,10 +258,18 @@ def test_stepped_expansion_gives_the_loss_of_the_training_forward(
             with target.changed(drafter.target_changes()):
                 logits = stepped_logits(drafter, target, tokens, ahead - depth, depth)
             expected = expected_loss(name, drafter, target, features, logits, tokens, ahead)
-            if name.split("/")[0] not in OURS:  # its loss may be on the text, as Medusa's
+            if name.split("/")[0] not in OURS and not isinstance(drafter.config, TokenLossConfig):
+                # It may be on the text, as Medusa's.
                 on_text = expected_loss("medusa", drafter, target, features, logits, tokens, ahead)
                 expected = min(expected, on_text, key=lambda loss: abs(loss - term.sum))
-            torch.testing.assert_close(term.sum, expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                term.sum,
+                expected,
+                atol=1e-4,
+                rtol=1e-4,
+                msg=f"depth {depth} of the token at {ahead}: by the logits that decoding gives the "
+                f"loss is {expected:.6g}, `forward` says {term.sum:.6g}",
+            )
 
 
 def expected_loss(
@@ -280,9 +291,11 @@ def expected_loss(
         return (
             0.1 * losses.soft_cross_entropy(logits, probs) + losses.top_k(logits, probs, 10)
         ).sum()
-    if name == "dspark":
-        config, label = drafter.config, torch.tensor([tokens[ahead]])
-        return config.token_loss(logits, distribution.softmax(-1), label).sum()  # type: ignore
+    config = drafter.config
+    if name == "dspark" or (name not in OURS and isinstance(config, TokenLossConfig)):
+        assert isinstance(config, TokenLossConfig)
+        label = torch.tensor([tokens[ahead]])
+        return config.token_loss(logits, distribution.softmax(-1), label).sum()
     if drafter.vocab is not None:
         if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)
@@ -305,6 +318,51 @@ def test_what_a_prediction_may_not_see_leaves_it_bit_identical(name: str, target
     # The token right before the root is read by every family: the same test must see it change.
     seen = [*tokens[:2], 77, *tokens[3:]]
     assert before != sums(losses_of(drafter, target, as_batch(seen, mask=mask)))
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+@torch.no_grad()
+def test_the_loss_reads_no_feature_beyond_its_reach(name: str, target: Target) -> None:
+    """A store that holds answers alone gives zeros everywhere else."""
+    drafter = random_drafter(name, target)
+    mask = [[index in (7, 8, 12) for index in range(14)]]
+    batch = as_batch(list(range(20, 34)), mask=mask)
+    features = target.features(batch, drafter.captures)
+    held = kept_positions(batch.loss_mask[0], drafter.reach)[None, :, None]
+    stored = TargetFeatures(
+        {layer: hidden.where(held, 0) for layer, hidden in features.captured.items()},
+        features.final_hidden.where(held, 0),
+        features.readout,
+    )
+    whole, stored_alone = (sums(drafter(batch, each, NoChance())) for each in (features, stored))
+    assert whole == stored_alone, f"set `reach`, which is {drafter.reach}"
+
+
+@pytest.mark.parametrize("name", ALL)
+@torch.no_grad()
+def test_rows_may_end_before_the_drafter_has_read_anything(name: str, target: Target) -> None:
+    """As where the first token of a row is its last, or while a policy does not draft."""
+    drafter = random_drafter(name, target)
+    rows = [[1, 20, 33, 41, 20], [1, 60, 7, 9, 12], [2, 33, 41, 20, 52]]
+    with target.changed(drafter.target_changes()):
+        features = target.features(as_batch(*rows), drafter.captures)
+    tokens = torch.tensor([[*row[1:], 70] for row in rows])
+
+    def begun(kept: list[int]) -> DraftState:
+        return drafter.begin(target.readout, torch.tensor([rows[row][0] for row in kept]), 30)
+
+    def drafted(state: DraftState, kept: list[int]) -> list[list[int]]:
+        drafter.observe(state, tokens[kept], [5] * len(kept), features.rows(kept))
+        proposal = drafter.propose(state, 2)
+        if proposal is None:
+            return drafter.expand(state, None).argmax(-1).tolist()
+        sizes = proposal.num_nodes.tolist()
+        return [row[:size] for row, size in zip(proposal.tokens.tolist(), sizes, strict=True)]
+
+    state = begun([0, 1, 2])
+    drafter.select(state, [2, 1])
+    alone = [drafted(begun([row]), [row])[0] for row in (2, 1)]
+    assert drafted(state, [2, 1]) == alone
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

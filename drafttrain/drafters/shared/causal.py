@@ -95,12 +95,6 @@ class TokenDrafter(Drafter[CausalState]):
         """Return drafted target ids as the drafter's own ids."""
         return tokens
 
-    def select(self, state: CausalState, rows: Sequence[int]) -> None:
-        state.unread = state.unread[send_numbers(rows, state.unread.device)]
-        state.counts = [state.counts[row] for row in rows]
-        if state.cache.lengths:  # empty before anything was read
-            state.cache.select(rows)
-
 
 class CausalDrafter(TokenDrafter):
     """Drafts a model's continuation of the text."""

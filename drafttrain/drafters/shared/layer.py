@@ -181,12 +181,6 @@ class CachedDrafter(Drafter[LayerState]):
         table = self.shape.rotation(places, dtype_of(self))
         return self.state_type(readout, RaggedCache(rows, self.rooms), table, [0] * rows)
 
-    def select(self, state: LayerState, rows: Sequence[int]) -> None:
-        state.cache.select(rows)
-        state.committed = [state.committed[row] for row in rows]
-        if state.hidden is not None:
-            state.hidden = state.hidden[send_numbers(rows, state.hidden.device)]
-
     def serving_keys(self) -> dict[str, Any]:
         """Return the keys that serving configurations share; it has one layer."""
         shape, spec = self.shape, self.spec

@@ -1,7 +1,6 @@
 """Drafters whose one pass drafts all tokens, each independently of the others drafted."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -92,8 +91,3 @@ class ParallelDrafter(CachedDrafter):
         state.depth += 1
         logits = state.logits[:, state.depth - 1, None]
         return logits.expand(-1, 1 if newest is None else newest.shape[1], -1)
-
-    def select(self, state: LayerState, rows: Sequence[int]) -> None:
-        super().select(state, rows)
-        assert isinstance(state, ParallelState)
-        state.logits = None

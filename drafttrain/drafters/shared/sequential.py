@@ -12,7 +12,6 @@ from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, dtype_of
 from drafttrain.core.placed_batch import unrolled_predictions
 from drafttrain.core.readout import Readout
-from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, DraftState, TrainingChance, last_of
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth
@@ -133,8 +132,3 @@ class SequentialHeads(HeadDrafter[SequentialState]):
         logits: Tensor = of_depth(self.lm_heads, state.depth)(left)
         state.depth += 1
         return logits
-
-    def select(self, state: SequentialState, rows: Sequence[int]) -> None:
-        if state.hidden is not None and state.last is not None:
-            kept = send_numbers(rows, state.hidden.device)
-            state.hidden, state.last = state.hidden[kept], state.last[kept]
