@@ -35,7 +35,7 @@ class Outcome:
     overrides: list[str]
     result: str
     status: int | None = None
-    said: str = ""  # the last line of its output
+    last_line: str = ""  # of its output
     seconds: float = 0.0
 
 
@@ -67,7 +67,7 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
             before = outcomes.get(job.name)
             begun = before is not None and before.overrides == job.overrides
             if before is not None and begun and before.result == DONE:
-                console.print(f"{place}  done before: {before.said}")
+                console.print(f"{place}  done before: {before.last_line}")
                 continue
             own = [f"--config-dir={config_dir}"] if config_dir else []
             words = [command, *own, *job.overrides]
@@ -78,11 +78,15 @@ def multirun(command: str, overrides: Sequence[str], config_dir: Path | None) ->
             _keep(sweep, outcomes, Outcome(job.name, job.overrides, BEGUN))
             start = time.monotonic()
             with console.status(f"{place}  running; its output: {log}"):
-                status, stop, said = _run(words, log)
+                status, stop, last_line = _run(words, log)
             result = DONE if status == 0 else STOPPED if stop else FAILED
             seconds = round(time.monotonic() - start, 1)
-            _keep(sweep, outcomes, Outcome(job.name, job.overrides, result, status, said, seconds))
-            console.print(f"{place}  {result} after {seconds:.0f} s: {said}")
+            _keep(
+                sweep,
+                outcomes,
+                Outcome(job.name, job.overrides, result, status, last_line, seconds),
+            )
+            console.print(f"{place}  {result} after {seconds:.0f} s: {last_line}")
             if stop:
                 how, code = f"stopped by {stop.name}", 128 + signal.SIGTERM
                 if stop == signal.SIGINT:
@@ -143,8 +147,8 @@ def _run(words: Sequence[str], log: Path) -> tuple[int, signal.Signals | None, s
     with log.open("rb") as written:
         written.seek(start)
         lines = written.read().decode(errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip() and not line.startswith("next: ")]
-    told = escaped(said[-1][:SHOWN]) if said else "no output"
+    lines = [line.strip() for line in lines if line.strip() and not line.startswith("next: ")]
+    told = escaped(lines[-1][:SHOWN]) if lines else "no output"
     return process.returncode, came[0] if came else None, told
 
 

@@ -24,7 +24,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
 from drafttrain.report.bootstrap import Resampling, interval
-from drafttrain.report.results import PLAIN, Check
+from drafttrain.report.results import PLAIN, Check, Divergence
 from drafttrain.report.wording import bounds
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import Ticker, progress, silent
@@ -170,7 +170,7 @@ def greedy_check(
     logits are closer than its own rounding noise: the logits of a position differ by that much
     between a pass over several tokens and a pass over one.
     """
-    divergences: list[dict[str, Any]] = []
+    divergences: list[Divergence] = []
     settings: dict[str, Any] = {
         "sampling": GREEDY,
         "max_new_tokens": config.max_new_tokens,
@@ -189,12 +189,12 @@ def greedy_check(
         if plain.tokens != drafted.tokens:
             place = first_difference(plain.tokens, drafted.tokens)
             gap, noise = near_tie(target, [*tokens, *plain.tokens[:place]])
-            found = {"prompt": name, "position": place, "gap": gap, "noise": noise}
-            divergences.append(found | {"tie": gap <= ROUNDING_MARGIN * noise})
+            tie = gap <= ROUNDING_MARGIN * noise
+            divergences.append(Divergence(name, place, gap, noise, tie))
         tick(2)
     dtype = dtype_name(target.dtype)
     same = len(prompts) - len(divergences)
-    ties = sum(divergence["tie"] for divergence in divergences)
+    ties = sum(divergence.tie for divergence in divergences)
     exact = target.dtype in (torch.float32, torch.float64)
     told = f"{same} of {len(prompts)} greedy outputs identical to plain decoding in {dtype}"
     if divergences:

@@ -55,7 +55,7 @@ def report_document(report: Report) -> Document:
     if report.along_output:
         outputs.append(along_table(report.along_output))
     divergences = [
-        ("", ", ".join(f"{key} {value}" for key, value in flat(divergence)))
+        ("", ", ".join(f"{key} {value}" for key, value in vars(divergence).items()))
         for divergence in report.lossless.divergences
     ]
     return Document(

@@ -282,6 +282,21 @@ class Point(ByTask[MethodRow]):
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """The first place where a greedy output differs from the plain loop's.
+
+    gap: between the target's two best logits there. noise: by how much its logits differ between a
+    pass over several tokens and one over one. tie: whether the gap is within that.
+    """
+
+    prompt: str
+    position: int
+    gap: float
+    noise: float
+    tie: bool
+
+
+@dataclass(frozen=True)
 class Check:
     """One check: the measured value, its bound, and a sentence about both."""
 
@@ -290,7 +305,7 @@ class Check:
     measured: float
     bound: str
     text: str
-    divergences: list[dict[str, Any]]  # each has prompt, position, gap, noise, tie
+    divergences: list[Divergence]
 
 
 @dataclass(frozen=True)
@@ -315,7 +330,7 @@ class LosslessCheck:
     dtype: str  # of the check
     greedy_identical: Count
     greedy_total: Count
-    divergences: list[dict[str, Any]]  # each has prompt, position, gap ...
+    divergences: list[Divergence]
     statement: str  # empty until a report words it
     tuned: bool = False  # whether the target is one that training changed, not the model given
 

@@ -129,6 +129,26 @@ def replacing(path: Path) -> Iterator[Path]:
     _sync(path.parent)  # the entry of this file; other files there are left alone
 
 
+def put_folder(made: Path, folder: Path) -> None:
+    """Give a finished folder its name, on the disk, in place of an earlier one.
+
+    That one is kept beside it until then: a kill between the two leaves it whole, as `MADE.old`.
+    """
+    flush(made)
+    old = made.with_name(f"{made.name}.old") if folder.exists() else None
+    if old is not None:
+        os.replace(folder, old)
+    try:
+        os.replace(made, folder)
+    except OSError:
+        if old is not None:
+            os.replace(old, folder)
+        raise
+    _sync(folder.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file that, whatever happens, holds either its old content or all of `text`."""
     with writing(path), replacing(path) as beside:

@@ -14,7 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.runtime.disk import DiskError, MachineError, flush, reason, sha256_of, write_whole
+from drafttrain.runtime.disk import (
+    DiskError,
+    MachineError,
+    flush,
+    put_folder,
+    reason,
+    sha256_of,
+    write_whole,
+)
 from drafttrain.runtime.terminal import working
 from drafttrain.runtime.untrusted_input import (
     MAX_JSON_BYTES,
@@ -135,11 +143,9 @@ class Checkpoints:
             if engine.is_main:
                 save_file(weights, unfinished / WEIGHTS_FILE)
                 _write_state(unfinished, state)
-                flush(unfinished)
                 visits = [v for s, v in map(_step_and_visit, self._names()) if s == state.step]
                 name = f"step-{state.step:06d}" + (f"-{max(visits) + 1}" if visits else "")
-                unfinished.rename(self.folder / name)
-                flush(self.folder)
+                put_folder(unfinished, self.folder / name)
                 old = self._index().get("best")
                 # If the best step is reached again, its new checkpoint replaces the old one.
                 again = old is not None and _step_and_visit(old)[0] == state.step

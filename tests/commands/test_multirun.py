@@ -45,14 +45,14 @@ def test_a_job_that_fails_is_named_and_the_rest_is_done(
         ("lr_fast", "failed", 2),
         ("lr_-1", "failed", 2),
     ]
-    assert lines[0]["said"] == "error: trainer.lr must be a number or auto, got fast"
+    assert lines[0]["last_line"] == "error: trainer.lr must be a number or auto, got fast"
     assert (here / "sweep" / "logs" / "lr_fast.log").read_text().startswith("error: ")
 
 
 def test_what_is_done_is_not_done_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(FAILING)
     lines = record(here / "sweep")
-    lines[0] |= {"result": "done", "status": 0, "said": "best checkpoint: x"}
+    lines[0] |= {"result": "done", "status": 0, "last_line": "best checkpoint: x"}
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (here / "sweep" / "jobs.jsonl").write_text(text)
     capsys.readouterr()

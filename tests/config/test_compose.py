@@ -150,7 +150,9 @@ def test_a_choice_of_ones_own_is_named_after_its_file(tmp_path: Path) -> None:
     file = tmp_path / "drafter" / "mine.yaml"
     file.write_text("defaults: [medusa]\nname: other\n")
     with own_choices(tmp_path):
-        with pytest.raises(UsageError, match=r"mine\.yaml must be that of the file, mine, got other"):
+        with pytest.raises(
+            UsageError, match=r"mine\.yaml must be that of the file, mine, got other"
+        ):
             compose("train", ["drafter=mine"])
         file.write_text("defaults: [medusa]\nname: mine\n")
         assert compose("train", ["drafter=mine"]).drafter.name == "mine"

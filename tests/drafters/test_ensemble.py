@@ -1,6 +1,6 @@
 """Several drafters in one tree: how votes merge what they draft, and what each one reads.
 
-The contract suite and the law suite (tests/decode) take an ensemble like any other drafter.
+The contract suite and tests/decode take an ensemble like any other drafter.
 """
 
 from collections import Counter

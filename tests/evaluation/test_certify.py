@@ -230,4 +230,4 @@ def test_a_planted_tie_is_told_from_a_real_difference(
     drafter = random_drafter("eagle3", target)
     check = module.greedy_check(target_bf16, drafter, prompts[:2], config)
     assert check.passed is False  # in float32 nothing excuses a difference
-    assert all(d["tie"] for d in check.divergences)
+    assert all(d.tie for d in check.divergences)

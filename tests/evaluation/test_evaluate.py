@@ -240,9 +240,9 @@ def test_a_planted_divergence_is_reported_by_prompt_and_position(
     check = greedy_check(target, drafters["eagle3"], greedy_prompts(target), settings())
     assert not check.passed
     (divergence,) = check.divergences
-    assert (divergence["prompt"], divergence["position"]) == ("talk", 2)
-    assert not divergence["tie"]
-    assert divergence["gap"] > divergence["noise"] >= 0
+    assert (divergence.prompt, divergence.position) == ("talk", 2)
+    assert not divergence.tie
+    assert divergence.gap > divergence.noise >= 0
 
 
 def test_what_does_not_fit_is_refused_by_name_before_anything_is_decoded(

@@ -32,7 +32,15 @@ from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.plots import batch_figure, bounds, report_figures
 from drafttrain.report.repetition import repeated_tokens
-from drafttrain.report.results import PLAIN, Check, Estimate, LosslessCheck, Report, TimingInfo
+from drafttrain.report.results import (
+    PLAIN,
+    Check,
+    Divergence,
+    Estimate,
+    LosslessCheck,
+    Report,
+    TimingInfo,
+)
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect
@@ -750,7 +758,9 @@ def nasty_report() -> dict[str, Any]:
         notes=[nasty],
         prompts={nasty: nasty},
         provenance={"command": nasty},
-        lossless=LosslessCheck(nasty, True, nasty, 1, 2, [{"prompt_id": nasty}], ""),
+        lossless=LosslessCheck(
+            nasty, True, nasty, 1, 2, [Divergence(nasty, 3, 0.5, 1e-5, False)], ""
+        ),
     )
 
 

@@ -15,11 +15,11 @@ from drafttrain.report.build import certified, sweep_point
 from drafttrain.report.comparison_pages import write_comparison
 from drafttrain.report.config import CompareSettings, VerdictSettings
 from drafttrain.report.pages import write_report
-from drafttrain.report.results import Check, ExtraMemory, LosslessCheck, TimingInfo
+from drafttrain.report.results import Check, Divergence, ExtraMemory, LosslessCheck, TimingInfo
 from drafttrain.report.tables import certificate_table, sweep_table
 
 GOLDEN = ROOT / "tests" / "golden"
-DIVERGENCE = {"prompt": "prompt 1", "position": 3, "gap": 0.25, "noise": 1e-5, "tie": False}
+DIVERGENCE = Divergence(prompt="prompt 1", position=3, gap=0.25, noise=1e-5, tie=False)
 
 
 def fixed_results(pace: float = 1.0, seed: int = 0) -> list[PromptResult]:

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafttrain.runtime.disk import DiskError, append_text, require_writable, write_whole
+from drafttrain.runtime.disk import (
+    DiskError,
+    append_text,
+    put_folder,
+    require_writable,
+    write_whole,
+)
 from drafttrain.runtime.journal import append_records
 from drafttrain.target.store.shards import write_tensors
 
@@ -56,6 +62,31 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         write_whole(tmp_path / "a", "\udcff")
     assert (tmp_path / "a").read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_takes_the_place_of_another_or_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(text: str) -> Path:
+        (tmp_path / "made").mkdir()
+        (tmp_path / "made" / "a").write_text(text)
+        return tmp_path / "made"
+
+    folder = tmp_path / "folder"
+    put_folder(made("first"), folder)
+    put_folder(made("second"), folder)
+    assert [file.read_text() for file in tmp_path.rglob("a")] == ["second"]
+    replace = os.replace
+
+    def refused(source: Path, place: Path) -> None:
+        if Path(source).name == "made":
+            raise OSError("no")
+        replace(source, place)
+
+    monkeypatch.setattr(os, "replace", refused)
+    with pytest.raises(OSError, match="no"):
+        put_folder(made("third"), folder)
+    assert (folder / "a").read_text() == "second"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The directory of an export: written whole or not at all, weights in one file or in shards."""
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from drafttrain.drafters.serving.engines import GGUF
 from drafttrain.report.card import MADE_BY
+from drafttrain.runtime.disk import put_folder
 
 CONFIG, WEIGHTS, CARD = FILES = ("config.json", "model.safetensors", "README.md")
 INDEX = f"{WEIGHTS}.index.json"
@@ -88,12 +88,6 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
         for file in draft.iterdir():
             if file.stat().st_nlink == 1:  # else it is the target's own too
                 file.chmod(0o644)
-        if folder.exists():
-            old = draft.with_name(f"{draft.name}.old")
-            os.replace(folder, old)
-            os.replace(draft, folder)
-            shutil.rmtree(old)
-        else:
-            os.replace(draft, folder)
+        put_folder(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
