@@ -622,9 +622,8 @@ def test_one_wide_interval_does_not_squeeze_the_speedups_by_batch():
 def test_flags_name_what_weakens_a_report():
     results = two_prompts()
     results[2] = PromptResult(**{**vars(results[2]), "tokens": tuple(range(1, 11))})
-    lossy = LosslessCheck(
-        "typical", False, "bfloat16", 1, 2, [{"prompt_id": "a", "position": 3}], ""
-    )
+    at = Divergence("a", 3, 0.5, 1e-5, False)
+    lossy = LosslessCheck("typical", False, "bfloat16", 1, 2, [at], "")
     kinds = {flag["kind"] for flag in report_of(results, lossless=lossy)["flags"]}
     assert kinds == {"lossy", "timing", "outputs_differing"}
     sampled = report_of(results, sampling=Sampling(1.0, 0, 1.0))
