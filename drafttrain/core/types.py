@@ -325,3 +325,4 @@ class PromptResult:
     num_prompt_tokens: int
     tokens: tuple[int, ...]
     stats: DecodeStats
+    depth: int = 0  # of the proposals, as it was asked for; 0: the plain loop

@@ -1,15 +1,17 @@
 """The rows of a decoding batch: their outputs, when they end, and what they cost."""
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from drafttrain.core.types import Decoded, DecodeStats, TargetSpec
 from drafttrain.drafters.base import Drafter
 from drafttrain.target.model import Target
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Stops:
@@ -115,12 +117,12 @@ def at_once(passes: Passes) -> list[Decoded]:
             return end.value
 
 
-def in_turns(decoding: Mapping[str, Passes], num_tokens: int) -> dict[str, list[Decoded]]:
+def in_turns(decoding: Mapping[Key, Passes], num_tokens: int) -> dict[Key, list[Decoded]]:
     """Decode by several methods in turns: that which has written least goes on, for `num_tokens`.
 
     So all of them are at the same place of the output at nearly the same time.
     """
-    decoded: dict[str, list[Decoded]] = {}
+    decoded: dict[Key, list[Decoded]] = {}
     with torch.inference_mode():
         rows = {name: list(next(passes)) for name, passes in decoding.items()}
         while len(decoded) < len(decoding):

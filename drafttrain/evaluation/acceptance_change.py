@@ -8,7 +8,7 @@ from drafttrain.decode.rows import at_once
 from drafttrain.decode.verify import LOSSLESS
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
+from drafttrain.evaluation.measure import DraftMethod, MethodKey, decoders, first_turn
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.metrics import Pairs, by_draft, length_difference, ratio
 from drafttrain.report.results import BeforeAfter, Estimate
@@ -31,14 +31,17 @@ def acceptance_change(
     The first turns are decoded, each by both with the chance of its place and the policy of
     `config`; tokens past the end of an output do not count.
     """
-    policy = config.policy_at(config.depth)
-    methods = [DraftMethod("before", before, policy), DraftMethod("after", after, policy)]
+    depth, policy = config.depth, config.policy_at(config.depth)
+    methods = [
+        DraftMethod(name, depth, drafter, policy)
+        for name, drafter in (("before", before), ("after", after))
+    ]
     decode = decoders(target, methods, config, config.sampling, seed)
-    counted: dict[str, Pairs] = {method.name: [] for method in methods}
+    counted: dict[MethodKey, Pairs] = {method.key: [] for method in methods}
     for row, prompt in enumerate(followed("acceptance", prompts)):
         tokens = first_turn(prompt, target, template)
-        for name, pairs in counted.items():
-            (decoded,) = at_once(decode[name]([tokens], rows=[row], rule=LOSSLESS))
+        for key, pairs in counted.items():
+            (decoded,) = at_once(decode[key]([tokens], rows=[row], rule=LOSSLESS))
             pairs.append(by_draft(decoded.stats.trimmed))
     old, new = counted.values()
     lengths = [

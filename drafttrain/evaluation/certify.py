@@ -22,9 +22,9 @@ from drafttrain.decode.rows import at_once
 from drafttrain.decode.verify import Rule, one_step_distribution, without
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.measure import Decode, DraftMethod, decoders
+from drafttrain.evaluation.measure import ALONE, Decode, DraftMethod, decoders
 from drafttrain.report.bootstrap import Resampling, interval
-from drafttrain.report.results import PLAIN, Check, Divergence
+from drafttrain.report.results import Check, Divergence
 from drafttrain.report.wording import bounds
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import Ticker, progress, silent
@@ -138,12 +138,12 @@ def certify(
         for pair in pairs:
             checks.append(greedy_check(*pair, prompts, config, policies, tick))
         audit = Audit(config.acceptance_rule, sampling, target.spec.vocab_size)
-        method = DraftMethod("drafted", drafter, config.policy_at(config.depth))
-        speculate = decoders(target, [method], config, sampling, seed)[method.name]
+        method = DraftMethod("drafted", config.depth, drafter, config.policy_at(config.depth))
+        speculate = decoders(target, [method], config, sampling, seed)[method.key]
         drafted = _decoded(partial(speculate, record=audit), prompts, policies, tick=tick)
         checks.append(distribution_check(audit))
         checks.append(cache_check(target, prompts, drafted, audit))
-        plainly = decoders(target, [], config, sampling, seed + 1)[PLAIN]
+        plainly = decoders(target, [], config, sampling, seed + 1)[ALONE]
         plain = _decoded(plainly, prompts, tick=tick)
         resampling = Resampling(config.resamples, seed)
         checks += text_checks(target, prompts, drafted, plain, audit, resampling)

@@ -23,7 +23,6 @@ from drafttrain.evaluation.measure import (
     in_tasks,
     measure,
     methods_of,
-    named,
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
@@ -141,8 +140,8 @@ def evaluate_drafter(
             if choosing:
                 others = [one for one in measured.results if one.prompt_id in choosing]
                 main_depth = fastest(others, name, config.every_depth)
-            base = at_depth(results, methods, main_depth)
-            asked = at_depth(results, methods, config.depth)
+            base = at_depth(results, main_depth)
+            asked = at_depth(results, config.depth)
             timing = replace(
                 timing,
                 blocks=len({result.block for result in base}),
@@ -151,7 +150,7 @@ def evaluate_drafter(
                 delayed=measured.delayed,
             )
         for depth in config.every_depth:
-            here = at_depth(results, methods, depth)
+            here = at_depth(results, depth)
             if config.sweeps:
                 points.append(
                     sweep_point(
@@ -226,7 +225,7 @@ def fastest(results: Sequence[PromptResult], drafter: str, depths: Sequence[int]
     times = PassTimes(results)
 
     def per_token(depth: int) -> float:
-        mine = [result for result in results if result.method == named(drafter, depth)]
+        mine = [each for each in results if (each.method, each.depth) == (drafter, depth)]
         seconds = sum(times.seconds(result).total for result in mine)
         return seconds / max(sum(len(result.tokens) for result in mine), 1)
 

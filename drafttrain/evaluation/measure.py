@@ -34,22 +34,24 @@ DELAYED = 1.5  # times as long as usual: something else kept the machine busy
 TURN = 8  # tokens that a method decodes before another continues with the same prompt
 
 Decode = Callable[..., Passes]  # of prompts, and rows: their names
+MethodKey = tuple[str, int]  # name and depth
+ALONE = (PLAIN, 0)
 
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """A drafter under a policy, and the name of its results."""
+    """A drafter under a policy; its results have its name and the depth that is asked for."""
 
     name: str
+    depth: int
     drafter: Drafter
     policy: Policy
     of_task: Mapping[str, Policy] = field(default_factory=dict)  # tasks that have one of their own
-    shown: str = ""  # its name in reports, which show one depth
 
-
-def named(drafter: str, depth: int) -> str:
-    """Return the name of a drafter's results at one depth."""
-    return f"{drafter}@{depth}"
+    @property
+    def key(self) -> MethodKey:
+        """What tells its results from others."""
+        return self.name, self.depth
 
 
 def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[DraftMethod]:
@@ -61,11 +63,11 @@ def methods_of(drafters: Mapping[str, Drafter], config: EvalConfig) -> list[Draf
     told = {name: reference_settings(config, name, drafters[name]) for name in references}
     return [
         DraftMethod(
-            named(name, depth),
+            name,
+            depth,
             drafters[name],
             settings.policy_at(depth),
             settings.of_tasks if depth == config.depth else {},
-            shown=name,
         )
         for name, settings in {**told, main: config}.items()
         for depth in config.every_depth
@@ -175,7 +177,7 @@ def decoders(
     config: EvalConfig,
     sampling: Sampling,
     seed: int,
-) -> dict[str, Decode]:
+) -> dict[MethodKey, Decode]:
     """Return the plain loop and the speculative one of each method, ready to be called."""
     settings: dict[str, Any] = {
         "sampling": sampling,
@@ -183,21 +185,21 @@ def decoders(
         "chance": SeededChance(seed),
         "stop_strings": tuple(config.stop_strings),
     }
-    decode: dict[str, Decode] = {PLAIN: partial(autoregressive_passes, target, **settings)}
+    decode: dict[MethodKey, Decode] = {ALONE: partial(autoregressive_passes, target, **settings)}
     settings["draft_sampling"] = config.draft_sampling_beside(sampling)
     settings["rule"] = config.acceptance_rule
     for method in methods:
         ready = partial(speculative_passes, target, method.drafter, policy=method.policy)
-        decode[method.name] = partial(ready, **settings)
+        decode[method.key] = partial(ready, **settings)
     return decode
 
 
 def of_task(
-    decode: Mapping[str, Decode], methods: Sequence[DraftMethod], task: str
-) -> dict[str, Decode]:
+    decode: Mapping[MethodKey, Decode], methods: Sequence[DraftMethod], task: str
+) -> dict[MethodKey, Decode]:
     """Return the loops for the prompts of a task: some methods have a policy for it."""
-    own = {each.name: each.of_task[task] for each in methods if task in each.of_task}
-    return {**decode, **{name: partial(decode[name], policy=own[name]) for name in own}}
+    own = {each.key: each.of_task[task] for each in methods if task in each.of_task}
+    return {**decode, **{key: partial(decode[key], policy=own[key]) for key in own}}
 
 
 def groups_of(prompts: Sequence[Prompt], size: int) -> list[list[tuple[int, Prompt]]]:
@@ -250,14 +252,14 @@ def measure(
     that are nearer to the usual ones are taken.
     """
     decode = decoders(target, methods, config, sampling, seed)
-    names = list(decode)
+    keys = list(decode)
     groups = groups_of(prompts, batch_size)
     warm = [first_turn(prompt, target, template)[:64] for _, prompt in groups[0]]
     own = {task for method in methods for task in method.of_task}
     # First calls pay for allocations that later ones do not.
     with working("warming up"):
         for ready in [decode, *(of_task(decode, methods, task) for task in own)]:
-            _decode(target, {name: one(warm, rows=[0] * len(warm)) for name, one in ready.items()})
+            _decode(target, {each: one(warm, rows=[0] * len(warm)) for each, one in ready.items()})
     measured: dict[Key, list[PromptResult]] = {}
     work = [
         (block, place)
@@ -269,8 +271,8 @@ def measure(
 
     def take(done: int, key: Key) -> list[PromptResult]:
         block, place = key
-        shift = (done + block) % len(names)
-        order = names[shift:] + names[:shift]
+        shift = (done + block) % len(keys)
+        order = keys[shift:] + keys[:shift]
         here = of_task(decode, methods, groups[place][0][1].task)
         taken = _group(target, here, order, groups[place], template, block)
         gc.collect(0)  # new objects only; a full collection takes half a second
@@ -328,20 +330,20 @@ def _delay(results: Sequence[PromptResult], times: PassTimes) -> float:
     return max(map(times.delay, results))
 
 
-def _decode(target: Target, decoding: Mapping[str, Passes]) -> dict[str, list[Decoded]]:
+def _decode(target: Target, decoding: Mapping[MethodKey, Passes]) -> dict[MethodKey, list[Decoded]]:
     """Decode a batch by every method: in turns on a CPU, which other processes use as well.
 
     On other devices one after the other, as they would need the caches of all at once.
     """
     if target.device.type == "cpu":
         return in_turns(decoding, TURN)
-    return {name: at_once(passes) for name, passes in decoding.items()}
+    return {key: at_once(passes) for key, passes in decoding.items()}
 
 
 def _group(
     target: Target,
-    decode: Mapping[str, Decode],
-    order: Sequence[str],
+    decode: Mapping[MethodKey, Decode],
+    order: Sequence[MethodKey],
     group: Sequence[tuple[int, Prompt]],
     template: Template,
     block: int,
@@ -355,27 +357,21 @@ def _group(
             messages[place].append(Message("user", prompt.turns[turn]))
         places = [place for place, _ in members]
         tokens = [prompt_tokens(messages[p], target.tokenizer, template) for p in places]
-        outputs = _decode(target, {name: decode[name](tokens, rows=places) for name in order})
-        for name in decode:
-            for (_, prompt), asked, output in zip(members, tokens, outputs[name], strict=True):
+        outputs = _decode(target, {key: decode[key](tokens, rows=places) for key in order})
+        for name, depth in decode:
+            mine = outputs[name, depth]
+            for (_, prompt), asked, output in zip(members, tokens, mine, strict=True):
                 about = (prompt.id, turn, prompt.task, name, block, len(asked))
-                results.append(PromptResult(*about, output.tokens, output.stats))
-        for place, output in zip(places, outputs[PLAIN], strict=True):
+                results.append(PromptResult(*about, output.tokens, output.stats, depth))
+        for place, output in zip(places, outputs[ALONE], strict=True):
             answer = target.tokenizer.decode(output.tokens, skip_special_tokens=True)
             messages[place].append(Message("assistant", answer))
     return results
 
 
-def at_depth(
-    results: Sequence[PromptResult], methods: Sequence[DraftMethod], depth: int
-) -> list[PromptResult]:
-    """Return the results of the plain loop, and those of every drafter at one depth.
-
-    Under the names that reports use, without depths.
-    """
-    renamed = {PLAIN: PLAIN}
-    renamed |= {method.name: method.shown for method in methods if method.policy.depth == depth}
-    return [replace(r, method=renamed[r.method]) for r in results if r.method in renamed]
+def at_depth(results: Sequence[PromptResult], depth: int) -> list[PromptResult]:
+    """Return the results of the plain loop, and those of every drafter at one depth."""
+    return [result for result in results if result.method == PLAIN or result.depth == depth]
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

@@ -16,7 +16,7 @@ Key = tuple[int, int]  # block, batch of prompts
 
 PARTIAL = "measurements.partial.jsonl"
 WHOLE = "measurements.jsonl"
-VERSION = 3  # of what is measured, and how: times of others are not mixed with these
+VERSION = 4  # of what is measured, and how: times of others are not mixed with these
 
 
 class Measurements:

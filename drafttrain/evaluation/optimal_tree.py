@@ -90,8 +90,8 @@ def count_ranks(setup: Setup, depth: int) -> dict[str, RankCounts]:
     """Decode each prompt's first turn with a `spine`, and count what is accepted, by task."""
     config, target = setup.settings, setup.parts.target
     width = config.tree_width
-    method = DraftMethod("spine", setup.parts.timed_drafter, spine(depth, width))
-    decode = decoders(target, [method], config, config.sampling, setup.seed)["spine"]
+    method = DraftMethod("spine", depth, setup.parts.timed_drafter, spine(depth, width))
+    decode = decoders(target, [method], config, config.sampling, setup.seed)[method.key]
     counts: dict[str, RankCounts] = {}
     for place, prompt in enumerate(followed("tune: acceptance by rank", setup.prompts)):
         here = counts.setdefault(prompt.task, RankCounts.empty(depth, width))

@@ -22,7 +22,6 @@ from drafttrain.evaluation.measure import (
     DraftMethod,
     first_turn,
     measure,
-    named,
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.optimal_tree import (
@@ -107,7 +106,6 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
 
     costs = measure_costs(target, timed, policies, sizes, config, settings)
     measured_depths = depths if settings.measure else depths[-1:]
-    names = {depth: named(parts.drafter_name, depth) for depth in depths}
     journals: list[Measurements] = []
 
     def results_at(batch_size: int) -> list[PromptResult]:
@@ -117,7 +115,10 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
         here = policies(batch_size)
         return measure(
             target,
-            [DraftMethod(names[depth], timed, here[depth]) for depth in measured_depths],
+            [
+                DraftMethod(parts.drafter_name, depth, timed, here[depth])
+                for depth in measured_depths
+            ],
             prompts,
             template,
             config,
@@ -132,16 +133,16 @@ def tune_drafter(setup: Setup, settings: TuneSettings) -> Tuning:
     for size in sizes:
         expected = {depth: found.lengths for depth, found in trees.get(size, {}).items()}
         decoded = in_order(alone, prompts)
-        here = predict(decoded, names[depths[-1]], costs, depths, size, expected)
+        here = predict(decoded, costs, depths, size, expected)
         if settings.measure:
             results = alone if size == 1 else results_at(size)
-            here = [replace(p, measured=decoding_speedup(results, names[p.depth], p)) for p in here]
+            here = [replace(p, measured=decoding_speedup(results, p)) for p in here]
         shapes = policies(size)
         predictions += [replace(p, nodes=shapes[p.depth].nodes_told) for p in here]
     for journal in journals:  # only now: a tune that stops resumes from all that it measured
         journal.finish()
     kept.unlink(missing_ok=True)
-    found = _accepted([result for result in alone if result.method == names[depths[-1]]])
+    found = _accepted([result for result in alone if result.depth == depths[-1]])
     reached = [found.num_drafts, *found.num_accepted_tokens_per_position]
     acceptance = [after / before if before else 0.0 for before, after in pairwise(reached)]
     return Tuning(predictions, costs, trees, acceptance)
@@ -211,7 +212,6 @@ def acceptance_lengths(counters: Counters, depths: Sequence[int]) -> dict[int, f
 
 def predict(
     results: Sequence[PromptResult],
-    deepest: str,
     costs: Costs,
     depths: Sequence[int],
     batch_size: int,
@@ -235,7 +235,7 @@ def predict(
         return {depth: n - cut for depth, n in acceptance_lengths(told, depths).items()}
 
     plain = [result for result in results if result.method == PLAIN]
-    drafted = [result for result in results if result.method == deepest]
+    drafted = [result for result in results if result.depth == depths[-1]]
     predictions = []
     totals = {depth: [0.0, 0.0] for depth in depths}
     for task in dict.fromkeys(result.task for result in plain):
@@ -309,19 +309,19 @@ def _until_all_end(passes: Sequence[float], seconds: Callable[[int], float]) -> 
     return total
 
 
-def decoding_speedup(results: Sequence[PromptResult], method: str, point: DepthPrediction) -> float:
+def decoding_speedup(results: Sequence[PromptResult], point: DepthPrediction) -> float:
     """Return the measured speedup of decoding on the point's task, prefill left out."""
     chosen = [result for result in results if point.task in ("all", result.task)]
 
     times = PassTimes(results)
 
-    def per_token(name: str) -> float:
-        mine = [result for result in chosen if result.method == name]
+    def per_token(depth: int) -> float:
+        mine = [result for result in chosen if result.depth == depth]
         timed = map(times.seconds, mine)
         seconds = sum(each.total - each.prefill for each in timed)
         return seconds / max(sum(len(r.tokens) - 1 for r in mine), 1)
 
-    return per_token(PLAIN) / per_token(method)
+    return per_token(0) / per_token(point.depth)
 
 
 def choose(predictions: Sequence[DepthPrediction]) -> dict[str, TunedChoice]:

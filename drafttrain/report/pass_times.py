@@ -17,7 +17,8 @@ ENOUGH_PASSES = 5  # of a kind, for a median
 RANGES_PER_DOUBLING = 4  # of the context: within a range it grows by a fifth
 
 Parts = tuple[float, ...]  # seconds of draft, verify, other; of the prefill alone
-Kind = tuple[str, bool, int, int, int]  # method, prefill, rows, depth and nodes of the proposals
+Method = tuple[str, int]  # with the depth that is asked for
+Kind = tuple[Method, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
 
 
 class PassTimes:
@@ -69,7 +70,8 @@ class PassTimes:
 
 def _passes(result: PromptResult) -> Iterable[tuple[Kind, int, Parts]]:
     """Yield the kind, range of contexts and seconds of the prefill, then of each pass."""
-    stats, method, context = result.stats, result.method, result.num_prompt_tokens
+    stats, context = result.stats, result.num_prompt_tokens
+    method = result.method, result.depth
     rows = stats.passes[0][0] if stats.passes else 1
     yield (method, True, rows, 0, 0), _range(context), (stats.prefill_s,)
     starts = [start for start, *_ in stats.cycles] or range(1, len(stats.passes) + 1)

@@ -86,7 +86,7 @@ def results_of(
     values |= more
     prompts = values.pop("prompts", PROMPTS)
     results = measure(target, methods, prompts, BY_TEMPLATE, config, **values).results
-    return at_depth(results, methods, config.depth)
+    return at_depth(results, config.depth)
 
 
 def test_references_draft_as_deep_as_the_drafter_and_the_one_before_as_it_does(
@@ -100,14 +100,9 @@ def test_references_draft_as_deep_as_the_drafter_and_the_one_before_as_it_does(
     for depth in (1, 3):
         shape = spine(depth, 2)
         policies = {"ngram": chain(depth), BEFORE: shape, "eagle3": shape}
-        here = [each for each in methods if each.policy.depth == depth]
-        assert {each.shown: each.policy for each in here} == policies
-        drafted = [
-            PromptResult("sum", 0, "math", each.name, 0, 5, (each.policy.depth,), DecodeStats())
-            for each in methods
-        ]
-        told = {result.method: result.tokens for result in at_depth(drafted, methods, depth)}
-        assert told == dict.fromkeys(every, (depth,))
+        here = [each for each in methods if each.depth == depth]
+        assert {each.name: each.policy for each in here} == policies
+        assert all(each.policy.depth == depth for each in here)
     by_task = TunedEval(**vars(settings()), from_tune=Chosen(3, {"math": 2}))
     assert all(each.of_task == {"math": chain(2)} for each in methods_of(every, by_task))
 
@@ -413,7 +408,7 @@ def test_a_depth_is_chosen_on_prompts_of_which_no_number_is() -> None:
 def test_the_fastest_depth_takes_the_least_time_for_a_token() -> None:
     def decoded(depth: int, num_tokens: int, seconds: float) -> PromptResult:
         stats = DecodeStats(verify_s=seconds)
-        return PromptResult("a", 0, "math", f"eagle3@{depth}", 0, 5, (7,) * num_tokens, stats)
+        return PromptResult("a", 0, "math", "eagle3", 0, 5, (7,) * num_tokens, stats, depth)
 
     results = [decoded(2, 10, 1.0), decoded(4, 12, 1.1), decoded(6, 12, 1.3)]
     assert fastest(results, "eagle3", [2, 4, 6]) == 4

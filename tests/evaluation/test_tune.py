@@ -34,10 +34,12 @@ COSTS = Costs(
 )
 
 
-def result(method: str, prompt: str, tokens: int, counters: Counters | None = None) -> PromptResult:
+def result(
+    method: str, prompt: str, tokens: int, counters: Counters | None = None, depth: int = 0
+) -> PromptResult:
     passes = tokens - 1 if counters is None else counters.num_drafts
     stats = DecodeStats(counters or Counters(), counters or Counters(), passes)
-    return PromptResult(prompt, 0, "math", method, 0, 8, tuple(range(tokens)), stats)
+    return PromptResult(prompt, 0, "math", method, 0, 8, tuple(range(tokens)), stats, depth)
 
 
 def test_costs_are_interpolated_between_what_was_measured() -> None:
@@ -63,9 +65,9 @@ def test_the_prediction_is_that_of_the_formula() -> None:
     counters = Counters(4, 8, 4, [3, 1])
     results = [
         result("autoregressive", "a", 9),  # 8 steps, context 8 + 4.5
-        result("eagle3@2", "a", 9, counters),
+        result("eagle3", "a", 9, counters, depth=2),
     ]
-    predictions = predict(results, "eagle3@2", COSTS, [1, 2], 1)
+    predictions = predict(results, COSTS, [1, 2], 1)
     assert [(p.task, p.depth) for p in predictions] == [
         ("math", 1),
         ("math", 2),
@@ -83,10 +85,10 @@ def test_rows_of_a_batch_leave_as_they_end() -> None:
     results = [
         result("autoregressive", "a", 5),
         result("autoregressive", "b", 9),
-        result("eagle3@1", "a", 5, short),
-        result("eagle3@1", "b", 9, long),
+        result("eagle3", "a", 5, short, depth=1),
+        result("eagle3", "b", 9, long, depth=1),
     ]
-    (one, _) = predict(results, "eagle3@1", COSTS, [1], 2)
+    (one, _) = predict(results, COSTS, [1], 2)
     # Two rows for 4 steps, one for 4 more, at the mean context 8 + 3.5.
     plain = 4 * COSTS.plain_s(2, 11.5) + 4 * COSTS.plain_s(1, 11.5)
     ours = 2 * COSTS.cycle_s(1, 2, 11.5) + 2 * COSTS.cycle_s(1, 1, 11.5)
@@ -95,14 +97,17 @@ def test_rows_of_a_batch_leave_as_they_end() -> None:
 
 def test_a_task_whose_answers_end_with_the_prefill_has_no_speedup() -> None:
     counters = Counters(4, 8, 4, [3, 1])
-    decoded = [result("autoregressive", "a", 9), result("eagle3@2", "a", 9, counters)]
-    at_once = [result(name, "b", 1, Counters()) for name in ("autoregressive", "eagle3@2")]
+    decoded = [result("autoregressive", "a", 9), result("eagle3", "a", 9, counters, depth=2)]
+    at_once = [
+        result(name, "b", 1, Counters(), depth)
+        for name, depth in (("autoregressive", 0), ("eagle3", 2))
+    ]
     at_once = [replace(each, task="yes or no") for each in at_once]
-    found = predict([*decoded, *at_once], "eagle3@2", COSTS, [1, 2], 1)
-    assert found == predict(decoded, "eagle3@2", COSTS, [1, 2], 1)
+    found = predict([*decoded, *at_once], COSTS, [1, 2], 1)
+    assert found == predict(decoded, COSTS, [1, 2], 1)
     assert {p.task for p in found} == {"math", "all"}
     with pytest.raises(ValueError, match=r"^eval\.prompts must have an answer of more than one"):
-        predict(at_once, "eagle3@2", COSTS, [1, 2], 1)
+        predict(at_once, COSTS, [1, 2], 1)
 
 
 def test_the_choice_goes_by_measurement_where_there_is_one(tmp_path: Path) -> None:
