@@ -20,6 +20,7 @@ from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import ExportConfig
 from drafttrain.data.evaluation_prompts import load_prompts
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.serving.engines import CONVERTER
 from drafttrain.evaluation.acceptance_change import acceptance_change, change_statement
 from drafttrain.evaluation.measure import check_depths, fitting, spread
 from drafttrain.formats.read.admit import AdmittedConfig, admit
@@ -115,8 +116,8 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     found = admit(source, spec, load_tokenizer(config.model), own)
     if found.recognised.layout.whole_model:
         raise ValueError(
-            f"drafter.path={source.path} is {found.recognised}: engines serve it as it is, and it "
-            "has no other layout"
+            f"drafter.path={source.path} is {found.recognised}: engines serve it as it is, it has "
+            f"no other layout, and llama.cpp's {CONVERTER} makes its GGUF of the directory itself"
         )
     for line in found.lines():
         console.print(line)

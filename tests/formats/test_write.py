@@ -593,6 +593,15 @@ def test_sglang_is_told_layers_as_it_counts_them(
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == written
 
 
+def test_what_was_not_measured_of_an_export_is_told(tmp_path: Path) -> None:
+    rounded = export(drafter_of("dflash"), tmp_path / "rounded", dtype="bfloat16")
+    told = "\n".join(rounded.notes)
+    assert "What the rounding costs in acceptance was not measured" in told
+    assert "On a CPU vLLM 0.32.0 scales the keys of every layer by the first one's k_norm" in told
+    exact = export(drafter_of("dspark"), tmp_path / "exact", dtype="float32")
+    assert not [note for note in exact.notes if "not measured:" in note or "k_norm" in note]
+
+
 def test_export_sglang_writes_the_native_files(tmp_path: Path) -> None:
     drafter = drafter_of("eagle")
     export(drafter, tmp_path / "vllm")

@@ -149,6 +149,11 @@ def export_drafter(
         rounding = read_back(draft, drafter, precision, derived or layout)
         if measure is not None:
             notes.append(measure(precision.as_engines_compute(rounding.written), depth))
+        elif rounding.largest_difference:
+            notes.append(
+                "What the rounding costs in acceptance was not measured: "
+                "export.measured_prompts=16 measures it on so many prompts."
+            )
         (draft / CARD).write_text(model_card(card, settings, told.published, tuple(notes)))
         if layout is not None and layout.whole_model:
             assert load_tokenizer is not None, "a draft model is exported with a tokenizer"
