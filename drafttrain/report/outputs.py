@@ -32,9 +32,10 @@ NARROWEST_BIN = 4  # positions
 
 def first_blocks(results: Iterable[PromptResult]) -> list[PromptResult]:
     """Return each turn of each prompt once by every method: in the block that came first."""
-    found: dict[tuple[str, str, str, int], PromptResult] = {}
+    found: dict[tuple[str, int, str, str, int], PromptResult] = {}
     for result in results:
-        found.setdefault((result.method, result.task, result.prompt_id, result.turn), result)
+        method = result.method, result.depth
+        found.setdefault((*method, result.task, result.prompt_id, result.turn), result)
     return list(found.values())
 
 
