@@ -20,7 +20,7 @@ PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
 FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
-    early_exit mlp_speculator hydra_heads small_lm medusa}
+    early_exit mlp_speculator hydra_heads small_lm medusa medusa2}
 SEEDS=${SEEDS:-0 1 2}
 TIMED=${TIMED:-eagle eagle3 medusa}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1

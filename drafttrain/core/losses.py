@@ -183,6 +183,10 @@ class TokenLossConfig:
     losses: weight by name; a position's loss is the weighted sum. jsd_beta: weight of the target's
     distribution in the mixture of `jsd`. lk_eta: how fast `lk_hybrid` moves from KL to total
     variation. top_k: how many of the target's tokens the loss `top_k` compares.
+
+    With a reduced vocabulary the target's distribution is renormalised over it, and positions whose
+    first choice it lacks are left out (but of `rejection`): total variation and the LK losses are
+    then of the acceptance of tokens that can be drafted.
     """
 
     losses: dict[str, float]

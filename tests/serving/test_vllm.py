@@ -85,6 +85,7 @@ BY_ITSELF: dict[str, tuple[str, str]] = {
     "norms by itself": ("norms", "alone"),
     "qwen3_block by itself": ("qwen3_block", "alone"),
     "qwen3_block beside its target": ("qwen3_block", "beside"),
+    "qwen3_candidates by itself": ("qwen3_candidates", "alone"),
 }
 # Cases that are exported in 8 bits too; vLLM's product for them runs on every CPU. Where oneDNN has
 # no such type it takes a second per draft, so vLLM is asked few of the prompts.
