@@ -35,6 +35,7 @@ from plain_training import plain_losses  # noqa: E402
 
 from drafttrain.config.groups import content_of  # noqa: E402
 from drafttrain.core.ops.layer_calls import LayerCalls  # noqa: E402
+from drafttrain.core.placed_batch import placed  # noqa: E402
 from drafttrain.core.readout import Readout  # noqa: E402
 from drafttrain.core.types import (  # noqa: E402
     Batch,
@@ -88,7 +89,7 @@ def setting(
     states = {layer: torch.randn(*shape, HIDDEN) for layer in drafter.captures}
     features = TargetFeatures(states, torch.randn(*shape, HIDDEN), readout)
     if device != "cpu":
-        drafter, batch = drafter.to(device), batch.to(device)
+        drafter, batch = drafter.to(device), placed(batch, torch.device(device))
         moved = {layer: hidden.to(device) for layer, hidden in states.items()}
         tables = (readout.embedding.to(device), head.to(device), torch.ones(HIDDEN, device=device))
         features = TargetFeatures(moved, features.final_hidden.to(device), Readout(*tables))

@@ -216,7 +216,8 @@ def test_a_step_takes_the_memory_that_was_planned(drafter: str) -> None:
     tokens = torch.randint(0, vocab, (4, 1024))
     document = torch.arange(4)[:, None].repeat(1, 1024)
     mask = torch.rand(4, 1024) < settings.loss_share
-    batch = Batch(tokens, mask, torch.arange(1024).repeat(4, 1), document).to(torch.device("cuda"))
+    batch = Batch(tokens, mask, torch.arange(1024).repeat(4, 1), document)
+    batch = placed(batch, torch.device("cuda"))
     for _ in range(2):
         for last in (False, True):
             features = target.features(batch, module.captures)

@@ -139,7 +139,7 @@ def train_until(stop: StopRequest, config: TrainConfig, held: ExitStack) -> None
     )
     say(
         f"data: {len(material.samples):,} conversations of {num_tokens:,} tokens, "
-        f"{batches.steps_in_epoch:,} steps an epoch; {len(material.held_out)} held out"
+        f"{len(batches.steps):,} steps an epoch; {len(material.held_out)} held out"
     )
     validation = validation_of(config, material, engine, stop, dtype)
     store = material.store

@@ -17,10 +17,6 @@ class PlacedBatch(Batch):
 
     host: Batch
 
-    def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on another device."""
-        return placed(self.host, torch.device(device))
-
 
 def placed(batch: Batch, device: torch.device) -> Batch:
     """Return a batch of the CPU on `device`, without waiting for its copies."""

@@ -44,10 +44,6 @@ class Batch:
     positions: Int[Tensor, "batch seq"]
     document: Int[Tensor, "batch seq"]
 
-    def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch with every tensor on `device`."""
-        return Batch(*(tensor.to(device) for tensor in vars(self).values()))
-
 
 @dataclass(frozen=True)
 class TargetSpec:
@@ -77,6 +73,15 @@ class TargetSpec:
         """The number of positions, and why there are no more, for messages."""
         why = f" ({self.limited_by})" if self.limited_by else ""
         return f"{self.max_positions} positions of model={self.name}{why}"
+
+    def check_layers(self, captures: Sequence[int]) -> None:
+        """Raise ValueError for a layer that the target does not have; see `TargetFeatures`."""
+        for layer in captures:
+            if not 0 <= layer <= self.num_layers:
+                raise ValueError(
+                    f"captured layers must be in 0..{self.num_layers} for model={self.name}, got "
+                    f"{layer}"
+                )
 
 
 @dataclass(frozen=True)

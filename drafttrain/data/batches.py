@@ -68,11 +68,6 @@ class Batches:
         cuts = np.flatnonzero(np.diff(step_of)) + 1
         return np.split(order, cuts)
 
-    @property
-    def steps_in_epoch(self) -> int:
-        """Optimizer steps of the current epoch."""
-        return len(self.steps)
-
     def next_group(self) -> StepGroup:
         """Return the next optimizer step."""
         if self.step_in_epoch == len(self.steps):

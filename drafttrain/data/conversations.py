@@ -91,8 +91,8 @@ class SelfgenConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("num_conversations", "batch_size", "max_user_tokens", "max_answer_tokens"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "num_conversations", "batch_size")
+        self.require_at_least(1, "max_user_tokens", "max_answer_tokens")
         for key in ("user_temperature", "answer_temperature"):
             self.require(key, 0 <= getattr(self, key) <= 10, "be in [0, 10]")
         why = "be above 0, or every conversation would be the same"

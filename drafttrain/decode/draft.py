@@ -80,8 +80,7 @@ def grow_static(
             probs = probabilities(logits, sampling)
             if drafter.vocab is not None:
                 probs = drafter.vocab.scatter(probs)
-            draws = Draws(chance, rows, starts, policy.replacement)
-            drafted = draws.children(probs, level)
+            drafted = drawn_children(probs, level, policy.replacement, chance, rows, starts)
             draft_probs.append(probs)
         tokens.append(drafted)
         newest = drafted
@@ -129,37 +128,38 @@ def placed(places: tuple[int, ...], device: torch.device) -> Int[Tensor, " place
     return send_numbers(places, device)
 
 
-class Draws:
-    """Tokens drawn from the drafter's distributions, each by a choice of its own."""
+def drawn_children(
+    probs: Probs,
+    level: Level,
+    replacement: bool,
+    chance: Chance,
+    rows: Sequence[int],
+    starts: Sequence[int],
+) -> Int[Tensor, "batch node"]:
+    """Return the tokens of a level, each drawn by a choice of its own.
 
-    def __init__(
-        self, chance: Chance, rows: Sequence[int], starts: Sequence[int], replacement: bool
-    ) -> None:
-        self.chance, self.rows, self.starts = chance, rows, starts
-        self.replacement = replacement
+    Siblings are drawn one after another, all nodes of a rank at once.
+    """
 
-    def children(self, probs: Probs, level: Level) -> Int[Tensor, "batch node"]:
-        """Return the tokens of a level: siblings one after another, all nodes of a rank at once."""
-        if len(level.nodes) == 1:
-            return self._choose(probs, [draw_of(level.nodes[0], Purpose.DRAFT)])
-        drafted = torch.empty(len(probs), len(level.nodes), dtype=torch.long, device=probs.device)
-        left = probs
-        for rank in range(max(level.ranks) + 1):
-            ranked = tuple(place for place, its in enumerate(level.ranks) if its == rank)
-            places = placed(ranked, probs.device)
-            parents = placed(tuple(level.parents[place] for place in ranked), probs.device)
-            numbers = [draw_of(level.nodes[place], Purpose.DRAFT) for place in ranked]
-            tokens = self._choose(left[:, parents], numbers)
-            drafted[:, places] = tokens
-            if not self.replacement and rank < max(level.ranks):
-                left = left.clone()
-                left[:, parents] = without(left[:, parents], tokens)
-        return drafted
-
-    def _choose(self, probs: Probs, draws: Sequence[int]) -> Int[Tensor, "batch width"]:
-        width = probs.shape[1]
-        names = [row for row in self.rows for _ in range(width)]
-        starts = [start for start in self.starts for _ in range(width)]
-        numbers = list(draws) * len(probs)
+    def choose(probs: Probs, nodes: Sequence[int]) -> Int[Tensor, "batch width"]:
+        width = len(nodes)
+        names = [row for row in rows for _ in nodes]
+        begun = [start for start in starts for _ in nodes]
+        numbers = [draw_of(node, Purpose.DRAFT) for node in nodes] * len(probs)
         flat = probs.reshape(-1, probs.shape[-1])
-        return self.chance.choose(flat, names, starts, numbers).unflatten(0, (-1, width))
+        return chance.choose(flat, names, begun, numbers).unflatten(0, (-1, width))
+
+    if len(level.nodes) == 1:
+        return choose(probs, level.nodes)
+    drafted = torch.empty(len(probs), len(level.nodes), dtype=torch.long, device=probs.device)
+    left = probs
+    for rank in range(max(level.ranks) + 1):
+        ranked = tuple(place for place, its in enumerate(level.ranks) if its == rank)
+        places = placed(ranked, probs.device)
+        parents = placed(tuple(level.parents[place] for place in ranked), probs.device)
+        tokens = choose(left[:, parents], [level.nodes[place] for place in ranked])
+        drafted[:, places] = tokens
+        if not replacement and rank < max(level.ranks):
+            left = left.clone()
+            left[:, parents] = without(left[:, parents], tokens)
+    return drafted

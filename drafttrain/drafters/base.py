@@ -70,11 +70,6 @@ class DrafterConfig(Settings):
     trainable: ClassVar[bool] = True
     layout: ClassVar[ServedLayout | None] = None  # of its files; None: no engine serves it
 
-    def require_at_least(self, least: int, *keys: str) -> None:
-        """Raise ValueError unless each of these settings is at least so large."""
-        for key in keys:
-            self.require(key, getattr(self, key) >= least, f"be at least {least}")
-
     @property
     def served_from(self) -> Path | None:
         """The directory that an engine loads as it is; None: an export is needed."""

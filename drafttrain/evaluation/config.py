@@ -92,8 +92,7 @@ class EvalConfig(Settings):
             _sampling("temperatures: ", temperature, self.top_k, self.top_p)
         known = type(self.depth) is int and self.depth >= 1
         self.require("depth", known or self.depth == AUTO, f"be a number of at least 1, or {AUTO}")
-        for key in ("max_new_tokens", "blocks", "batch_size"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "max_new_tokens", "blocks", "batch_size")
         for key in ("depths", "batch_sizes", "temperatures"):
             values = getattr(self, key)
             positive = key == "temperatures" or all(value >= 1 for value in values)

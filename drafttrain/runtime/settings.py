@@ -21,3 +21,8 @@ class Settings:
     def require(self, key: str, holds: bool, need: str, remedy: str = "") -> None:
         """Raise ValueError unless a setting holds what it needs: "be at least 1"."""
         require(holds, f"{self.section}.{key}", need, getattr(self, key), remedy)
+
+    def require_at_least(self, least: int, *keys: str) -> None:
+        """Raise ValueError unless each of these settings is at least so large."""
+        for key in keys:
+            self.require(key, getattr(self, key) >= least, f"be at least {least}")

@@ -313,12 +313,7 @@ class Target:
 
     @contextmanager
     def _capturing(self, captures: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        for layer in captures:
-            if not 0 <= layer <= len(self.layers):
-                raise ValueError(
-                    f"captured layers must be in 0..{len(self.layers)} for model={self.spec.name},"
-                    f" got {layer}"
-                )
+        self.spec.check_layers(captures)
         captured: dict[int, Tensor] = {}
 
         def keep(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:

@@ -144,12 +144,7 @@ def open_served(
     place = directory(config)
     model_config, tokenizer, spec = open_target(config)
     model = load_ends(config, model_config, dtype, device)
-    for layer in captures:
-        if not 0 <= layer <= spec.num_layers:
-            raise ValueError(
-                f"captured layers must be in 0..{spec.num_layers} for model={spec.name}, "
-                f"got {layer}"
-            )
+    spec.check_layers(captures)
     where = torch.device(device)
     if where.type == "cuda" and vllm.devices is None and vllm.tensor_parallel == 1:
         vllm = replace(vllm, devices=visible_name(where.index or 0))

@@ -80,7 +80,7 @@ def test_every_epoch_has_each_conversation_once_in_another_order() -> None:
     batches = Batches(everything, 100, 4, seed=3)
     epochs = []
     for epoch in range(3):
-        groups = [batches.next_group() for _ in range(batches.steps_in_epoch)]
+        groups = [batches.next_group() for _ in range(len(batches.steps))]
         assert batches.epoch == epoch
         assert contents([batch for group in groups for batch in group.batches]) == expected(
             everything
@@ -104,7 +104,7 @@ def test_rows_are_packed_so_that_little_is_padding() -> None:
 
 def test_a_saved_position_continues_identically_mid_epoch() -> None:
     batches = Batches(samples(), 100, 4, seed=3)
-    for _ in range(batches.steps_in_epoch + 2):
+    for _ in range(len(batches.steps) + 2):
         batches.next_group()
     state = batches.state_dict()
     later = [batches.next_group() for _ in range(12)]
@@ -144,7 +144,7 @@ def test_a_position_in_the_same_data_in_another_order_is_refused() -> None:
 def test_one_conversation_longer_than_a_step_is_a_step() -> None:
     chosen = [sample(0, 90), sample(1, 4), sample(2, 4)]
     batches = Batches(chosen, 10, 4, seed=0)
-    groups = [batches.next_group() for _ in range(batches.steps_in_epoch)]
+    groups = [batches.next_group() for _ in range(len(batches.steps))]
     assert contents([batch for group in groups for batch in group.batches]) == expected(chosen)
     assert any(group.tokens == 90 for group in groups)
     assert all(group.batches for group in groups)

@@ -207,7 +207,7 @@ class CausalDrafter(TokenDrafter):
     def after(
         self, state: CausalState, tokens: Tensor, counts: Sequence[int] | None
     ) -> Float[Tensor, "batch width draft_vocab"]:
-        return self._read(state.cache, tokens, counts)
+        return self.read(state.cache, tokens, counts)
 
     def _drafted(self, tokens: Tensor) -> Tensor:
         # Drafted tokens are shared ones, but for draws of a tree after all of these (`without`): of
@@ -215,13 +215,12 @@ class CausalDrafter(TokenDrafter):
         return tokens if self.reading is None else self.reading[tokens].clamp(min=0)
 
     def read(
-        self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int]
-    ) -> Float[Tensor, "batch draft_vocab"]:
-        """Append own tokens to the cache; return the logits after each row's last real one."""
-        return self._read(cache, tokens, counts)[:, 0]
+        self, cache: RaggedCache, tokens: Int[Tensor, "batch new"], counts: Sequence[int] | None
+    ) -> Float[Tensor, "batch width draft_vocab"]:
+        """Append own tokens to the cache; return the logits after each row's last real one.
 
-    def _read(self, cache: RaggedCache, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
-        """Append own tokens; without counts, all are real and logits follow each of them."""
+        Without counts, all are real and logits follow each of them.
+        """
         scores = dtype_of(self.model) if self.eager else None
         (hidden,) = run_decoder(self._decode, cache, tokens, counts, scores)
         return self.shared_logits(self.head(last_of(hidden, counts)))

@@ -111,7 +111,7 @@ def continue_texts(
     active = list(range(len(answers)))
     cache = RaggedCache()
     before = [host_of(batch).tokens[a.row, a.first : a.start].tolist() for a in answers]
-    logits = drafter.read(cache, *padded_rows(before, device))
+    logits = drafter.read(cache, *padded_rows(before, device))[:, 0]
     while True:
         probs = probabilities(logits, Sampling(temperature, 0, 1.0))
         names = [answers[i].conversation for i in active]
@@ -128,4 +128,4 @@ def continue_texts(
         if len(kept) < len(active):
             cache.select(kept)
             active, tokens = [active[place] for place in kept], tokens[kept]
-        logits = drafter.read(cache, tokens[:, None], [1] * len(active))
+        logits = drafter.read(cache, tokens[:, None], [1] * len(active))[:, 0]

@@ -39,10 +39,8 @@ class RegenerateSettings(Settings):
         self.require("backend", self.backend in BACKENDS, f"be one of {', '.join(BACKENDS)}")
         self.require("turns", self.turns in (ALL, LAST), f"be {ALL} or {LAST}")
         self.require("out", self.out.endswith(".jsonl"), "name a file in .jsonl")
-        for key in ("max_new_tokens", "batch_size", "concurrency"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
-        for key in ("seed", "max_retries"):
-            self.require(key, getattr(self, key) >= 0, "be at least 0")
+        self.require_at_least(1, "max_new_tokens", "batch_size", "concurrency")
+        self.require_at_least(0, "seed", "max_retries")
         self.require("timeout", self.timeout > 0, "be above 0 seconds")
         if self.backend == OPENAI and not self.base_url:
             raise ValueError(

@@ -94,11 +94,8 @@ class RandomModelConfig(ModelConfig):
         self.require("architecture", known, f"be one of {', '.join(ARCHITECTURES)}")
         limited = self.max_positions is not None
         self.require("max_positions", limited, "be a number for a random target")
-        for field in (
-            *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
-            *("num_attention_heads", "num_key_value_heads", "head_dim"),
-        ):
-            self.require(field, getattr(self, field) >= 1, "be at least 1")
+        self.require_at_least(1, "vocab_size", "hidden_size", "intermediate_size", "num_layers")
+        self.require_at_least(1, "num_attention_heads", "num_key_value_heads", "head_dim")
         heads = self.num_attention_heads
         divides = f"divide model.num_attention_heads ({heads})"
         self.require("num_key_value_heads", heads % self.num_key_value_heads == 0, divides)

@@ -3,23 +3,17 @@
 from importlib.util import find_spec
 from typing import Any
 
-# Scheme -> the module it needs, the package to install, and its name there. Not quanto: its
-# tensors cannot be copied, and evaluation decodes with a copy of the drafter.
+# Scheme -> the module it needs, the package to install, its name there, bytes of a weight in the
+# linear layers, scales included (one per 128 or per row). Not quanto: its tensors cannot be
+# copied, and evaluation decodes with a copy of the drafter.
 SCHEMES = {
-    "torchao-int8": ("torchao", "drafttrain[quant]", "Int8WeightOnlyConfig"),
-    "torchao-int4": ("torchao", "drafttrain[quant]", "Int4WeightOnlyConfig"),
-    "torchao-float8": ("torchao", "drafttrain[quant]", "Float8WeightOnlyConfig"),
-    "bnb-8bit": ("bitsandbytes", "bitsandbytes", "load_in_8bit"),
-    "bnb-4bit": ("bitsandbytes", "bitsandbytes", "load_in_4bit"),
+    "torchao-int8": ("torchao", "drafttrain[quant]", "Int8WeightOnlyConfig", 1.01),
+    "torchao-int4": ("torchao", "drafttrain[quant]", "Int4WeightOnlyConfig", 0.53),
+    "torchao-float8": ("torchao", "drafttrain[quant]", "Float8WeightOnlyConfig", 1.01),
+    "bnb-8bit": ("bitsandbytes", "bitsandbytes", "load_in_8bit", 1.01),
+    "bnb-4bit": ("bitsandbytes", "bitsandbytes", "load_in_4bit", 0.56),
 }
-# Bytes of a weight in the linear layers, scales included (one per 128 or per row).
-WEIGHT_BYTES = {
-    "torchao-int8": 1.01,
-    "torchao-int4": 0.53,
-    "torchao-float8": 1.01,
-    "bnb-8bit": 1.01,
-    "bnb-4bit": 0.56,
-}
+WEIGHT_BYTES = {name: size for name, (*_, size) in SCHEMES.items()}
 
 
 def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:
@@ -37,7 +31,7 @@ def quantization_of(name: str | None, settings: Any) -> dict[str, Any]:
             f"model.quantization must be null for weights that are quantised already ({method}), "
             f"got {name}"
         )
-    module, package, kind = SCHEMES[name]
+    module, package, kind, _ = SCHEMES[name]
     if find_spec(module) is None:
         raise ValueError(
             f"model.quantization={name} needs a package that is not installed: "

@@ -21,7 +21,6 @@ class VllmConfig(Settings):
     patience: float  # seconds
 
     def __post_init__(self) -> None:
-        for key in ("tensor_parallel", "cpu_cache", "max_num_seqs"):
-            self.require(key, getattr(self, key) >= 1, "be at least 1")
+        self.require_at_least(1, "tensor_parallel", "cpu_cache", "max_num_seqs")
         self.require("memory", 0 < self.memory <= 1, "be a share in (0, 1]")
         self.require("patience", self.patience > 0, "be above 0 seconds")
