@@ -4,7 +4,7 @@
     python benchmarks/defaults.py short OUT SMALL  # of 100k tokens of SMALL, for a CPU
     python benchmarks/defaults.py table OUT        # what they reached
 
-Lines are those that side_by_side.py takes, the longest first.
+Lines are those that side_by_side.py takes.
 
 OUT: where runs go. SMALL: the folder of the small target.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from drafttrain.runtime.tracker import read_metrics
 
-# Changed by itself at 1.6M tokens of the small target and at 400k of the embedded one.
+# Changed by itself at 1.6M and 100k tokens of the small target and at 400k of the embedded one.
 CHANGES = {
     "no warm-up": "trainer.warmup_steps=0",
     "cosine to 0": "trainer.final_lr_ratio=0",
@@ -31,7 +31,7 @@ CHANGES = {
     "the whole vocabulary": "drafter.draft_vocab_coverage=1.0",
     "norms of EAGLE-3.1": "drafter.fc_norm=true drafter.norm_output=true",
 }
-# Only at 400k.
+# Not at 1.6M.
 MORE = {
     "warm-up of a tenth": "trainer.warmup_steps=78",
     "weight decay 0": "trainer.weight_decay=0",

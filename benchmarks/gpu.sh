@@ -19,8 +19,8 @@ STEPS=("${@:2}")
 PYTHON=${PYTHON:-python}
 PROCESSES=${PROCESSES:-16}
 # Those that take longest first.
-FAMILIES=${FAMILIES:-dflash2 dspark dflash p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
-    early_exit mlp_speculator hydra_heads small_lm medusa medusa2}
+FAMILIES=${FAMILIES:-dflash2 dspark dflash medusa2 p_eagle eagle3 eagle3_1 hass hydra_pp mtp redrafter eagle
+    early_exit mlp_speculator hydra_heads small_lm medusa}
 SEEDS=${SEEDS:-0 1 2}
 TIMED=${TIMED:-eagle eagle3 medusa}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1

@@ -296,10 +296,10 @@ def check_choice(section: str, value: Any, options: list[str]) -> None:
             f"choices: {', '.join(options)}{f'; looked in {own / section} too' if own else ''}"
         )
     # By its name a saved run finds the choice again.
-    file = own_file(section, str(value)) if section not in own_groups() else None
+    file = own_file(section, str(value)) if section == "drafter" else None
     named = content_of(section, str(value)).get("name", value) if file else value
     if named != value:
-        raise UsageError(f"name in {file} must be that of the file, {value}, got {named}")
+        raise UsageError(f"{file} must say `name: {value}`, as the file is called, got {named}")
 
 
 def _check_key(override: Override, config: DictConfig) -> None:

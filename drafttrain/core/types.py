@@ -318,6 +318,9 @@ class Decoded:
     stats: DecodeStats
 
 
+MethodKey = tuple[str, int]  # a method's name, and the depth that it is asked for
+
+
 @dataclass(frozen=True)
 class PromptResult:
     """One prompt decoded by one method in one timing block: a row of the raw measurements."""
@@ -331,3 +334,8 @@ class PromptResult:
     tokens: tuple[int, ...]
     stats: DecodeStats
     depth: int = 0  # of the proposals, as it was asked for; 0: the plain loop
+
+    @property
+    def key(self) -> MethodKey:
+        """What tells the results of one method from those of others."""
+        return self.method, self.depth

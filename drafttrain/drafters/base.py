@@ -135,9 +135,9 @@ class Drafter(nn.Module, ABC, Generic[State]):
     # Names of the terms of `forward` on drafted tokens, in order of depth: the contract suite
     # compares them with decoding. If the configuration is a TokenLossConfig, validation without the
     # target computes them with the loss `rejection`; else it drafts along the stored text. Of a
-    # drafter outside the package each must be the sum of cross-entropies with the target's
-    # distribution or with the text; name none if they are another loss: then only the contract's
-    # other tests look for pairs that are off by one.
+    # drafter outside the package each must be the sum of the configuration's `token_loss`, or else
+    # of cross-entropies with the target's distribution or with the text; name none if they are
+    # another loss: then only the contract's other tests look for pairs that are off by one.
     depth_terms: tuple[str, ...] = ()
     max_depth: int | None = None  # of a proposal; None: no limit
     branches = False  # whether `expand` takes levels of several nodes, for trees

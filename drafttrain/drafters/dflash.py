@@ -218,7 +218,7 @@ class DFlash(ParallelDrafter):
         drafted[..., 0] = False
         chosen = drafted.any(-1)
         if self.training and self.config.anchors == FIXED:
-            chosen &= host.positions % self.max_depth == 0
+            chosen &= _places_in_answer(host) % self.max_depth == 0
         if self.training and chosen.shape[1] > self.config.num_anchors:
             like = torch.empty(*chosen.shape, 1)
             drawn = chance.uniform_like(like, host.document)[..., 0]
@@ -399,3 +399,11 @@ class DFlash(ParallelDrafter):
             },
         }
         return config, dict(self.state_dict())
+
+
+def _places_in_answer(batch: Batch) -> Int[Tensor, "batch seq"]:
+    """Return how many trained tokens stand right before each trained token in its text."""
+    columns = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    before = functional.pad(batch.loss_mask, (1, 0))[:, :-1] & (batch.positions > 0)
+    first = columns.where(batch.loss_mask & ~before, 0).cummax(1).values
+    return columns - first

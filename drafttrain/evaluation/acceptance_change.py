@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from drafttrain.core.types import MethodKey
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.template import Template
 from drafttrain.decode.rows import at_once
 from drafttrain.decode.verify import LOSSLESS
 from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
-from drafttrain.evaluation.measure import DraftMethod, MethodKey, decoders, first_turn
+from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.metrics import Pairs, by_draft, length_difference, ratio
 from drafttrain.report.results import BeforeAfter, Estimate

@@ -225,7 +225,7 @@ def fastest(results: Sequence[PromptResult], drafter: str, depths: Sequence[int]
     times = PassTimes(results)
 
     def per_token(depth: int) -> float:
-        mine = [each for each in results if (each.method, each.depth) == (drafter, depth)]
+        mine = [result for result in results if result.key == (drafter, depth)]
         seconds = sum(times.seconds(result).total for result in mine)
         return seconds / max(sum(len(result.tokens) for result in mine), 1)
 

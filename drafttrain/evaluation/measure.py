@@ -9,7 +9,7 @@ from typing import Any
 
 from drafttrain.core.chance import SeededChance
 from drafttrain.core.sampling_config import Sampling
-from drafttrain.core.types import Decoded, PromptResult
+from drafttrain.core.types import Decoded, MethodKey, PromptResult
 from drafttrain.data.chat import prompt_tokens
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.data.records import Message
@@ -34,7 +34,6 @@ DELAYED = 1.5  # times as long as usual: something else kept the machine busy
 TURN = 8  # tokens that a method decodes before another continues with the same prompt
 
 Decode = Callable[..., Passes]  # of prompts, and rows: their names
-MethodKey = tuple[str, int]  # name and depth
 ALONE = (PLAIN, 0)
 
 

@@ -6,6 +6,7 @@ long; the plain meta device has no autocast, and its attention is not a flash ke
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-TRACED = 64  # tokens of the smaller step that is traced; the larger has twice as many
+TRACED = 64  # tokens of the smaller step that is traced, at least; the larger has twice as many
 
 
 class UnknownCostError(ValueError):
@@ -335,16 +336,18 @@ def _step(drafter: Drafter, dtype: torch.dtype, share: float, chunk: float, budg
 
     Everything but the weights' own share grows with the tokens; the losses up to a chunk of them.
     """
-    few = max(1, round(TRACED * share))
+    # So many that each step has a block, or a row of depths, for every part that it is cut into.
+    tokens = max(TRACED, math.ceil((drafter.unroll + 2) / share))
+    few = max(1, round(tokens * share))
     small, large = (
-        _traced(drafter, dtype, times * TRACED, times * few, int(budget * times * few / chunk))
+        _traced(drafter, dtype, times * tokens, times * few, int(budget * times * few / chunk))
         for times in (1, 2)
     )
     pairs = zip([small.kept, *small.history], [large.kept, *large.history], strict=True)
-    kept, *lines = (Line(2 * one - two, (two - one) / TRACED) for one, two in pairs)
+    kept, *lines = (Line(2 * one - two, (two - one) / tokens) for one, two in pairs)
     return Step(
-        flops=large.flops / (2 * TRACED),
-        flops_per_key=large.flops_per_key / (2 * TRACED),
+        flops=large.flops / (2 * tokens),
+        flops_per_key=large.flops_per_key / (2 * tokens),
         operations=large.operations,
         kept=kept,
         forward=_largest(lines[: large.end]),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from drafttrain.core.types import Decoded, PromptResult
+from drafttrain.core.types import Decoded, MethodKey, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
 from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, pieces_of
 from drafttrain.decode.stream import PLAIN as UNDRAFTED
@@ -32,10 +32,9 @@ NARROWEST_BIN = 4  # positions
 
 def first_blocks(results: Iterable[PromptResult]) -> list[PromptResult]:
     """Return each turn of each prompt once by every method: in the block that came first."""
-    found: dict[tuple[str, int, str, str, int], PromptResult] = {}
+    found: dict[tuple[MethodKey, str, str, int], PromptResult] = {}
     for result in results:
-        method = result.method, result.depth
-        found.setdefault((*method, result.task, result.prompt_id, result.turn), result)
+        found.setdefault((result.key, result.task, result.prompt_id, result.turn), result)
     return list(found.values())
 
 

@@ -10,15 +10,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-from drafttrain.core.types import PromptResult
+from drafttrain.core.types import MethodKey, PromptResult
 from drafttrain.report.results import Seconds
 
 ENOUGH_PASSES = 5  # of a kind, for a median
 RANGES_PER_DOUBLING = 4  # of the context: within a range it grows by a fifth
 
 Parts = tuple[float, ...]  # seconds of draft, verify, other; of the prefill alone
-Method = tuple[str, int]  # with the depth that is asked for
-Kind = tuple[Method, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
+Kind = tuple[MethodKey, bool, int, int, int]  # prefill, rows, depth and nodes of the proposals
 
 
 class PassTimes:
@@ -71,12 +70,11 @@ class PassTimes:
 def _passes(result: PromptResult) -> Iterable[tuple[Kind, int, Parts]]:
     """Yield the kind, range of contexts and seconds of the prefill, then of each pass."""
     stats, context = result.stats, result.num_prompt_tokens
-    method = result.method, result.depth
     rows = stats.passes[0][0] if stats.passes else 1
-    yield (method, True, rows, 0, 0), _range(context), (stats.prefill_s,)
+    yield (result.key, True, rows, 0, 0), _range(context), (stats.prefill_s,)
     starts = [start for start, *_ in stats.cycles] or range(1, len(stats.passes) + 1)
     for start, (rows, depth, nodes, *seconds) in zip(starts, stats.passes, strict=False):
-        yield (method, False, rows, depth, nodes), _range(context + start), tuple(seconds)
+        yield (result.key, False, rows, depth, nodes), _range(context + start), tuple(seconds)
 
 
 def _range(context: int) -> int:

@@ -140,7 +140,7 @@ def put_folder(made: Path, folder: Path) -> None:
         os.replace(folder, old)
     try:
         os.replace(made, folder)
-    except OSError:
+    except BaseException:
         if old is not None:
             os.replace(old, folder)
         raise

@@ -92,9 +92,6 @@ class Recurrent(Drafter[RecurrentState]):
         if newest is not None:
             state.hidden = self.cell(state.readout, newest, state.hidden)
         return self.logits(state.readout, state.hidden)
-
-    def select(self, state: RecurrentState, rows: Sequence[int]) -> None:
-        state.hidden = None if state.hidden is None else state.hidden[list(rows)]
 '''
 YAML = """# A recurrent cell.
 _target_: my_own_drafter.RecurrentConfig

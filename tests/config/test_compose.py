@@ -145,15 +145,16 @@ def test_what_is_typed_wins_over_an_experiment() -> None:
     assert (config.hardware.name, config.trainer.save_every) == ("cpu", 2)
 
 
-def test_a_choice_of_ones_own_is_named_after_its_file(tmp_path: Path) -> None:
+def test_a_drafter_of_ones_own_is_named_after_its_file(tmp_path: Path) -> None:
     (tmp_path / "drafter").mkdir()
     file = tmp_path / "drafter" / "mine.yaml"
-    file.write_text("defaults: [medusa]\nname: other\n")
     with own_choices(tmp_path):
-        with pytest.raises(
-            UsageError, match=r"mine\.yaml must be that of the file, mine, got other"
-        ):
-            compose("train", ["drafter=mine"])
+        for text, named in (("name: other\n", "other"), ("", "medusa")):
+            file.write_text(f"defaults: [medusa]\n{text}")
+            with pytest.raises(
+                UsageError, match=rf"mine\.yaml must say `name: mine`.* got {named}"
+            ):
+                compose("train", ["drafter=mine"])
         file.write_text("defaults: [medusa]\nname: mine\n")
         assert compose("train", ["drafter=mine"]).drafter.name == "mine"
 

@@ -9,7 +9,7 @@ import torch
 from builders import model_config
 from memory_tracker import PeakBytes
 from published import dflash_reference
-from test_drafters import NoChance, as_batch, build, random_drafter
+from test_drafters import NoChance, as_batch, build, in_one_row, random_drafter
 
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures
 from drafttrain.drafters.dflash import DFlash, spread_layers
@@ -164,13 +164,25 @@ def test_a_block_of_training_begins_in_an_answer_and_ends_with_it(target: Target
 
 
 def test_fixed_blocks_draft_each_token_once(target: Target) -> None:
-    drafter = dflash(target, anchors="fixed").train()
-    depth, batch = drafter.max_depth, as_batch(list(range(20, 40)), list(range(30, 49)))
-    expected = {(row, at) for row in range(2) for at in range(depth, 18, depth)}
+    """All of an answer but its first, which is the first block's anchor."""
+    drafter, lengths, prompts = dflash(target, anchors="fixed").train(), (20, 19, 30), (1, 1, 12)
+    texts = [list(range(20, 20 + length)) for length in lengths]
+    mask = [
+        [place >= first for place in range(length)]
+        for length, first in zip(lengths, prompts, strict=True)
+    ]
+    depth, batch = drafter.max_depth, as_batch(*texts, mask=mask)
+    expected = {
+        (row, at)
+        for row, (length, first) in enumerate(zip(lengths, prompts, strict=True))
+        for at in range(first, length - 1, depth)
+    }
     assert anchors_of(drafter, batch, step=0) == anchors_of(drafter, batch, step=1) == expected
     losses = drafter(batch, target.features(batch, drafter.captures), NoChance())
     counts = [int(term.count) for term in losses.values()]
-    assert sum(counts) == 19 - depth + 18 - depth, "all but those before the first block's end"
+    assert sum(counts) == int(batch.loss_mask.sum()) - len(lengths)
+    packed = drafter._blocks(in_one_row(batch), NoChance())
+    assert int(packed.drafted.sum()) == sum(counts), "texts of a row do not shift each other's"
     assert len(anchors_of(drafter.eval(), batch, step=0)) > len(expected), "validation counts all"
 
 

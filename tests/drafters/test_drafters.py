@@ -292,14 +292,15 @@ def expected_loss(
             0.1 * losses.soft_cross_entropy(logits, probs) + losses.top_k(logits, probs, 10)
         ).sum()
     config = drafter.config
-    if name == "dspark" or (name not in OURS and isinstance(config, TokenLossConfig)):
-        assert isinstance(config, TokenLossConfig)
-        label = torch.tensor([tokens[ahead]])
-        return config.token_loss(logits, distribution.softmax(-1), label).sum()
+    label = torch.tensor([tokens[ahead]])
     if drafter.vocab is not None:
         if drafter.vocab.draft_ids[distribution.argmax()] < 0:
             return torch.tensor(0.0)
         distribution = distribution[:, drafter.vocab.target_ids]
+        label = drafter.vocab.draft_ids[label]
+    if name == "dspark" or (name not in OURS and isinstance(config, TokenLossConfig)):
+        assert isinstance(config, TokenLossConfig)
+        return config.token_loss(logits, distribution.softmax(-1), label).sum()
     return losses.soft_cross_entropy(logits, distribution.softmax(-1)).sum()
 
 

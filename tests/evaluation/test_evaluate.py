@@ -38,6 +38,7 @@ from drafttrain.evaluation.measure import (
 )
 from drafttrain.evaluation.measurements import Measurements
 from drafttrain.evaluation.tuned import Chosen
+from drafttrain.report.outputs import first_blocks
 from drafttrain.report.pairs import BEFORE
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.target.model import Target, load_target
@@ -102,7 +103,13 @@ def test_references_draft_as_deep_as_the_drafter_and_the_one_before_as_it_does(
         policies = {"ngram": chain(depth), BEFORE: shape, "eagle3": shape}
         here = [each for each in methods if each.depth == depth]
         assert {each.name: each.policy for each in here} == policies
-        assert all(each.policy.depth == depth for each in here)
+        drafted = [
+            PromptResult("sum", 0, "math", name, 0, 5, (at,), DecodeStats(), at)
+            for name, at in (("autoregressive", 0), *(each.key for each in methods))
+        ]
+        told = {result.method: result.tokens for result in at_depth(drafted, depth)}
+        assert told == {"autoregressive": (0,), **dict.fromkeys(every, (depth,))}
+        assert first_blocks([*drafted, *drafted]) == drafted
     by_task = TunedEval(**vars(settings()), from_tune=Chosen(3, {"math": 2}))
     assert all(each.of_task == {"math": chain(2)} for each in methods_of(every, by_task))
 

@@ -490,6 +490,21 @@ def test_stored_features_hold_every_token_once_however_often_it_is_trained() -> 
     assert unknown.store_tokens == unknown.job.trained_tokens
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        ("drafter=dflash", "drafter.block_size=16", "plan.loss_share=0.25"),
+        ("drafter=dflash2", "plan.loss_share=0.1"),
+        ("drafter=dspark", "plan.loss_share=0.05"),
+        ("drafter=eagle3", "plan.loss_share=0.02"),
+    ],
+    ids=lambda told: told[0],
+)
+def test_a_drafter_is_planned_where_little_of_the_text_is_trained(told: tuple[str, ...]) -> None:
+    plan = planned(*told, "hardware=cpu", "hardware.train_dtype=float32")
+    assert plan.chosen.hours > 0
+
+
 @pytest.mark.parametrize("drafter", ["eagle", "medusa", "small_lm"])
 def test_other_drafters_and_small_targets_are_planned(drafter: str) -> None:
     plan = planned(f"drafter={drafter}", "hardware=cpu", "hardware.train_dtype=float32")

@@ -218,13 +218,15 @@ class DFlashLayout(OneLayer):
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
         size = config["block_size"]
-        notes = [
+        return (
             f"Trained on blocks of {size}: engines draft blocks of num_speculative_tokens + 1, as "
-            f"measured here only if that is {self.block(config)}."
-        ]
-        if V1 in self.vllm_runners and config["num_hidden_layers"] > 1:
-            notes.append(
-                f"On a CPU {VLLM} scales the keys of every layer by the first one's k_norm: there "
-                "it drafts worse than was measured, and accepts by the same rule."
-            )
-        return tuple(notes)
+            f"measured here only if that is {self.block(config)}.",
+        )
+
+    def vllm_notes(self, config: Config) -> tuple[str, ...]:
+        if V1 not in self.vllm_runners or config["num_hidden_layers"] == 1:
+            return ()
+        return (
+            f"On a CPU {VLLM} scales the keys of every layer by the first one's k_norm: there it "
+            "drafts worse than was measured, and accepts by the same rule.",
+        )

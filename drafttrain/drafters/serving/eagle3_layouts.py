@@ -24,6 +24,7 @@ from drafttrain.drafters.serving.layer_ids import (
     read_by_v2,
     runners_differ,
     usual_layers,
+    written_for_sglang,
 )
 from drafttrain.drafters.serving.layout import (
     DECLARED,
@@ -176,13 +177,13 @@ class Eagle3Layout(OneLayer):
         return ""
 
     def notes(self, config: Config, spec: TargetSpec, served: bool) -> tuple[str, ...]:
-        nested = config.get("eagle_config")
+        nested, layers = config.get("eagle_config"), config[LAYER_IDS]
         if nested is None:
             return ()
-        return (
-            f"Reads target layers {config[LAYER_IDS]}, not the engines' default: written so for "
-            f"vLLM, and as {nested[LAYER_IDS]} in eagle_config for SGLang, which counts otherwise.",
-        )
+        written = f"Reads target layers {layers}, not the engines' default: written so for vLLM"
+        if not named_for_sglang(layers, spec.architecture):
+            return (f"{written}.",)
+        return (f"{written}, and as {nested[LAYER_IDS]} in eagle_config, as SGLang counts them.",)
 
 
 def read_eagle3(
@@ -332,14 +333,14 @@ def _wrong_maps(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> list[str]:
 
 def _wrong_captures(config: Config, spec: TargetSpec, captures: tuple[int, ...]) -> list[str]:
     """Return why an engine would not read the layers that training read."""
-    usual = usual_layers(spec.num_layers)
+    usual, kind = usual_layers(spec.num_layers), spec.architecture
     engines = {"vLLM's V1 runner": read_by_v1, "vLLM's V2 runner": read_by_v2}
     read = {name: tuple(sorted({*(reads(config) or usual)})) for name, reads in engines.items()}
-    if named_for_sglang(captures, spec.architecture):
-        read["SGLang"] = tuple(read_by_sglang(config, spec.architecture) or usual)
+    if named_for_sglang(captures, kind):
+        read["SGLang"] = tuple(read_by_sglang(config, kind) or usual)
     complaints = [
         f"{engine} would read layers {list(layers)}, trained on {list(captures)}: set "
-        f"{LAYER_IDS} to the ids, eagle_config's to the ids less one"
+        f"{LAYER_IDS} to the ids, eagle_config's to {written_for_sglang(captures, kind)}"
         for engine, layers in read.items()
         if layers != captures
     ]

@@ -204,6 +204,10 @@ class ServedLayout(Layout):
         """Return why vLLM cannot serve it with a target that vLLM knows; "" if it can."""
         return ""
 
+    def vllm_notes(self, config: Config) -> tuple[str, ...]:
+        """Return what vLLM computes otherwise than was measured here."""
+        return ()
+
     def sglang_refuses(self, config: Config, own_embedding: bool, spec: TargetSpec) -> str:
         """Return why SGLang cannot serve it with a target; "" if it can."""
         return ""

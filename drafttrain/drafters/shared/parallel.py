@@ -1,6 +1,7 @@
 """Drafters whose one pass drafts all tokens, each independently of the others drafted."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -80,6 +81,11 @@ class ParallelDrafter(CachedDrafter):
     def restart(self, state: ParallelState) -> None:
         """Forget the proposal."""
         state.logits, state.depth = None, 0
+
+    def select(self, state: LayerState, rows: Sequence[int]) -> None:
+        assert isinstance(state, ParallelState)
+        self.restart(state)  # a whole block's logits would be copied in vain
+        super().select(state, rows)
 
     def expand(
         self, state: LayerState, newest: Tensor | None, parents: Tensor | None = None

@@ -11,6 +11,7 @@ DTYPES = ("auto", "float32", "bfloat16", FP8)
 NATIVE, SPECULATORS_FORMAT, SGLANG_FORMAT, GGUF_FORMAT = FORMATS = (
     *("vllm", "speculators", "sglang", "gguf"),
 )
+AS_NATIVE = (NATIVE, SGLANG_FORMAT)  # the same files
 USUAL_DEPTH = 3  # of chains, where engines may draft any number
 SIZE = re.compile(r"[1-9]\d*(?:\.\d+)?[KMGT]B", re.ASCII)  # as huggingface_hub reads it
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")  # the Hub itself checks the finer points

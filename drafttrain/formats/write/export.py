@@ -11,7 +11,7 @@ import torch
 from drafttrain.core.ops.layer_calls import dtype_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.serving.layout import ServedLayout
-from drafttrain.formats.write.config import FP8, NATIVE, ExportSettings
+from drafttrain.formats.write.config import AS_NATIVE, FP8, NATIVE, ExportSettings
 from drafttrain.formats.write.directory import (
     CARD,
     CONFIG,
@@ -47,7 +47,7 @@ class Exported:
     def lines(self) -> list[str]:
         """Return the summary that the command prints."""
         name = self.precision.name
-        layout = "" if self.format == NATIVE else f" in the {self.format} format"
+        layout = "" if self.format in AS_NATIVE else f" in the {self.format} format"
         lines = [f"exported {self.method}{layout} to {self.folder}"]
         lines += [f"  {file:<18} {size:>14,} bytes" for file, size in self.sizes.items()]
         written = self.precision.describe()
@@ -191,7 +191,7 @@ def _precision(drafter: Drafter, layout: ServedLayout | None, config: ExportSett
             f"{asked} must be of a drafter that vLLM serves in 8 bits, got {name}: its class there "
             "reads no quantization_config; give export.dtype=bfloat16"
         )
-    if config.format != NATIVE:
+    if config.format not in AS_NATIVE:
         raise ValueError(
             f"{asked} must come with export.format={NATIVE}, got {config.format}, in which engines "
             "read no quantization_config of a drafter"

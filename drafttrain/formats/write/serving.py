@@ -136,7 +136,8 @@ def serving(
     if derived is not None:
         notes += derived.notes(target, refused)
     if "vLLM" in commands:
-        notes += [runners_note(layout), _drafts_note(greedy, card.reports)]
+        notes += [runners_note(layout), *layout.vllm_notes(native)]
+        notes.append(_drafts_note(greedy, card.reports))
     # A card is read on other machines: it names no folder of this one.
     published = told(card.base_model or TARGET, config.push or DRAFTER)
     return EngineCommands(commands, published, tuple(notes))
