@@ -40,21 +40,26 @@ def read_by_v2(config: Config) -> Any:
 
 def read_by_sglang(config: Config, architecture: str) -> Any:
     """Return what SGLang reads for EAGLE-3 with such a target, None for the default."""
-    ids = _mapping(config, "eagle_config").get(LAYER_IDS)
-    if architecture in ADDED_AFTER_ONE and isinstance(ids, list) and ids[:1] != [1]:
-        return ids
-    return _after(ids)
+    return _counted_by_sglang(_mapping(config, "eagle_config").get(LAYER_IDS), architecture)
 
 
 def written_for_sglang(layers: Sequence[int], architecture: str) -> list[int]:
-    """Return the ids of eagle_config by which SGLang reads these layers."""
-    added = architecture not in ADDED_AFTER_ONE or layers[0] == 2
-    return [layer - 1 for layer in layers] if added else list(layers)
+    """Return the ids of eagle_config by which SGLang reads these layers, if there are any."""
+    less, same = [layer - 1 for layer in layers], list(layers)
+    return less if _counted_by_sglang(less, architecture) == same else same
 
 
 def named_for_sglang(layers: Sequence[int], architecture: str) -> bool:
     """Return whether there are such ids."""
-    return architecture not in ADDED_AFTER_ONE or layers[0] != 1
+    written = written_for_sglang(layers, architecture)
+    return bool(_counted_by_sglang(written, architecture) == list(layers))
+
+
+def _counted_by_sglang(ids: Any, architecture: str) -> Any:
+    """Return the layers that SGLang takes ids of eagle_config for."""
+    if architecture in ADDED_AFTER_ONE and isinstance(ids, list) and ids[:1] != [1]:
+        return ids
+    return _after(ids)
 
 
 def runners_differ(config: Config, num_layers: int) -> list[str]:
