@@ -1,11 +1,10 @@
 """What prompts share with training text, as scripts/count_prompt_overlap.py counts it."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from paths import ROOT
+from paths import load_script
 
 from drafttrain.data.evaluation_prompts import Prompt, overlap_record, read_prompts
 from drafttrain.data.suites import BUILTIN_PROMPTS
@@ -13,13 +12,7 @@ from drafttrain.data.suites import BUILTIN_PROMPTS
 
 @pytest.fixture
 def count_overlap() -> Callable[..., dict[str, Any]]:
-    file = ROOT / "scripts" / "count_prompt_overlap.py"
-    spec = importlib.util.spec_from_file_location("count_prompt_overlap", file)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    count: Callable[..., dict[str, Any]] = script.count_overlap
+    count: Callable[..., dict[str, Any]] = load_script("count_prompt_overlap").count_overlap
     return count
 
 

@@ -1,6 +1,5 @@
 """What `make demo` says at its end, and where it opens a browser; `make install` without noise."""
 
-import importlib.util
 import os
 import subprocess
 from pathlib import Path
@@ -8,7 +7,7 @@ from types import ModuleType
 
 import pytest
 from matplotlib.image import imread
-from paths import ROOT
+from paths import ROOT, load_script
 from test_report import many_prompts, read, report_of
 
 from drafttrain.report.pages import write_report
@@ -17,11 +16,7 @@ from drafttrain.report.pages import write_report
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list[str]]:
     """The script, and what a fake browser is asked to open."""
-    spec = importlib.util.spec_from_file_location("show_demo", ROOT / "scripts" / "show_demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("show_demo")
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "DRAFTTRAIN_BROWSER"):

@@ -1,13 +1,12 @@
 """The loss curve of every trainable family, kept in tests/golden: computation may not drift."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
+from paths import ROOT, load_script
 from test_drafters import FAMILIES, NoChance, as_batch, build
 
 from drafttrain.core.readout import Readout
@@ -71,11 +70,7 @@ def test_every_trainable_family_is_recorded() -> None:
 def test_the_script_writes_what_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("script", ROOT / "scripts" / "update_golden.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("update_golden")
     monkeypatch.setattr(script, "GOLDEN", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "FAMILIES", ["medusa"])
     script.main()
