@@ -60,7 +60,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "own/drafter/faulty.yaml"
     own.parent.mkdir(parents=True)
     eagle3 = (ROOT / "conf/drafter/eagle3.yaml").read_text()
-    own.write_text(re.sub(r"_target_: \S+", "_target_: faulty.FaultyConfig", eagle3))
+    faulty = re.sub(r"_target_: \S+", "_target_: faulty.FaultyConfig", eagle3)
+    own.write_text(faulty.replace("name: eagle3", "name: faulty"))
     (tmp_path / "faulty.py").write_text(FAULTY)
     return tmp_path
 
