@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from drafttrain.report.training import training_curves
+from drafttrain.report.curves import training_curves
 from drafttrain.runtime.tracker import read_metrics
 
 BASELINE = "eagle3"

@@ -14,10 +14,10 @@ from pathlib import Path
 from matplotlib.image import imsave
 
 from drafttrain.report.card import read_run
+from drafttrain.report.phrases import number
 from drafttrain.report.plots import report_figures
 from drafttrain.report.results import Report, Table
 from drafttrain.report.terminal import rich_table
-from drafttrain.report.wording import number
 from drafttrain.runtime.terminal import console
 
 # By the name of the evaluation; the one that matters comes first.

@@ -1,6 +1,7 @@
 """Rules of the house that a reader of the source would have to check by eye."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from test_floors import MODULES
@@ -78,3 +79,11 @@ def test_nothing_of_a_library_is_replaced() -> None:
     found = {module: list(replaced(source)) for module, source in MODULES.items()}
     settings = {"core.ops.layer_calls": ["torch._dynamo.config.recompile_limit"]}
     assert {module: names for module, names in found.items() if names} == settings
+
+
+def test_a_module_is_named_by_a_noun() -> None:
+    ending = re.compile(r"(ing|ed)$")
+    known = {"training", "serving", "sampling", "rounding", "deepspeed"}  # nouns of the field
+    known |= {"pretrained", "served", "sharded", "shared", "teacher_forced"}  # kinds of a thing
+    named = {part for module in MODULES for part in module.split(".")}
+    assert {name for name in named if ending.search(name)} - known == set()

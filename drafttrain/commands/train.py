@@ -17,8 +17,8 @@ from drafttrain.config.sections import TrainConfig
 from drafttrain.core.ops.layer_calls import LayerCalls
 from drafttrain.data.batches import Batches
 from drafttrain.data.prefetch import Prefetcher
-from drafttrain.report.training import target_lines
-from drafttrain.report.wording import tuned_statement
+from drafttrain.report.curves import target_lines
+from drafttrain.report.phrases import tuned_statement
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.hardware import (
     TORCH_DTYPES,

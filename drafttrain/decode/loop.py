@@ -16,11 +16,11 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Decoded, Proposal, TargetFeatures, Verdict
 from drafttrain.decode.adaptive import Adaptive, Pace
 from drafttrain.decode.autoregressive import emit
+from drafttrain.decode.backlog import Backlog
 from drafttrain.decode.clock import Clock
 from drafttrain.decode.draft import draft, nothing
 from drafttrain.decode.policy import Policy, policy_of
 from drafttrain.decode.rows import Passes, Row, Rows, Stops, check_room, to_the_end
-from drafttrain.decode.unread import Unread
 from drafttrain.decode.verify import (
     LOSSLESS,
     Block,
@@ -134,11 +134,11 @@ def speculative_passes(
     following = torch.cat([tokens[:, 1:], last_token[:, None]], dim=1)
     last_places = send_numbers(counts, following.device)[:, None] - 1
     following.scatter_(1, last_places, last_token[:, None])
-    unread = Unread(drafter, state)
-    unread.add(following, counts, features)
+    backlog = Backlog(drafter, state)
+    backlog.add(following, counts, features)
     pace = Pace(policy, rows) if isinstance(policy, Adaptive) else None
     if pace is None:
-        unread.read()
+        backlog.read()
     active = batch.active
     _, kept = batch.commit([[token] for token in last_token.tolist()], stops)
     prefilled = clock.now()
@@ -146,7 +146,7 @@ def speculative_passes(
     resumed = clock.now()
     if kept and len(kept) < len(active):
         target.select(cache, kept)
-        unread.select(kept)
+        backlog.select(kept)
         last_token = last_token[send_numbers(kept, last_token.device)]
     before = clock.now()
     clock.charge(active, prefill_s=[(started, prefilled), (resumed, before)])
@@ -155,7 +155,7 @@ def speculative_passes(
         lengths = cache.lengths
         left = [max_new_tokens - len(row.output) for row in active]
         if pace is None or pace.begins(names, starts, left):
-            unread.read()
+            backlog.read()
             proposal = draft(policy, drafter, state, draft_sampling, chance, names, starts, pace)
         else:
             proposal = nothing(len(active), target.device)
@@ -183,14 +183,14 @@ def speculative_passes(
             features, committed = features.slice(0, longest), committed[:, :longest]
             if len(kept) < len(active):
                 target.select(cache, kept)
-                unread.select(kept)
+                backlog.select(kept)
                 places = send_numbers(kept, committed.device)
                 features, committed = features.rows(kept), committed[places]
                 last_token = last_token[places]
                 counts = [counts[place] for place in kept]
-            unread.add(committed, counts, features)
+            backlog.add(committed, counts, features)
             if proposal.tokens.shape[1]:
-                unread.read()
+                backlog.read()
         after = clock.now()
         clock.charge(
             active,

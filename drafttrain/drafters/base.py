@@ -51,7 +51,7 @@ from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, Losses, Proposal, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.serving.layout import Expected, ServedLayout, check_tensors
-from drafttrain.drafters.shared.published import About, Published
+from drafttrain.drafters.shared.publications import About, Published
 from drafttrain.runtime.settings import Settings
 
 

@@ -38,7 +38,7 @@ from drafttrain.drafters.shared.parallel import (
     ParallelState,
     mask_token,
 )
-from drafttrain.drafters.shared.published import About, quoted
+from drafttrain.drafters.shared.publications import About, quoted
 
 RANDOM, FIXED = "random", "fixed"  # where blocks begin in training
 EVERY_LAYER, INPUT = "every_layer", "input"  # where the fused features enter

@@ -27,7 +27,7 @@ from drafttrain.drafters.dflash import EVERY_LAYER, Blocks, DFlash, DFlashConfig
 from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About, quoted
+from drafttrain.drafters.shared.publications import About, quoted
 from drafttrain.runtime.settings import require
 
 

@@ -17,7 +17,7 @@ from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.dflash import DFlash, DFlashConfig, DFlashState
 from drafttrain.drafters.serving.dspark_layout import MARKOV_TYPES, DSparkLayout
 from drafttrain.drafters.shared.layer import LayerState
-from drafttrain.drafters.shared.published import About, quoted
+from drafttrain.drafters.shared.publications import About, quoted
 
 
 @dataclass(frozen=True, kw_only=True)

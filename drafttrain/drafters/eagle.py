@@ -32,7 +32,7 @@ from drafttrain.drafters.serving.eagle_layout import EagleLayout, rescaled
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About, quoted, spec_bench
+from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 
 INPUTS = "tokens", "features"  # of `fc`, in this order
 

@@ -36,7 +36,7 @@ from drafttrain.drafters.shared.layer import (
     LayerState,
     layers_to_capture,
 )
-from drafttrain.drafters.shared.published import About, quoted, spec_bench
+from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]

@@ -37,7 +37,7 @@ from drafttrain.drafters.shared.copies import (
     run_layers,
 )
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 
 

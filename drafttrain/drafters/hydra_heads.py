@@ -23,7 +23,7 @@ from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
 from drafttrain.drafters.shared.layer import CachedState
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About, quoted, spec_bench
+from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 from drafttrain.drafters.shared.sequential import (
     SequentialConfig,
     SequentialHeads,

@@ -19,7 +19,7 @@ from drafttrain.drafters.base import DrafterConfig, DraftState, TrainingChance, 
 from drafttrain.drafters.serving.layout import ServedLayout
 from drafttrain.drafters.serving.medusa_layouts import MedusaLayout
 from drafttrain.drafters.shared.heads import HeadDrafter, of_depth, own_heads
-from drafttrain.drafters.shared.published import About, quoted, spec_bench
+from drafttrain.drafters.shared.publications import About, quoted, spec_bench
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from drafttrain.drafters.shared.copies import (
 )
 from drafttrain.drafters.shared.lora import add_lora, lora_products
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About, quoted
+from drafttrain.drafters.shared.publications import About, quoted
 from drafttrain.drafters.shared.text_losses import next_token_loss
 
 TARGET = "target_layers."  # how names of the parameters begin that change the target

@@ -10,7 +10,7 @@ from torch.nn import functional
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.shared.heads import of_depth, own_heads
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
 
 NORM_EPS = 1e-6

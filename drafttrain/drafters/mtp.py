@@ -23,7 +23,7 @@ from drafttrain.drafters.base import TrainingChance, rows_at, start_with
 from drafttrain.drafters.serving.mtp_layout import MIMO, VARIANTS, MTPLayout, in_file
 from drafttrain.drafters.shared.layer import LayerConfig, LayerDrafter, LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
-from drafttrain.drafters.shared.published import About, quoted
+from drafttrain.drafters.shared.publications import About, quoted
 from drafttrain.drafters.shared.text_losses import losses_along_text
 
 Hidden = Float[Tensor, "batch seq hidden"]

@@ -25,7 +25,7 @@ from drafttrain.drafters.shared.parallel import (
     ParallelState,
     mask_token,
 )
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 
 Attend = Callable[[int, ByHead], Float[Tensor, "batch head seq head_dim"]]
 

@@ -12,7 +12,7 @@ from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.medusa import ResidualBlocks
 from drafttrain.drafters.shared.embedding_scale import EmbeddingScale
 from drafttrain.drafters.shared.heads import own_heads
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.sequential import SequentialConfig, SequentialHeads
 
 

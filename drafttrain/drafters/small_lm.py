@@ -25,7 +25,7 @@ from drafttrain.drafters.shared.causal import CausalDrafter
 from drafttrain.drafters.shared.lora import add_lora, merge_lora
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model, local_settings
 from drafttrain.drafters.shared.on_policy import OwnWords
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 from drafttrain.drafters.shared.text_losses import next_token_loss
 from drafttrain.drafters.shared.vocabularies import check_same
 from drafttrain.runtime.untrusted_input import parse_json, shown

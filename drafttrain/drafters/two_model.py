@@ -16,7 +16,7 @@ from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, TrainingChance
 from drafttrain.drafters.shared.causal import CausalDrafter, CausalState
 from drafttrain.drafters.shared.model_source import draft_source, load_draft_model
-from drafttrain.drafters.shared.published import quoted, spec_bench
+from drafttrain.drafters.shared.publications import quoted, spec_bench
 from drafttrain.drafters.shared.vocabularies import check_same, intersection
 from drafttrain.runtime.settings import require
 from drafttrain.target.pretrained.quantize import SCHEMES

@@ -12,8 +12,8 @@ from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import DraftMethod, decoders, first_turn
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.metrics import Pairs, by_draft, length_difference, ratio
+from drafttrain.report.phrases import bounds, drawn, number, signed, things
 from drafttrain.report.results import BeforeAfter, Estimate
-from drafttrain.report.wording import bounds, drawn, number, signed, things
 from drafttrain.runtime.terminal import followed
 from drafttrain.target.model import Target
 

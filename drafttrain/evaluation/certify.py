@@ -24,8 +24,8 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.evaluation.config import EvalConfig
 from drafttrain.evaluation.measure import ALONE, Decode, DraftMethod, decoders
 from drafttrain.report.bootstrap import Resampling, interval
+from drafttrain.report.phrases import bounds
 from drafttrain.report.results import Check, Divergence
-from drafttrain.report.wording import bounds
 from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.terminal import Ticker, progress, silent
 from drafttrain.target.model import Target

@@ -34,7 +34,7 @@ from drafttrain.evaluation.optimal_tree import (
 )
 from drafttrain.report.outputs import first_blocks
 from drafttrain.report.pass_times import PassTimes
-from drafttrain.report.tuning import ChosenDepth, DepthPrediction, TunedChoice
+from drafttrain.report.tune import ChosenDepth, DepthPrediction, TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import read_typed

@@ -11,7 +11,7 @@ import torch
 
 from drafttrain.plan.config import PEAKS, AcceleratorConfig
 from drafttrain.plan.units import GIB
-from drafttrain.report.wording import things
+from drafttrain.report.phrases import things
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 

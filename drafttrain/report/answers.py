@@ -5,7 +5,7 @@ from rich.live import Live
 from rich.text import Text
 
 from drafttrain.decode.stream import ACCEPTED, Piece, Stream
-from drafttrain.report.wording import things
+from drafttrain.report.phrases import things
 from drafttrain.runtime.untrusted_input import escaped
 
 DRAFTED = "bold green"  # bold stays where a terminal has no colours

@@ -7,13 +7,14 @@ from typing import Any
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import PromptResult
 from drafttrain.drafters.references import LOOKUP
-from drafttrain.drafters.shared.published import Published
+from drafttrain.drafters.shared.publications import Published
 from drafttrain.report.bootstrap import Resampling
 from drafttrain.report.config import VerdictSettings
 from drafttrain.report.definitions import definitions, verdict_definition
 from drafttrain.report.metrics import SPEEDUP, columns_of, method_row, plain_row, rows_of
 from drafttrain.report.outputs import along_output
 from drafttrain.report.pairs import adaptation
+from drafttrain.report.phrases import bounds, number, percent, rule_statement
 from drafttrain.report.results import (
     NOT_COMPARED,
     PLAIN,
@@ -37,7 +38,6 @@ from drafttrain.report.results import (
 from drafttrain.report.tables import adaptation_table
 from drafttrain.report.totals import Totals, by_task, collect
 from drafttrain.report.verdict import disagreement, handicap, headline, verdicts_of
-from drafttrain.report.wording import bounds, number, percent, rule_statement
 
 BUSY_CORES = 0.25  # that other processes kept busy, from which a report flags it
 BUSY_SHARE = 0.02  # of the time, or of the decodings

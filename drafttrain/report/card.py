@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drafttrain.drafters.shared.published import About
+from drafttrain.drafters.shared.publications import About
 from drafttrain.report.definitions import DEFINITIONS
 from drafttrain.report.markdown import LONGEST_TEXT, cells, escaped
+from drafttrain.report.phrases import flat, sentence, things
 from drafttrain.report.results import Cell, Report
 from drafttrain.report.tables import MEASURED, certificate_table, depth_shown, table
-from drafttrain.report.wording import flat, sentence, things
 from drafttrain.runtime.untrusted_input import UntrustedError, read_object, read_typed, shown
 from drafttrain.target.pretrained.config import ModelConfig
 from drafttrain.target.pretrained.models import EMBEDDED

@@ -11,6 +11,7 @@ from drafttrain.report.config import CompareSettings
 from drafttrain.report.definitions import comparison_definitions
 from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Spread, mean_ratio
 from drafttrain.report.pairs import at_pass_time, by_scope
+from drafttrain.report.phrases import bounds, rule_statement, signed, speed
 from drafttrain.report.results import ByTask, Change, Flag, Rates, Speeds, TimingInfo
 from drafttrain.report.runs import (
     Method,
@@ -23,7 +24,6 @@ from drafttrain.report.runs import (
     training_statement,
 )
 from drafttrain.report.totals import Key
-from drafttrain.report.wording import bounds, rule_statement, signed, speed
 
 SCHEMA_VERSION = 1
 NAMED = 3  # runs that a flag names; more are counted

@@ -7,9 +7,9 @@ import numpy as np
 from drafttrain.report.comparison import ComparedMethod, ComparedRun, Comparison, RuleCheck
 from drafttrain.report.document import Document, Listing, flagged, notes
 from drafttrain.report.metrics import Spread
+from drafttrain.report.phrases import NOTHING, cell, count, flat, number, size, speed
 from drafttrain.report.results import Cell, Table
 from drafttrain.report.tables import Column, table
-from drafttrain.report.wording import NOTHING, cell, count, flat, number, size, speed
 from drafttrain.report.write import as_data, write_pages
 
 FILES = ("compare.json", "compare.md", "compare.html")

@@ -8,8 +8,8 @@ from markupsafe import Markup, escape
 
 from drafttrain.report.document import Document
 from drafttrain.report.markdown import LONGEST_TEXT
+from drafttrain.report.phrases import positions, value_and_range
 from drafttrain.report.results import Badge, Cell, Change, Estimate, Table
-from drafttrain.report.wording import positions, value_and_range
 from drafttrain.runtime.untrusted_input import escaped, shown
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from html import escape
 
 from drafttrain.report.document import Document, Listing, Outputs
+from drafttrain.report.phrases import NOTHING, cell
 from drafttrain.report.results import Cell, Table
-from drafttrain.report.wording import NOTHING, cell
 from drafttrain.runtime.untrusted_input import shown
 
 LONGEST_TEXT = 100_000  # characters; no text of a report is longer

@@ -6,6 +6,17 @@ import numpy as np
 
 from drafttrain.report.document import Block, Document, Listing, Outputs, Tile, flagged, notes
 from drafttrain.report.outputs import WRITERS
+from drafttrain.report.phrases import (
+    NOTHING,
+    bounds,
+    flat,
+    number,
+    rule_statement,
+    sentence,
+    shortened,
+    speed,
+    things,
+)
 from drafttrain.report.results import Report
 from drafttrain.report.tables import (
     along_table,
@@ -17,17 +28,6 @@ from drafttrain.report.tables import (
     verdict_table,
 )
 from drafttrain.report.verdict import is_serious
-from drafttrain.report.wording import (
-    NOTHING,
-    bounds,
-    flat,
-    number,
-    rule_statement,
-    sentence,
-    shortened,
-    speed,
-    things,
-)
 from drafttrain.report.write import write_pages
 
 REPORT_FILES = ("report.json", "report.md", "report.html")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from drafttrain.report.bootstrap import Resampling, Values
 from drafttrain.report.metrics import ACCEPTANCE_LENGTH, SPEEDUP, Columns, Quantity, columns_of
+from drafttrain.report.phrases import bounds, cell, number
 from drafttrain.report.results import (
     PLAIN,
     Adaptation,
@@ -13,7 +14,6 @@ from drafttrain.report.results import (
     Measurement,
 )
 from drafttrain.report.totals import Key
-from drafttrain.report.wording import bounds, cell, number
 
 BEFORE = "before"  # the method that decodes with the drafter that training started from
 ADAPTATION = (

@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from drafttrain.report.comparison import Comparison
+from drafttrain.report.phrases import cell, count, number, sentence, speed
 from drafttrain.report.results import (
     PLAIN,
     Estimate,
@@ -33,7 +34,6 @@ from drafttrain.report.results import (
     TrainingCurves,
 )
 from drafttrain.report.tables import best_depths
-from drafttrain.report.wording import cell, count, number, sentence, speed
 
 WIDTH = 440.0  # in the units of the SVG; the page scales it to its column
 DPI = 72  # what the SVG backend assumes: one point is one unit

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from drafttrain.core.sampling_config import Sampling
 from drafttrain.core.types import Counters, Drafted
-from drafttrain.drafters.shared.published import Published
+from drafttrain.drafters.shared.publications import Published
 from drafttrain.runtime.untrusted_input import Amount, Count
 
 PLAIN = "autoregressive"  # the method that drafts nothing

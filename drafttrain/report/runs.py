@@ -8,9 +8,9 @@ from typing import Any
 
 from drafttrain.report.metrics import Columns
 from drafttrain.report.pairs import Measured
+from drafttrain.report.phrases import things
 from drafttrain.report.results import Measurement, Report
 from drafttrain.report.totals import Key
-from drafttrain.report.wording import things
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from drafttrain.report.outputs import WRITERS
+from drafttrain.report.phrases import (
+    NOTHING,
+    cell,
+    count,
+    drawn,
+    memory,
+    money,
+    number,
+    percent,
+    sentence,
+    speed,
+    things,
+)
 from drafttrain.report.results import (
     Adaptation,
     AdaptationRow,
@@ -26,19 +39,6 @@ from drafttrain.report.results import (
     WitnessSection,
 )
 from drafttrain.report.verdict import bill, fastest_depth, grouped
-from drafttrain.report.wording import (
-    NOTHING,
-    cell,
-    count,
-    drawn,
-    memory,
-    money,
-    number,
-    percent,
-    sentence,
-    speed,
-    things,
-)
 
 Line = TypeVar("Line")
 Column = tuple[str, Callable[[Line], Cell]]  # its heading, and its cell for a line

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from drafttrain.report.config import VerdictSettings
+from drafttrain.report.phrases import bounds, memory, money, number, percent
 from drafttrain.report.results import (
     Estimate,
     ExtraMemory,
@@ -15,7 +16,6 @@ from drafttrain.report.results import (
     Speeds,
     TaskVerdict,
 )
-from drafttrain.report.wording import bounds, memory, money, number, percent
 
 SPECULATE, MARGINAL, DO_NOT, UNKNOWN = "speculate", "marginal", "do not", "unknown"
 IN_WORDS = {

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from drafttrain.report.phrases import number
 from drafttrain.report.results import Prediction, Report, WitnessSection
 from drafttrain.report.tables import witness_table
-from drafttrain.report.wording import number
 
 WANTED = 0.15  # how far a predicted speedup may be from the measured one
 

@@ -10,8 +10,8 @@ from builders import model_config
 
 import drafttrain
 from drafttrain.__main__ import main
+from drafttrain.report.phrases import OF_TUNED
 from drafttrain.report.results import Report
-from drafttrain.report.wording import OF_TUNED
 from drafttrain.runtime.untrusted_input import read_typed
 from drafttrain.target.model import load_target
 

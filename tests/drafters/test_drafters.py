@@ -26,7 +26,7 @@ from drafttrain.decode.loop import speculative_decode, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.decode.verify import Lenience
 from drafttrain.drafters.base import Drafter, DrafterConfig, DraftState, TrainingChance
-from drafttrain.drafters.shared.joined import JoinedConfig
+from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.target.model import Target, load_target
 from drafttrain.target.store.shards import kept_positions
 

@@ -22,7 +22,7 @@ from drafttrain.decode.loop import Cycle, speculative_decode_batch
 from drafttrain.decode.policy import DynamicTree, Policy, chain, tree_of_widths
 from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.drafters.shared import merge
-from drafttrain.drafters.shared.joined import JoinedConfig
+from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.drafters.shared.merge import merged, nodes_of
 from drafttrain.target.model import Target, load_target
 

@@ -37,7 +37,7 @@ from drafttrain.evaluation.measure import (
     spread,
 )
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.tuned import Chosen
+from drafttrain.evaluation.tune_choice import Chosen
 from drafttrain.report.outputs import first_blocks
 from drafttrain.report.pairs import BEFORE
 from drafttrain.runtime.signals import StopRequest

@@ -21,8 +21,8 @@ from drafttrain.evaluation.config import TuneSettings
 from drafttrain.evaluation.cost import measure_costs
 from drafttrain.evaluation.optimal_tree import OptimalTree
 from drafttrain.evaluation.tune import Tuning, acceptance_lengths, choose, in_order, predict
-from drafttrain.evaluation.tuned import CHAIN, Chosen, read_tuned, write_tuned
-from drafttrain.report.tuning import ChosenDepth, DepthPrediction, headline
+from drafttrain.evaluation.tune_choice import CHAIN, Chosen, read_tuned, write_tuned
+from drafttrain.report.tune import ChosenDepth, DepthPrediction, headline
 from drafttrain.target.model import load_target
 
 COSTS = Costs(

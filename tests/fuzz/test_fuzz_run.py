@@ -19,7 +19,7 @@ from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.types import DecodeStats, PromptResult
 from drafttrain.evaluation.compare_runs import read_run
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.tuned import TUNED, read_tuned
+from drafttrain.evaluation.tune_choice import TUNED, read_tuned
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest
 from drafttrain.training.engine.engine import Engine

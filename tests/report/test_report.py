@@ -30,6 +30,7 @@ from drafttrain.report.metrics import ACCEPTANCE_LENGTH
 from drafttrain.report.pages import report_document
 from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
+from drafttrain.report.phrases import cell, rule_statement, speed
 from drafttrain.report.plots import batch_figure, bounds, report_figures
 from drafttrain.report.repetition import repeated_tokens
 from drafttrain.report.results import (
@@ -44,7 +45,6 @@ from drafttrain.report.results import (
 from drafttrain.report.tables import summary_table as summary_of
 from drafttrain.report.terminal import rich_table
 from drafttrain.report.totals import collect
-from drafttrain.report.wording import cell, rule_statement, speed
 from drafttrain.report.write import as_data, as_json
 from drafttrain.runtime.untrusted_input import typed
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from test_report import html, many_prompts, markdown, report_of
 
-from drafttrain.report.training import training_curves
+from drafttrain.report.curves import training_curves
 from drafttrain.report.write import as_data
 
 

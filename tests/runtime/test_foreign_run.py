@@ -16,7 +16,7 @@ from drafttrain.commands.setup.target_and_drafter import recorded_spec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.data.evaluation_prompts import overlap_path, overlap_record
 from drafttrain.evaluation.measurements import Measurements
-from drafttrain.evaluation.tuned import TUNED, read_tuned
+from drafttrain.evaluation.tune_choice import TUNED, read_tuned
 from drafttrain.target.model import load_target
 from drafttrain.training.checkpoint import Checkpoints, _digest, load_state, load_weights, verify
 

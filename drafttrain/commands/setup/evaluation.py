@@ -42,11 +42,11 @@ from drafttrain.evaluation.measure import (
     reference_settings,
 )
 from drafttrain.evaluation.record import require_same, settings_of
-from drafttrain.evaluation.tuned import CHAIN, TUNED, Chosen, read_tuned
+from drafttrain.evaluation.tune_choice import CHAIN, TUNED, Chosen, read_tuned
+from drafttrain.report.curves import target_lines, training_curves
 from drafttrain.report.pairs import BEFORE
+from drafttrain.report.phrases import tuned_statement
 from drafttrain.report.results import TimingInfo, TrainingCurves
-from drafttrain.report.training import target_lines, training_curves
-from drafttrain.report.wording import tuned_statement
 from drafttrain.runtime.hardware import DecodeChoice, choose_device, choose_draft_dtype, dtype_name
 from drafttrain.runtime.lock import hold, require_free
 from drafttrain.runtime.settings import AUTO

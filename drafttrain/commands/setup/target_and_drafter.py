@@ -23,7 +23,7 @@ from drafttrain.data.skips import SkipReport
 from drafttrain.data.template import template_fingerprint
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.drafters.shared.inflation import inflate_drafter
-from drafttrain.drafters.shared.joined import JoinedConfig
+from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.formats.read.admit import AdmittedConfig, admit
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import DecodeChoice, choose_decoding, dtype_name

@@ -26,7 +26,7 @@ from drafttrain.formats.write.rounding import Rounding, read_back
 from drafttrain.formats.write.serving import EngineCommands, layout_to_write, serving
 from drafttrain.formats.write.stitch import add_to_target, config_within
 from drafttrain.report.card import CardData, model_card
-from drafttrain.report.wording import sentence, tuned_statement
+from drafttrain.report.phrases import sentence, tuned_statement
 from drafttrain.runtime.hardware import TORCH_DTYPES
 
 

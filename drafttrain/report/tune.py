@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.report.document import Document, notes
+from drafttrain.report.phrases import number
 from drafttrain.report.results import Table
 from drafttrain.report.tables import Column, table
-from drafttrain.report.wording import number
 from drafttrain.report.write import write_pages
 
 DEFINITIONS = (

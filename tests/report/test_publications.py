@@ -13,7 +13,7 @@ from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.hydra_heads import HydraHeads
 from drafttrain.drafters.medusa import Medusa
 from drafttrain.drafters.mtp import MTP
-from drafttrain.drafters.shared.published import Published
+from drafttrain.drafters.shared.publications import Published
 from drafttrain.drafters.two_model import TwoModel
 
 QUOTED = Published("Llama", "tree", "chats", "MT-bench", "A100", 2.0, None, "arXiv:2401.00001")

@@ -16,7 +16,7 @@ MOST = 1024  # passes whose features are kept for a drafter that does not draft
 Part = tuple[Int[Tensor, "batch new"], Sequence[int], TargetFeatures]
 
 
-class Unread:
+class Backlog:
     """Parts of the text for `Drafter.observe`, kept until the drafter drafts."""
 
     def __init__(self, drafter: Drafter, state: DraftState) -> None:

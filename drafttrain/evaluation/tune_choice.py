@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.evaluation.tune import Tuning
-from drafttrain.report.tuning import TunedChoice
+from drafttrain.report.tune import TunedChoice
 from drafttrain.report.write import as_data
 from drafttrain.runtime.disk import write_whole
 from drafttrain.runtime.untrusted_input import (

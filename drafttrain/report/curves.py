@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from drafttrain.report.phrases import number, signed
 from drafttrain.report.results import TrainingCurves, TrainingSeries
-from drafttrain.report.wording import number, signed
 
 LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
 TERM = "train/loss_"

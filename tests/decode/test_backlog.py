@@ -9,7 +9,7 @@ from test_drafters import ALL, PROMPTS, random_drafter
 
 from drafttrain.core.ops.ragged_cache import padded_rows
 from drafttrain.core.types import TargetFeatures
-from drafttrain.decode.unread import Unread
+from drafttrain.decode.backlog import Backlog
 from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.target.model import Target, load_target
 
@@ -52,7 +52,7 @@ def test_what_is_read_late_is_read_whole(
     for tokens, counts, features in parts[:3]:
         drafter.observe(states[0], tokens, counts, features)
     drafter.select(states[0], kept)
-    late = Unread(drafter, states[1])
+    late = Backlog(drafter, states[1])
     for part in parts[:3]:
         late.add(*part)
     late.select(kept)  # rows leave before the drafter has read anything
