@@ -29,6 +29,12 @@ TRAIN = (
 EVALUATE = f"run.dir=fixed {CPU} eval.prompts_per_task=1 eval.max_new_tokens=64 eval.resamples=200"
 
 
+def train_of(checkout: Path) -> list[str]:
+    """Return the overrides of `train`: the optimizer that every checkout has, by its own name."""
+    chosen = ["optimizer=adamw"] if (checkout / "conf/optimizer").is_dir() else []
+    return [*TRAIN.split(), *chosen]
+
+
 def seconds(checkout: Path, place: Path, *arguments: str) -> float:
     """Run a command of a checkout; return the wall time of its process."""
     started = time.perf_counter()
@@ -41,8 +47,8 @@ def measured(checkout: Path, place: Path) -> dict[str, float]:
     shutil.rmtree(place / "run", ignore_errors=True)
     shutil.rmtree(place / "fixed/evaluations", ignore_errors=True)
     found = {
-        "plan": seconds(checkout, place, "plan", *TRAIN.split()),
-        "train": seconds(checkout, place, "train", *TRAIN.split(), "run.dir=run"),
+        "plan": seconds(checkout, place, "plan", *train_of(checkout)),
+        "train": seconds(checkout, place, "train", *train_of(checkout), "run.dir=run"),
         "evaluate": seconds(checkout, place, "evaluate", *EVALUATE.split()),
     }
     rows = [json.loads(line) for line in (place / "run/metrics.jsonl").read_text().splitlines()]
@@ -69,7 +75,7 @@ def main() -> None:
         places = {name: Path(folder) / name for name in checkouts}
         for name, place in places.items():
             place.mkdir()
-            seconds(checkouts[name], place, "train", *TRAIN.split(), "run.dir=run")
+            seconds(checkouts[name], place, "train", *train_of(checkouts[name]), "run.dir=run")
         for place in places.values():
             shutil.copytree(places["old"] / "run", place / "fixed")
         for turn in range(arguments.turns):
