@@ -93,6 +93,59 @@ class Recurrent(Drafter[RecurrentState]):
             state.hidden = self.cell(state.readout, newest, state.hidden)
         return self.logits(state.readout, state.hidden)
 '''
+# The same with files of its own kind, which an engine is thought to read.
+SERVED = """
+from dataclasses import dataclass, replace
+
+from my_own_drafter import Recurrent, RecurrentConfig
+
+from drafttrain.drafters.serving.layout import (
+    DECLARED,
+    Expected,
+    Reading,
+    ServedLayout,
+    Sign,
+    architectures_of,
+)
+
+
+class RecurrentLayout(ServedLayout):
+    kind = family = method = "served"
+    title = "a recurrent cell"
+    architectures = ("RecurrentDraft",)
+
+    def recognises(self, files):
+        named = self.architectures[0] in architectures_of(files.config)
+        return Sign(DECLARED, "its architecture") if named else None
+
+    def read(self, files, base, spec, layers):
+        config = replace(base, width=files.config["cell"])
+        return Reading(config, spec, files.tensors(), {})
+
+    def expected_tensors(self, config):
+        width, hidden = config["cell"], config["hidden_size"]
+        return {
+            "enter.weight": Expected((width, 2 * hidden)),
+            "enter.bias": Expected((width,)),
+            "leave.weight": Expected((hidden, width)),
+            "leave.bias": Expected((hidden,)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedConfig(RecurrentConfig):
+    layout = RecurrentLayout()
+
+    def build(self, spec):
+        return Served(self, spec)
+
+
+class Served(Recurrent):
+    def to_serving(self):
+        width, hidden = self.config.width, self.spec.hidden_size
+        config = {"architectures": ["RecurrentDraft"], "cell": width, "hidden_size": hidden}
+        return config, self.state_dict()
+"""
 YAML = """# A recurrent cell.
 _target_: my_own_drafter.RecurrentConfig
 
@@ -112,6 +165,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "my_own_drafter.py").write_text(DRAFTER)
     (folder / "conf" / "drafter").mkdir(parents=True)
     (folder / "conf" / "drafter" / "recurrent.yaml").write_text(YAML)
+    (folder / "my_served_drafter.py").write_text(SERVED)
+    served = YAML.replace("my_own_drafter.Recurrent", "my_served_drafter.Served")
+    served = served.replace("name: recurrent", "name: served")
+    (folder / "conf" / "drafter" / "served.yaml").write_text(served)
     with (folder / "data.jsonl").open("w") as file:
         for number in range(24):
             messages = [
@@ -124,7 +181,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
-    sys.modules.pop("my_own_drafter", None)
+    for name in ("my_own_drafter", "my_served_drafter"):
+        sys.modules.pop(name, None)
 
 
 def run(place: Path, command: str, *arguments: str) -> int:
@@ -188,6 +246,24 @@ def test_it_is_trained_measured_compared_and_exported(
     settings = json.loads((exported / "config.json").read_text())
     assert settings["drafter"]["width"] == 16
     assert "No engine serves drafter=recurrent" in (exported / "README.md").read_text()
+
+
+def test_a_directory_in_its_own_layout_is_recognised(
+    place: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [*training(place, tiny_target_dir), "drafter=served", "trainer.max_steps=2"]
+    assert run(place, "train", f"run.dir={place / 'run'}", *told) == 0
+    exported = place / "exported"
+    assert run(place, "export", f"run.dir={place / 'run'}", f"export.dir={exported}") == 0
+    given = [f"drafter.path={exported}", f"model.path={tiny_target_dir}", *QUICK]
+    capsys.readouterr()
+    evaluated(place, place / "admitted", *given)
+    assert "drafter: a recurrent cell, by its architecture\n" in capsys.readouterr().out
+    begun = [f"run.init_from={exported}", f"run.dir={place / 'more'}", "trainer.max_steps=1"]
+    assert run(place, "train", *told, *begun) == 0
+    (folder := place / "other").mkdir()
+    assert run_with(folder, "evaluate", *given, f"run.dir={place / 'unknown'}") == 2
+    assert "not a known drafter; it must be one of: " in capsys.readouterr().err
 
 
 def test_it_is_planned_as_it_is_trained(trained: Path, place: Path, tiny_target_dir: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drafttrain.commands.setup.known_layouts import known_layouts
 from drafttrain.commands.setup.members import member_of
 from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice
@@ -297,7 +298,8 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
     """
     if isinstance(config, AdmittedConfig):
         own = partial(load_choice, "drafter")
-        found = admit(config, expected_spec(model), load_tokenizer(model), own)
+        spec, tokenizer = expected_spec(model), load_tokenizer(model)
+        found = admit(config, spec, tokenizer, own, known_layouts())
         lines, fingerprint = tuple(found.lines()), found.target_fingerprint
         return GivenDrafter(found.drafter, None, found.origin, lines, fingerprint)
     if isinstance(config, JoinedConfig):

@@ -1,6 +1,6 @@
 """Load a drafter that others trained so that it drafts as in training, or list why it cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,7 +9,8 @@ import torch
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.drafters.serving.layout import Reading, Unfit
+from drafttrain.drafters.serving.known import LAYOUTS
+from drafttrain.drafters.serving.layout import Layout, Reading, Unfit
 from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
@@ -64,16 +65,21 @@ class Admitted:
 
 
 def admit(
-    config: AdmittedConfig, spec: TargetSpec, tokenizer: Any, choice: Callable[[str], DrafterConfig]
+    config: AdmittedConfig,
+    spec: TargetSpec,
+    tokenizer: Any,
+    choice: Callable[[str], DrafterConfig],
+    layouts: Sequence[Layout] = LAYOUTS,
 ) -> Admitted:
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 
     choice: returns the entry of conf/drafter of a family, for values that the directory lacks.
+    layouts: those that it may have.
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
     tensors, vocabulary, tokenizer, hidden size, captured layers, unsupported settings.
     """
     folder = open_folder(Path(config.path), config.allow_pickle)
-    recognised = recognise(folder)
+    recognised = recognise(folder, layouts)
     origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
     layout = recognised.layout
     base = replace(choice(layout.family), name=config.name)

@@ -1,5 +1,6 @@
 """Recognise the kind of drafter in a directory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from drafttrain.drafters.serving.known import LAYOUTS
@@ -20,16 +21,16 @@ class Recognised:
         return f"{self.layout.title}, by {self.because}"
 
 
-def recognise(folder: Folder) -> Recognised:
-    """Return the layout of a directory, by the strongest sign that any layout finds in it.
+def recognise(folder: Folder, layouts: Sequence[Layout] = LAYOUTS) -> Recognised:
+    """Return the layout of a directory, by the strongest sign that any of `layouts` finds in it.
 
     Raises ValueError, naming its content, if this package cannot draft with it.
     """
     try:
-        refuse_other_types(folder, LAYOUTS)
-        signs = [(layout.recognises(folder), layout) for layout in LAYOUTS]
+        refuse_other_types(folder, layouts)
+        signs = [(layout.recognises(folder), layout) for layout in layouts]
     except UnknownKind as error:
-        raise _unknown(folder, str(error)) from None
+        raise _unknown(folder, str(error), layouts) from None
     found = [(sign, layout) for sign, layout in signs if sign is not None]
     if found:
         sign, layout = max(found, key=lambda pair: pair[0].strength)
@@ -39,11 +40,11 @@ def recognise(folder: Folder) -> Recognised:
     if architectures:
         what = f"architectures={architectures}"
     names = shown(", ".join(sorted(folder.names)[:3]))
-    raise _unknown(folder, f"{what} and tensors such as {names}")
+    raise _unknown(folder, f"{what} and tensors such as {names}", layouts)
 
 
-def _unknown(folder: Folder, what: str) -> ValueError:
-    known = "; ".join(layout.title for layout in LAYOUTS)
+def _unknown(folder: Folder, what: str, layouts: Sequence[Layout]) -> ValueError:
+    known = "; ".join(layout.title for layout in layouts)
     return ValueError(
         f"drafter.path={folder.path} has {what}: not a known drafter; it must be one of: {known}"
     )
