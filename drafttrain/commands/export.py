@@ -120,6 +120,7 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
             f"drafter.path={source.path} is {found.recognised}: engines serve it as it is, it has "
             f"no other layout, and llama.cpp's {CONVERTER} makes its GGUF of the directory itself"
         )
+    found.require_whole(f"drafter.path={source.path}")
     for line in found.lines():
         console.print(line)
     # Rebuilt for this target: `admit` built it with values that the directory declares itself.

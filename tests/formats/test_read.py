@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from drafttrain.core.sampling_config import GREEDY
 from drafttrain.core.types import TargetFeatures, TargetSpec
 from drafttrain.decode.autoregressive import autoregressive_decode
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.rows import check_room
 from drafttrain.drafters.base import Drafter, DrafterConfig
 from drafttrain.formats.read.admit import Admitted, AdmittedConfig, admit
 from drafttrain.formats.read.folder import open_folder
@@ -261,6 +263,40 @@ def test_p_eagle_drafts_what_speculators_trained_and_its_lost_norms_are_noted(
     assert not any("fc_norm" in line for line in theirs.lines())
 
 
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (eagle, {"layer_types": ["sliding_attention"]}),
+        (eagle3, {"model_type": "qwen3", "use_sliding_window": True}),
+        (partial(eagle3, "speculators"), {"layer_types": ["sliding_attention"]}),
+        (partial(dflash, "speculators"), {"layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_a_window_bounds_the_text(
+    make: Callable[[], Published], keys: dict[str, Any], target: Target, tmp_path: Path
+) -> None:
+    """Within it, layers that see all of a text are those with the window."""
+
+    def read(name: str, **sizes: int) -> Admitted:
+        published = make()
+        published.config["sliding_window_non_causal"] = True  # only DFlash's is read
+        layer = published.config.get("transformer_layer_config", published.config)
+        layer |= keys | sizes
+        return admitted(published.write(tmp_path / name), target)
+
+    theirs = read("short", sliding_window=12, max_position_embeddings=64)
+    assert (theirs.drafter.window, theirs.drafter.max_positions) == (12, 12)
+    assert any("see the last 12 positions" in line for line in theirs.lines())
+    with pytest.raises(ValueError, match=r"must fit in the 12 positions of drafter=theirs"):
+        check_room(target, [[1] * 6], 5, theirs.drafter, 2)
+    assert check_room(target, [[1] * 6], 4, theirs.drafter, 2) == 12
+    with pytest.raises(ValueError, match=r"run\.init_from=here must hold layers that see all of a"):
+        theirs.require_whole("run.init_from=here")
+    whole = read("whole", sliding_window=64, max_position_embeddings=64)
+    assert whole.drafter.max_positions is None
+    whole.require_whole("run.init_from")
+
+
 def test_a_window_that_no_engine_applies_is_none(target: Target, tmp_path: Path) -> None:
     """As Qwen's configurations have it."""
     full = edited(eagle(), sliding_window=8, use_sliding_window=False)
@@ -477,16 +513,22 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
         r"must name distinct layers of the target \(target_layer_ids of .*, got \[2, 2\]$",
     ),
     "sliding windows": (
-        lambda: edited(dflash(), layer_types=["full_attention", "sliding_attention"]),
-        r"layer_types must all be full_attention, got \['full_attention', 'sliding_attention'\]$",
+        lambda: edited(
+            dflash(), layer_types=["full_attention", "sliding_attention"], sliding_window=8
+        ),
+        r"sliding_window_non_causal must be True where layers have .*, got None$",
     ),
-    "a sliding window of EAGLE": (
-        lambda: edited(eagle(), layer_types=["sliding_attention"], sliding_window=8),
-        r"layer_types must all be full_attention, got \['sliding_attention'\]$",
+    "layers of another kind": (
+        lambda: edited(eagle(), layer_types=["linear_attention"]),
+        r"full_attention or sliding_attention for each of the layers \(1\), got \['linear_att",
     ),
-    "a sliding window of EAGLE-3": (
-        lambda: edited(eagle3(), model_type="qwen3", use_sliding_window=True, sliding_window=8),
-        r"use_sliding_window must be False, got True$",
+    "one kind of layer too many": (
+        lambda: edited(eagle(), layer_types=["full_attention"] * 2),
+        r"layer_types must be .* \(1\), got \['full_attention', 'full_attention'\]$",
+    ),
+    "a window without a size": (
+        lambda: edited(eagle3(), model_type="qwen3", use_sliding_window=True),
+        r"sliding_window must be an integer of at least 1, got None$",
     ),
     "an anchor that is sampled from": (
         lambda: edited(dflash("speculators"), sample_from_anchor=True),

@@ -22,6 +22,9 @@ if algorithm in ("dflash", "dflash2", "dspark"):
     shape = {key: value for key, value in layers.to_dict().items() if key != "model_type"}
     layers = AutoConfig.for_model("qwen3", **shape)
     layers.layer_types = ["full_attention"] * told["num_layers"]
+else:  # as the trainer's `create_transformer_layer_config` does unless it is told otherwise
+    layers.layer_types = ["sliding_attention"] * told["num_layers"]
+    layers.sliding_window, layers.use_sliding_window = 2048, True
 layers.num_hidden_layers = told.pop("num_layers")
 told |= {"verifier_name_or_path": target, "draft_attn_impl": "eager"}
 model_class: Any = SpeculatorModel.registry[algorithm]

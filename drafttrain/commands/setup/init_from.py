@@ -99,6 +99,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
             f"run.init_from={folder} is {found.recognised}, a whole model: train it further as "
             f"drafter={found.recognised.layout.trained_as} drafter.path={folder}"
         )
+    found.require_whole(f"run.init_from={folder}")
     # Rebuilt for this target: `admit` built it with values that the directory declares itself.
     drafter = replace(found.drafter.config, name=found.family).build(spec)
     drafter.load_weights(found.drafter.state_dict())

@@ -4,7 +4,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle_layout import OneLayer, decoder_layer, layer_tensors
+from drafttrain.drafters.serving.eagle_layout import (
+    OneLayer,
+    decoder_layer,
+    layer_tensors,
+    slides,
+    window_of,
+)
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
     SCALED,
@@ -134,6 +140,12 @@ class DFlashLayout(OneLayer):
         top.exactly("is_causal", False)
         top.exactly("draft_vocab_size", vocab)
         size = top.integer("block_size", MAX_LAYERS)
+        if slides(top, num_layers) and top.raw.get("sliding_window_non_causal") is not True:
+            top.complaints.append(
+                "config.json's sliding_window_non_causal must be True where layers have sliding "
+                "windows: a block is causal there otherwise, and is not here, got "
+                f"{shown(top.raw.get('sliding_window_non_causal'))}"
+            )
         if size == 1 and not top.complaints:
             top.complaints.append("config.json's block_size must be at least 2, got 1")
         settings |= {
@@ -156,6 +168,7 @@ class DFlashLayout(OneLayer):
         if V1 in self.vllm_runners:
             reading.notes = runners_differ(files.config, spec.num_layers)
         reading.complaints = misfits(spec, vocab, hidden, layers)
+        reading.window = window_of(top, num_layers)
         return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:

@@ -123,7 +123,9 @@ class EagleLayout(OneLayer):
         tensors = files.tensors()
         if not config.own_embedding:
             tensors = rescaled(tensors, 1 / spec.embedding_scale)
-        return Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
+        reading = Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
+        reading.window = window_of(raw)
+        return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         hidden = config["hidden_size"]
@@ -215,15 +217,10 @@ def decoder_layer(
         "hidden_act": "silu",
         "mlp_bias": False,
         "logit_scale": 1.0,
-        "use_sliding_window": False,  # without it, engines ignore `sliding_window`
     }
     for key, wanted in only.items():
         values.exactly(key, wanted)
-    kinds = values.raw.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * num_layers:
-        values.complaints.append(
-            f"config.json's layer_types must all be full_attention, got {shown(kinds)}"
-        )
+    window_of(values, num_layers)
     theta, scaling = _rope(values)
     # qkv_bias is SafeAILab's name for it, in drafters of Qwen2.
     bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)
@@ -243,6 +240,31 @@ def decoder_layer(
     if values.complaints:
         raise Unfit(values.complaints)
     return settings
+
+
+def slides(values: Values, num_layers: int = 1) -> bool:
+    """Return whether some layer sees a window of the text instead of all of it."""
+    kinds, full = values.raw.get("layer_types"), "full_attention"
+    by_flag = values.flag("use_sliding_window", False)  # without it, `sliding_window` is ignored
+    if kinds is None:
+        return by_flag
+    known = isinstance(kinds, list) and len(kinds) == num_layers
+    if known and all(kind in (full, "sliding_attention") for kind in kinds):
+        return by_flag or kinds != [full] * num_layers
+    values.complaints.append(
+        f"config.json's layer_types must be {full} or sliding_attention for each of the layers "
+        f"({num_layers}), got {shown(kinds)}"
+    )
+    return False
+
+
+def window_of(values: Values, num_layers: int = 1) -> int | None:
+    """Return how many positions some layer sees at most, None where all see any text whole."""
+    if not slides(values, num_layers):
+        return None
+    window = values.integer("sliding_window", MAX_POSITIONS)
+    longest = values.integer("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
+    return window if window < longest else None
 
 
 def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:

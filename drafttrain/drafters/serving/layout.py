@@ -74,6 +74,7 @@ class Reading:
     spelled: dict[str, str]  # prefixes of own names -> those in the files
     complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    window: int | None = None  # the positions that its layers see of a text; None: all
 
     def name_in_file(self, own: str) -> str:
         """Return the name of a tensor in the files."""

@@ -59,6 +59,18 @@ class Admitted:
         """The entry of conf/drafter that it belongs to."""
         return self.recognised.layout.family
 
+    def require_whole(self, key: str) -> None:
+        """Raise ValueError if its layers see less of a text than those that we train and write.
+
+        key: the setting that names the directory.
+        """
+        if (window := self.drafter.window) is not None:
+            raise ValueError(
+                f"{key} must hold layers that see all of a text, got {self.recognised} with a "
+                f"window of {window:,} positions: engines serve the directory as it is, and "
+                "evaluate measures it, drafter.path=DIR"
+            )
+
     def lines(self) -> list[str]:
         """Return lines for the user."""
         return [f"drafter: {self.recognised}", *(f"  {note}" for note in self.notes)]
@@ -116,6 +128,12 @@ def admit(
         notes.append(
             "its weights of 8 bits are computed with as numbers, and activations are not rounded; "
             "engines round both"
+        )
+    if reading.window is not None:
+        drafter.window = reading.window
+        notes.append(
+            f"its layers see the last {reading.window:,} positions (sliding_window), ours see all: "
+            "prompt and output can be that long together"
         )
     target = folder.config.get("target_fingerprint")
     known = target if isinstance(target, str) else None
