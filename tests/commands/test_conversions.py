@@ -139,6 +139,21 @@ def test_a_whole_model_has_no_other_layout(
     assert "engines serve it as it is" in " ".join(capsys.readouterr().err.split())
 
 
+def test_layers_with_a_window_are_neither_written_anew_nor_trained_further(
+    tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    windowed = edited(eagle3(), layer_types=["sliding_attention"], sliding_window=8)
+    source = windowed.write(tmp_path / "theirs")
+    assert convert(source, tiny_target_dir, tmp_path / "out") == 2
+    begun = [f"run.init_from={source}", f"model.path={tiny_target_dir}", f"run.dir={tmp_path}/run"]
+    assert main(["train", *begun, "hardware=cpu"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    for key in ("drafter.path", "run.init_from"):
+        assert f"{key}={source} must hold layers that see all of a text, got EAGLE-3" in said
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "run").exists()
+
+
 def test_large_weights_are_written_in_shards_and_read_together(
     target: Target, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
