@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from drafttrain.commands.setup.evaluation import chosen_by_tune
-from drafttrain.commands.setup.known_layouts import known_layouts
+from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.target_and_drafter import (
     GivenDrafter,
     change_target,
@@ -114,7 +114,7 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
     _check_places(config, place)
     own = partial(load_choice, "drafter")
     spec = expected_spec(config.model)
-    found = admit(source, spec, load_tokenizer(config.model), own, known_layouts())
+    found = admit(source, spec, load_tokenizer(config.model), own, own_layouts())
     if found.recognised.layout.whole_model:
         raise ValueError(
             f"drafter.path={source.path} is {found.recognised}: engines serve it as it is, it has "

@@ -146,7 +146,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     changes_target = False  # whether training changes the target's weights too: `target_changes`
     text_source: TextSource | None = None  # None: it trains on the data's text
     lookup: tuple[int, int] | None = None  # shortest and longest suffix that it looks up, if any
-    window: int | None = None  # how far back others trained its layers to see; None: all of a text
+    longest: int | None = None  # text that it drafts for as others trained it; None: any
     rooms: Rooms | None = None  # where its passes are captured, in place; None: they are not
 
     def use_graphs(self, capture: Capture) -> None:
@@ -156,7 +156,7 @@ class Drafter(nn.Module, ABC, Generic[State]):
     @property
     def max_positions(self) -> int | None:
         """The longest text that it can draft for; None: as long as the target's context."""
-        return self.window
+        return self.longest
 
     def initialise(self, model: Any, tokenizer: Any) -> None:
         """Load weights from elsewhere, once, before `prepare`; both arguments are the target's.

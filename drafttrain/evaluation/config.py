@@ -323,7 +323,7 @@ class EvalConfig(Settings):
 class TunedEval(EvalConfig):
     """The settings with what `tune` chose, where one of them asks for it."""
 
-    from_tune: Any  # type: ignore[misc]  # evaluation.tuned.Chosen
+    from_tune: Any  # type: ignore[misc]  # evaluation.tune_choice.Chosen
 
 
 def _sampling(prefix: str, temperature: float, top_k: int, top_p: float) -> Sampling:

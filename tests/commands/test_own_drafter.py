@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 from paths import PYTHONPATH, ROOT
+from published import eagle, edited
 from safetensors.torch import load_file
 
 from drafttrain.__main__ import main
+from drafttrain.commands.setup.own_layouts import own_layouts
+from drafttrain.config.groups import own_choices
+from drafttrain.formats.read.folder import open_folder
+from drafttrain.formats.read.recognise import recognise
 
 DRAFTER = '''
 from collections.abc import Sequence
@@ -146,6 +151,24 @@ class Served(Recurrent):
         config = {"architectures": ["RecurrentDraft"], "cell": width, "hidden_size": hidden}
         return config, self.state_dict()
 """
+# One that finds in its files what EAGLE's layout does.
+HEIR = """
+from dataclasses import dataclass
+
+from my_own_drafter import RecurrentConfig
+
+from drafttrain.drafters.serving.eagle_layout import EagleLayout
+
+
+class HeirLayout(EagleLayout):
+    kind = family = "heir"
+    architectures = ("HeirEagle",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeirConfig(RecurrentConfig):
+    layout = HeirLayout()
+"""
 YAML = """# A recurrent cell.
 _target_: my_own_drafter.RecurrentConfig
 
@@ -264,6 +287,30 @@ def test_a_directory_in_its_own_layout_is_recognised(
     (folder := place / "other").mkdir()
     assert run_with(folder, "evaluate", *given, f"run.dir={place / 'unknown'}") == 2
     assert "not a known drafter; it must be one of: " in capsys.readouterr().err
+
+
+def test_another_file_of_the_folder_may_be_faulty_and_leaves_the_directories_of_others(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layout that finds the package's signs too, and a module that ends in an error."""
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "faulty.yaml").write_text(
+        "_target_: my_faulty_drafter.Config\nname: faulty\n"
+    )
+    (tmp_path / "my_faulty_drafter.py").write_text("no_such_name\n")
+    (tmp_path / "my_heir.py").write_text(HEIR)
+    (tmp_path / "drafter" / "heir.yaml").write_text(
+        YAML.replace("my_own_drafter.Recurrent", "my_heir.Heir").replace(": recurrent", ": heir")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with own_choices(tmp_path):
+        own = own_layouts()
+    assert [layout.family for layout in own] == ["heir"]
+    eagle().write(tmp_path / "eagle")
+    found = recognise(open_folder(tmp_path / "eagle", False), own)
+    assert found.layout.family == "eagle"
+    edited(eagle(), architectures=["HeirEagle"]).write(tmp_path / "theirs")
+    assert recognise(open_folder(tmp_path / "theirs", False), own).layout.family == "heir"
 
 
 def test_it_is_planned_as_it_is_trained(trained: Path, place: Path, tiny_target_dir: Path) -> None:

@@ -263,36 +263,46 @@ def test_p_eagle_drafts_what_speculators_trained_and_its_lost_norms_are_noted(
     assert not any("fc_norm" in line for line in theirs.lines())
 
 
+MIXED_LAYERS = ["full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
-    ("make", "keys"),
+    ("make", "keys", "window"),
     [
-        (eagle, {"layer_types": ["sliding_attention"]}),
-        (eagle3, {"model_type": "qwen3", "use_sliding_window": True}),
-        (partial(eagle3, "speculators"), {"layer_types": ["sliding_attention"]}),
-        (partial(dflash, "speculators"), {"layer_types": ["full_attention", "sliding_attention"]}),
+        (eagle, {"layer_types": ["sliding_attention"]}, 12),
+        (eagle3, {"model_type": "qwen3", "use_sliding_window": True}, 12),
+        (partial(eagle3, "speculators"), {"layer_types": ["sliding_attention"]}, 12),
+        (partial(p_eagle, "speculators"), {"layer_types": ["sliding_attention"] * 3}, 12),
+        # All places of a block are computed, though fewer are drafted.
+        (partial(dflash, "speculators"), {"layer_types": MIXED_LAYERS}, 12 + DEPTH + 1),
+        (partial(dspark, "speculators"), {"layer_types": MIXED_LAYERS}, 12 + DEPTH),
     ],
 )
 def test_a_window_bounds_the_text(
-    make: Callable[[], Published], keys: dict[str, Any], target: Target, tmp_path: Path
+    make: Callable[[], Published],
+    keys: dict[str, Any],
+    window: int,
+    target: Target,
+    tmp_path: Path,
 ) -> None:
-    """Within it, layers that see all of a text are those with the window."""
+    """A text that all layers see whole is drafted for as in training, and no longer one."""
 
-    def read(name: str, **sizes: int) -> Admitted:
+    def read(window: int) -> Admitted:
         published = make()
         published.config["sliding_window_non_causal"] = True  # only DFlash's is read
         layer = published.config.get("transformer_layer_config", published.config)
-        layer |= keys | sizes
-        return admitted(published.write(tmp_path / name), target)
+        layer |= keys | {"sliding_window": window, "max_position_embeddings": 64}
+        return admitted(published.write(tmp_path / f"{window}"), target)
 
-    theirs = read("short", sliding_window=12, max_position_embeddings=64)
-    assert (theirs.drafter.window, theirs.drafter.max_positions) == (12, 12)
-    assert any("see the last 12 positions" in line for line in theirs.lines())
+    theirs = read(window)
+    assert theirs.drafter.max_positions == 12
+    assert any("can have 12 tokens together" in line for line in theirs.lines())
     with pytest.raises(ValueError, match=r"must fit in the 12 positions of drafter=theirs"):
         check_room(target, [[1] * 6], 5, theirs.drafter, 2)
     assert check_room(target, [[1] * 6], 4, theirs.drafter, 2) == 12
     with pytest.raises(ValueError, match=r"run\.init_from=here must hold layers that see all of a"):
         theirs.require_whole("run.init_from=here")
-    whole = read("whole", sliding_window=64, max_position_embeddings=64)
+    whole = read(target.spec.max_positions + DEPTH + 1)
     assert whole.drafter.max_positions is None
     whole.require_whole("run.init_from")
 
@@ -517,6 +527,10 @@ REFUSALS: dict[str, tuple[Callable[[], Published], str]] = {
             dflash(), layer_types=["full_attention", "sliding_attention"], sliding_window=8
         ),
         r"sliding_window_non_causal must be True where layers have .*, got None$",
+    ),
+    "sliding windows of a target that holds an MTP module": (
+        lambda: edited(mtp("mimo"), use_sliding_window=True, sliding_window=8),
+        r"config\.json must state no sliding windows: use_sliding_window, layer_types$",
     ),
     "layers of another kind": (
         lambda: edited(eagle(), layer_types=["linear_attention"]),

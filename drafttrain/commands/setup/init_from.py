@@ -8,7 +8,7 @@ from jaxtyping import Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafttrain.commands.setup.known_layouts import known_layouts
+from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.target_and_drafter import GivenDrafter, best_of, expected_spec
 from drafttrain.config.compose import load_choice, recorded
 from drafttrain.config.overrides import UsageError
@@ -91,7 +91,7 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
     if isinstance(given, AdmittedConfig):
         source = replace(given, path=str(folder))
     try:
-        found = admit(source, spec, load_tokenizer(config.model), own, known_layouts())
+        found = admit(source, spec, load_tokenizer(config.model), own, own_layouts())
     except ValueError as error:  # the directory was given under this name
         raise ValueError(str(error).replace("drafter.path", "run.init_from")) from error
     if not found.drafter.config.trainable:

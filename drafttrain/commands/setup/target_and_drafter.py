@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.commands.setup.known_layouts import known_layouts
 from drafttrain.commands.setup.members import member_of
+from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.commands.setup.store_contents import refuse_without_store
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import CaptureConfig, TrainConfig
@@ -299,7 +299,7 @@ def drafter_to_evaluate(run: Path, config: DrafterConfig, model: ModelConfig) ->
     if isinstance(config, AdmittedConfig):
         own = partial(load_choice, "drafter")
         spec, tokenizer = expected_spec(model), load_tokenizer(model)
-        found = admit(config, spec, tokenizer, own, known_layouts())
+        found = admit(config, spec, tokenizer, own, own_layouts())
         lines, fingerprint = tuple(found.lines()), found.target_fingerprint
         return GivenDrafter(found.drafter, None, found.origin, lines, fingerprint)
     if isinstance(config, JoinedConfig):

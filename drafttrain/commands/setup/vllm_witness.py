@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from drafttrain.commands.setup.known_layouts import known_layouts
+from drafttrain.commands.setup.own_layouts import own_layouts
 from drafttrain.config.compose import load_choice
 from drafttrain.config.sections import EvaluateConfig
 from drafttrain.core.types import PromptResult
@@ -31,7 +31,7 @@ def served_by_vllm(config: EvaluateConfig, setup: Setup) -> ServedDrafter:
     given, family = drafter.served_from, drafter.name
     if isinstance(drafter, AdmittedConfig):
         directory = open_folder(drafter.served_from, drafter.allow_pickle)
-        family = recognise(directory, known_layouts()).layout.kind
+        family = recognise(directory, own_layouts()).layout.kind
     target_dir = find(config.model, weights=True)
     served = check_witness(parts.drafter, family, target_dir, given or place, settings)
     if config.model.inflate is not None:

@@ -168,7 +168,9 @@ class DFlashLayout(OneLayer):
         if V1 in self.vllm_runners:
             reading.notes = runners_differ(files.config, spec.num_layers)
         reading.complaints = misfits(spec, vocab, hidden, layers)
-        reading.window = window_of(top, num_layers)
+        if (window := window_of(top, num_layers)) is not None:
+            # All places of a block are computed, however many of them are drafted.
+            reading.longest = max(1, window - size)
         return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:

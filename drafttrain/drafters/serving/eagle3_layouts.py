@@ -239,7 +239,7 @@ def read_eagle3(
     spelled = {"midlayer.": prefix, "target_ids": "d2t"}
     reading = Reading(replace(base, **settings), declared, tensors, spelled, notes=notes)
     reading.complaints = misfits(spec, vocab, read_width, ids)
-    reading.window = window_of(top, num_layers)
+    reading.longest = window_of(top, num_layers)
     fused = tensors.get("fc.weight")
     fused_layers, rest = len(ids), 0
     if fused is not None and fused.dim():

@@ -124,7 +124,7 @@ class EagleLayout(OneLayer):
         if not config.own_embedding:
             tensors = rescaled(tensors, 1 / spec.embedding_scale)
         reading = Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
-        reading.window = window_of(raw)
+        reading.longest = window_of(raw)
         return reading
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
@@ -262,9 +262,7 @@ def window_of(values: Values, num_layers: int = 1) -> int | None:
     """Return how many positions some layer sees at most, None where all see any text whole."""
     if not slides(values, num_layers):
         return None
-    window = values.integer("sliding_window", MAX_POSITIONS)
-    longest = values.integer("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
-    return window if window < longest else None
+    return values.integer("sliding_window", MAX_POSITIONS)
 
 
 def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:

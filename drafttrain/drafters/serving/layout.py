@@ -74,7 +74,7 @@ class Reading:
     spelled: dict[str, str]  # prefixes of own names -> those in the files
     complaints: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    window: int | None = None  # the positions that its layers see of a text; None: all
+    longest: int | None = None  # text that all its layers see whole; None: any
 
     def name_in_file(self, own: str) -> str:
         """Return the name of a tensor in the files."""
@@ -161,7 +161,7 @@ class ServedLayout(Layout):
     samples_drafts: ClassVar[bool] = True  # vLLM can sample its drafts, as draft_sample_method asks
     sglang: ClassVar[str | None] = None  # SGLang's algorithm; None: it has none
     llama_cpp: ClassVar[str | None] = None  # llama.cpp's --spec-type; None: no GGUF of it
-    architectures: ClassVar[tuple[str, ...]]  # in config.json; the first is its own
+    architectures: ClassVar[tuple[str, ...]] = ()  # in config.json; the first is its own
     derived: ClassVar[Mapping[str, DerivedLayout]] = {}  # its other layouts, by export.format
     false_by_default: ClassVar[tuple[str, ...]] = ()  # keys that engines take for false if absent
     settings: ClassVar[Mapping[str, str]] = {}  # by keys of config.json, the drafter's own of them

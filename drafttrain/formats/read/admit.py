@@ -9,8 +9,7 @@ import torch
 
 from drafttrain.core.types import TargetSpec
 from drafttrain.drafters.base import Drafter, DrafterConfig
-from drafttrain.drafters.serving.known import LAYOUTS
-from drafttrain.drafters.serving.layout import Layout, Reading, Unfit
+from drafttrain.drafters.serving.layout import Reading, ServedLayout, Unfit
 from drafttrain.formats.eight_bits import KEY, PlainView
 from drafttrain.formats.read.folder import open_folder
 from drafttrain.formats.read.recognise import Recognised, recognise
@@ -64,11 +63,11 @@ class Admitted:
 
         key: the setting that names the directory.
         """
-        if (window := self.drafter.window) is not None:
+        if self.drafter.longest is not None:
             raise ValueError(
-                f"{key} must hold layers that see all of a text, got {self.recognised} with a "
-                f"window of {window:,} positions: engines serve the directory as it is, and "
-                "evaluate measures it, drafter.path=DIR"
+                f"{key} must hold layers that see all of a text, got {self.recognised} with "
+                "sliding windows: engines serve the directory as it is, and evaluate measures it, "
+                "drafter.path=DIR"
             )
 
     def lines(self) -> list[str]:
@@ -81,17 +80,17 @@ def admit(
     spec: TargetSpec,
     tokenizer: Any,
     choice: Callable[[str], DrafterConfig],
-    layouts: Sequence[Layout] = LAYOUTS,
+    own: Sequence[ServedLayout] = (),
 ) -> Admitted:
     """Load the drafter that `config` names, for a target described by `spec` and `tokenizer`.
 
     choice: returns the entry of conf/drafter of a family, for values that the directory lacks.
-    layouts: those that it may have.
+    own: layouts of a user's drafters.
     Raises one ValueError that names everything that does not fit: unknown, missing and misshapen
     tensors, vocabulary, tokenizer, hidden size, captured layers, unsupported settings.
     """
     folder = open_folder(Path(config.path), config.allow_pickle)
-    recognised = recognise(folder, layouts)
+    recognised = recognise(folder, own)
     origin = f"{config.path} (fingerprint {files.fingerprint(folder.path, folder.files)})"
     layout = recognised.layout
     base = replace(choice(layout.family), name=config.name)
@@ -129,11 +128,11 @@ def admit(
             "its weights of 8 bits are computed with as numbers, and activations are not rounded; "
             "engines round both"
         )
-    if reading.window is not None:
-        drafter.window = reading.window
+    if reading.longest is not None and reading.longest < spec.max_positions:
+        drafter.longest = reading.longest
         notes.append(
-            f"its layers see the last {reading.window:,} positions (sliding_window), ours see all: "
-            "prompt and output can be that long together"
+            "its layers have sliding windows, which ours have not: prompt and output can have "
+            f"{reading.longest:,} tokens together, of which each sees all before it either way"
         )
     target = folder.config.get("target_fingerprint")
     known = target if isinstance(target, str) else None
