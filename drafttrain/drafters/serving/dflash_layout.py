@@ -8,8 +8,6 @@ from drafttrain.drafters.serving.eagle_layout import (
     OneLayer,
     decoder_layer,
     layer_tensors,
-    slides,
-    window_of,
 )
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
@@ -117,7 +115,7 @@ class DFlashLayout(OneLayer):
         if self.place is not None:
             own = Values(top.mapping(self.place), top.complaints)
         num_layers = top.integer("num_hidden_layers", MAX_LAYERS)
-        settings = decoder_layer(top, files.names, "layers.0.", True, num_layers)
+        settings, window = decoder_layer(top, files.names, "layers.0.", True, num_layers)
         vocab = top.integer("vocab_size", MAX_VOCABULARY)
         hidden = top.integer("hidden_size", MAX_WIDTH)
         mask = own.raw.get("mask_token_id")
@@ -140,7 +138,7 @@ class DFlashLayout(OneLayer):
         top.exactly("is_causal", False)
         top.exactly("draft_vocab_size", vocab)
         size = top.integer("block_size", MAX_LAYERS)
-        if slides(top, num_layers) and top.raw.get("sliding_window_non_causal") is not True:
+        if window is not None and top.raw.get("sliding_window_non_causal") is not True:
             top.complaints.append(
                 "config.json's sliding_window_non_causal must be True where layers have sliding "
                 "windows: a block is causal there otherwise, and is not here, got "
@@ -168,7 +166,7 @@ class DFlashLayout(OneLayer):
         if V1 in self.vllm_runners:
             reading.notes = runners_differ(files.config, spec.num_layers)
         reading.complaints = misfits(spec, vocab, hidden, layers)
-        if (window := window_of(top, num_layers)) is not None:
+        if window is not None:
             # All places of a block are computed, however many of them are drafted.
             reading.longest = max(1, window - size)
         return reading

@@ -11,7 +11,6 @@ from drafttrain.drafters.serving.eagle_layout import (
     OneLayer,
     decoder_layer,
     layer_tensors,
-    window_of,
 )
 from drafttrain.drafters.serving.engines import (
     LLAMA_CPP,
@@ -210,7 +209,7 @@ def read_eagle3(
     if top.complaints:
         raise Unfit(top.complaints)
     prefix = "layers.0." if any(n.startswith("layers.0.") for n in files.names) else "midlayer."
-    settings = decoder_layer(top, files.names, prefix, speculators, num_layers)
+    settings, window = decoder_layer(top, files.names, prefix, speculators, num_layers)
     if nested.raw.get("use_aux_hidden_state") is False:
         raise Unfit(["eagle_config.use_aux_hidden_state must be true: EAGLE-3 reads fused layers"])
     vocab = top.integer("vocab_size", MAX_VOCABULARY)
@@ -239,7 +238,7 @@ def read_eagle3(
     spelled = {"midlayer.": prefix, "target_ids": "d2t"}
     reading = Reading(replace(base, **settings), declared, tensors, spelled, notes=notes)
     reading.complaints = misfits(spec, vocab, read_width, ids)
-    reading.longest = window_of(top, num_layers)
+    reading.longest = window
     fused = tensors.get("fc.weight")
     fused_layers, rest = len(ids), 0
     if fused is not None and fused.dim():

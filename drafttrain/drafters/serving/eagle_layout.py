@@ -109,7 +109,7 @@ class EagleLayout(OneLayer):
     def read(self, files: Files, base: Any, spec: TargetSpec, layers: list[int] | None) -> Reading:
         """Return the reading of the files; a bias of fc, which published files have, is applied."""
         raw = Values(files.config)
-        settings = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
+        settings, window = decoder_layer(raw, files.names, "layers.0.", qwen3_norms=False)
         bias = raw.flag("bias", False)
         vocab = raw.integer("vocab_size", MAX_VOCABULARY)
         hidden = raw.integer("hidden_size", MAX_WIDTH)
@@ -123,9 +123,8 @@ class EagleLayout(OneLayer):
         tensors = files.tensors()
         if not config.own_embedding:
             tensors = rescaled(tensors, 1 / spec.embedding_scale)
-        reading = Reading(config, declared, tensors, {}, misfits(spec, vocab, hidden))
-        reading.longest = window_of(raw)
-        return reading
+        complaints = misfits(spec, vocab, hidden)
+        return Reading(config, declared, tensors, {}, complaints, longest=window)
 
     def expected_tensors(self, config: Config) -> dict[str, Expected]:
         hidden = config["hidden_size"]
@@ -200,8 +199,11 @@ def layer_tensors(config: Config, prefix: str, input_width: int) -> dict[str, Ex
 
 def decoder_layer(
     values: Values, names: frozenset[str], prefix: str, qwen3_norms: bool, num_layers: int = 1
-) -> dict[str, Any]:
-    """Return the settings of the decoder layers; Unfit names every key that is not supported."""
+) -> tuple[dict[str, Any], int | None]:
+    """Return the settings of the decoder layers, and the window that some have (None: none has).
+
+    Unfit names every key that is not supported.
+    """
     hidden = values.integer("hidden_size", MAX_WIDTH)
     intermediate = values.integer("intermediate_size", MAX_WIDTH)
     heads = values.integer("num_attention_heads", MAX_HEADS)
@@ -220,7 +222,7 @@ def decoder_layer(
     }
     for key, wanted in only.items():
         values.exactly(key, wanted)
-    window_of(values, num_layers)
+    window = _window(values, num_layers)
     theta, scaling = _rope(values)
     # qkv_bias is SafeAILab's name for it, in drafters of Qwen2.
     bias = values.flag("attention_bias", False) or values.flag("qkv_bias", False)
@@ -239,30 +241,23 @@ def decoder_layer(
     }
     if values.complaints:
         raise Unfit(values.complaints)
-    return settings
+    return settings, window
 
 
-def slides(values: Values, num_layers: int = 1) -> bool:
-    """Return whether some layer sees a window of the text instead of all of it."""
-    kinds, full = values.raw.get("layer_types"), "full_attention"
-    by_flag = values.flag("use_sliding_window", False)  # without it, `sliding_window` is ignored
-    if kinds is None:
-        return by_flag
-    known = isinstance(kinds, list) and len(kinds) == num_layers
-    if known and all(kind in (full, "sliding_attention") for kind in kinds):
-        return by_flag or kinds != [full] * num_layers
-    values.complaints.append(
-        f"config.json's layer_types must be {full} or sliding_attention for each of the layers "
-        f"({num_layers}), got {shown(kinds)}"
-    )
-    return False
-
-
-def window_of(values: Values, num_layers: int = 1) -> int | None:
+def _window(values: Values, num_layers: int) -> int | None:
     """Return how many positions some layer sees at most, None where all see any text whole."""
-    if not slides(values, num_layers):
-        return None
-    return values.integer("sliding_window", MAX_POSITIONS)
+    kinds, full = values.raw.get("layer_types"), "full_attention"
+    sliding = values.flag("use_sliding_window", False)  # without it, `sliding_window` is ignored
+    if kinds is not None:
+        known = isinstance(kinds, list) and len(kinds) == num_layers
+        if not known or any(kind not in (full, "sliding_attention") for kind in kinds):
+            values.complaints.append(
+                f"config.json's layer_types must be {full} or sliding_attention for each of the "
+                f"layers ({num_layers}), got {shown(kinds)}"
+            )
+            return None
+        sliding = sliding or kinds != [full] * num_layers
+    return values.integer("sliding_window", MAX_POSITIONS) if sliding else None
 
 
 def _rope(values: Values) -> tuple[float, dict[str, Any] | None]:

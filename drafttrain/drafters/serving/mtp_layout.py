@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.core.types import TargetSpec
-from drafttrain.drafters.serving.eagle_layout import decoder_layer, layer_tensors, slides
+from drafttrain.drafters.serving.eagle_layout import decoder_layer, layer_tensors
 from drafttrain.drafters.serving.engines import SGLANG, VLLM
 from drafttrain.drafters.serving.layout import (
     Config,
@@ -159,8 +159,8 @@ def _layer_of(config: Config, names: frozenset[str], prefix: str) -> dict[str, A
     kind = config.get("model_type")
     raw = Values({**config, "model_type": "qwen2" if kind == "mimo" else kind})
     depth = raw.integer("num_hidden_layers", MAX_TARGET_LAYERS)
-    settings = decoder_layer(raw, names, prefix, qwen3_norms=False, num_layers=depth)
-    if slides(raw, depth):  # the module's layer is as the target's
+    settings, window = decoder_layer(raw, names, prefix, qwen3_norms=False, num_layers=depth)
+    if window is not None:  # the module's layer is as the target's
         raise Unfit(["config.json must state no sliding windows: use_sliding_window, layer_types"])
     return settings
 
