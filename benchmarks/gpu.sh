@@ -61,7 +61,8 @@ families() {
     done | side_by_side
     local runs
     runs=$(ls "$OUT"/*-?/evaluations/default/report.json | sed 's:/evaluations/.*::' | paste -sd,)
-    $PYTHON -m drafttrain compare "runs=[$runs]" compare.baseline=eagle3 "compare.dir=$OUT/compared" \
+    $PYTHON -m drafttrain compare "runs=[$runs]" compare.baseline=eagle3 \
+        compare.all_pairs=true "compare.dir=$OUT/compared" \
         >"$OUT/logs/compare.log" 2>&1 && $PYTHON benchmarks/families.py table "$OUT/compared"
 }
 

@@ -11,6 +11,7 @@ from drafttrain.report.totals import FEWEST_PROMPTS
 CONFIDENCE = 0.95
 MOST_DRAWN = 500  # resamples at a time
 STEP = 1e-6  # of a column's mean, for slopes
+ROUNDING = 1e-8  # of the size of what a standard error is of: below it there is none
 
 Values = np.ndarray | np.float64  # one value per resample, or the statistic of the data itself
 Statistic = Callable[..., Values]  # of the sum of each column
@@ -69,18 +70,18 @@ def _with_error(
     steps = STEP * np.maximum(np.abs(means), STEP)
     with np.errstate(invalid="ignore", divide="ignore"):
         value = np.asarray(statistic(*means))
-        slopes = [
-            (statistic(*(means + step)) - statistic(*(means - step))) / (2 * step[place])
-            for place, step in enumerate(np.eye(num_columns)[:, :, None] * steps)
-        ]
-        variance = sum(
-            slopes[one]
-            * slopes[two]
-            * ((weights @ (data[one] * data[two])) / num_prompts - means[one] * means[two])
-            for one in range(num_columns)
-            for two in range(num_columns)
+        slopes = np.stack(
+            [
+                (statistic(*(means + step)) - statistic(*(means - step))) / (2 * step[place])
+                for place, step in enumerate(np.eye(num_columns)[:, :, None] * steps)
+            ]
         )
-    return value, np.sqrt(np.maximum(variance, 0.0) / (num_prompts - 1))
+        # What each prompt adds to the statistic, to first order.
+        influence = slopes.T @ data - np.sum(slopes * means, axis=0)[:, None]
+        variance = np.sum(weights * influence**2, axis=1) / num_prompts
+        error = np.sqrt(variance / (num_prompts - 1))
+        size = np.sum(np.abs(slopes * means), axis=0)
+    return value, np.where(error > ROUNDING * size, error, 0.0)
 
 
 def of_sides(statistic: Statistic, sides: Sequence[int], width: int) -> Statistic:

@@ -353,6 +353,13 @@ def test_interval_covers_the_truth_about_as_often_as_it_says(num_prompts: int):
     assert covered >= 0.9 * 400  # 93 %, less two standard errors
 
 
+def test_rounding_is_not_taken_for_a_standard_error():
+    """Resamples of prompts alone that accepted nothing have none; 1e-17 made bounds of millions."""
+    drafts, yielded = [30.0, 41.0, 28.0, 35.0, 40.0], [30.0, 41.0, 39.0, 42.0, 40.0]
+    low, high = interval(np.divide, [yielded, drafts], RESAMPLING)
+    assert 0.9 < low < 192 / 174 < high < 1.3
+
+
 def test_no_interval_reaches_below_what_its_quantity_can_be():
     """Bootstrap-t of five prompts, one of them easy, goes below the length of no acceptance."""
     drafts, yielded = [20.0] * 5, [22.0, 24.0, 26.0, 24.0, 80.0]
