@@ -4,8 +4,9 @@ It was chosen before LiLiCorr (arXiv:2608.20530), which with these convolutions 
 matched result (GSM8K: 7.72 to 7.25 tokens, 5.26x to 5.06x; measured by its authors,
 NVIDIA/Model-Optimizer#2342). Its definition is the clearer one: a single equation gives a token's
 distribution after any token, also one that is not among the candidates, so on trees and along any
-text, where LiLiCorr's is a network over the candidates with a loss of three terms; and vLLM and its
-speculators hold it. Its authors published no trainer: the loss is that of speculators 0.9.0.
+text, where LiLiCorr's is a network over the candidates with a loss of three terms; and of the two
+(vLLM serves both) the speculators format holds this one alone. Its authors published no trainer:
+the loss is that of speculators 0.9.0.
 """
 
 from dataclasses import dataclass

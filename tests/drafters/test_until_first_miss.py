@@ -29,6 +29,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], bool]] = {
     "hydra_heads": ({}, True),
     "medusa": ({}, True),
     "dflash": ({"block_size": 5}, True),
+    "dspark": ({"block_size": 5}, True),
+    "hydra_pp": ({}, True),
+    "mlp_speculator": ({}, True),
+    "mtp": ({"unroll": 4}, False),
+    "p_eagle": ({"draft_vocab_coverage": 1.0}, False),
+    "redrafter": ({}, True),
 }
 ONE, OTHER = 20, 33
 SPEC = spec_of(5)
@@ -56,7 +62,7 @@ def drafter_of(family: str, target: Target, **changes: Any) -> Any:
     with torch.no_grad():
         for name, tensor in drafter.named_parameters():
             if "lm_head" in name:
-                tensor.copy_(target.readout.head)
+                tensor[:, : SPEC.hidden_size].copy_(target.readout.head)
     return drafter
 
 
