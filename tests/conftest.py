@@ -30,6 +30,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from drafttrain.target.model import Target
+
 torch.set_num_threads(1)
 
 # Shapes and types of every call in the package, as signatures state them: a third of the time of
@@ -142,3 +144,13 @@ def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> "Target":
+    """The tiny target in float32; a module's tests share it, so none may change it."""
+    from builders import model_config
+
+    from drafttrain.target.model import load_target
+
+    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")

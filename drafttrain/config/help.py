@@ -136,9 +136,9 @@ makes the fastest tree of each depth first.""",
     "chat": """\
 Text comes as it is verified; what was drafted and accepted is bold and green, what the target wrote
 itself is plain. Under it stand the tokens, tokens per second, tokens per pass of the target, and
-about how many times as fast as its plain steps on the first prompt that is. /new begins a new
-conversation, /system TEXT sets the system's turn, /exit or Ctrl-D ends; Ctrl-C stops an answer. In
-a pipe each line is a turn, and only the answers are written.""",
+how much faster that is than plain decoding, which is timed once, on the first prompt. /new begins a
+new conversation, /system TEXT sets the system's turn, /exit or Ctrl-D ends; Ctrl-C stops an answer.
+In a pipe each line is a turn, and only the answers are written.""",
     "generate": """\
 Prompts are answered one by one and printed as they come, or written to chat.out with who wrote each
 token. A finished answer in chat.out is not decoded again. For training data from many prompts use
@@ -193,11 +193,12 @@ options:
   --config-dir FOLDER       a folder of yaml of your own, laid out like conf/
   --shell-completion        eval "$({CALL} -sc install=bash)" completes what you type;
                             install=zsh alike, install=fish by `| source`
-  --slurm[=KEY=VALUE,...]   print a batch script for `train`; KEY=VALUE are options of sbatch
+  --slurm[=KEY=VALUE,...]   print a batch script for `train` or `capture`, with options of sbatch
   --version
 
-`train` starts a process for every GPU of this machine (hardware.ranks). On several machines
-torchrun, DeepSpeed's launcher or SLURM starts it; they must share the disk of the run folder.
+`train` and `capture` start a process for every GPU of this machine (hardware.ranks). On several
+machines torchrun, DeepSpeed's launcher or SLURM starts them; they must share the disk of the run
+folder.
 
 status: 0 done; 2 the command line, or what it names, is invalid; 1 a failure of the machine, a
 place held by another process, or an unexpected error; 143 a scheduler's signal; 130 Ctrl-C.
@@ -219,7 +220,7 @@ def command_help(command: str) -> str:
             lines += _row(f"{section}=saved *", f"as run.dir was trained; or {others}")
         for name, file in files if default != SAVED else []:
             lines += _row(f"{section}={name}{' *' * (name == default)}", headline(file))
-    if SAVED not in groups.values():
+    if groups.get("drafter", SAVED) != SAVED:  # an experiment is of training
         for group in own_groups():
             lines += ["", f"{group}: values of several sections at once:"]
             for name, file in sorted(choices(group).items()):

@@ -20,7 +20,7 @@ SAVED = "saved"  # the choice that stands for what a run's config.yaml holds
 
 # `${` makes OmegaConf interpolate a value. In text that must stay as it is, `${` is written with a
 # NUL, which no text of a configuration holds, as no argument and no path can.
-ASKS, PLAIN = "${", "\0{"
+ASKS, HIDDEN = "${", "\0{"
 
 
 class UsageError(ValueError):
@@ -138,12 +138,12 @@ def with_start(parsed: list[Override], folder: Path, sections: Iterable[str]) ->
 
 def hidden(plain: Any) -> Any:
     """Return plain data in whose texts OmegaConf interpolates nothing."""
-    return _over_texts(plain, lambda text: text.replace(ASKS, PLAIN))
+    return _over_texts(plain, lambda text: text.replace(ASKS, HIDDEN))
 
 
 def revealed(plain: Any) -> Any:
     """Return plain data as it was before `hidden`."""
-    return _over_texts(plain, lambda text: text.replace(PLAIN, ASKS))
+    return _over_texts(plain, lambda text: text.replace(HIDDEN, ASKS))
 
 
 def _over_texts(plain: Any, change: Callable[[str], str]) -> Any:

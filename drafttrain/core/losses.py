@@ -7,7 +7,6 @@ distribution, a constant: no gradient reaches it. Zero probabilities contribute 
 a NaN, so that training detects it.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import wide_dtype
 from drafttrain.runtime.settings import require
+from drafttrain.runtime.untrusted_input import did_you_mean
 
 NOT_A_LABEL = -1  # a hard label outside the drafter's vocabulary: its position contributes zero
 
@@ -196,8 +196,7 @@ class TokenLossConfig:
 
     def __post_init__(self) -> None:
         for name, weight in self.losses.items():
-            near = difflib.get_close_matches(name, TOKEN_LOSSES, n=1, cutoff=0.5)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = did_you_mean(name, TOKEN_LOSSES).rstrip(";")
             known, every = name in TOKEN_LOSSES or self.of_rejection, ", ".join(TOKEN_LOSSES)
             require(known, "drafter.losses", f"be one of {every}", name, meant)
             inside = 0 <= weight < math.inf

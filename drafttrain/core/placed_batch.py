@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
+from drafttrain.core.ops.layers import document_mask
 from drafttrain.core.transfer import send
 from drafttrain.core.types import Batch
 
@@ -29,6 +30,15 @@ def placed(batch: Batch, device: torch.device) -> Batch:
 def host_of(batch: Batch) -> Batch:
     """Return the batch to ask without a wait: the host's copy, if it has one."""
     return batch.host if isinstance(batch, PlacedBatch) else batch
+
+
+def attention_mask(batch: Batch, *, pairs: bool = False) -> Bool[Tensor, "batch 1 seq seq"] | None:
+    """Return which keys each query of the batch may see, or None where a causal mask is enough.
+
+    pairs: queries and keys are pairs of a feature and the token after it, one less than tokens.
+    """
+    seen = slice(None, -1 if pairs else None)
+    return document_mask(batch.document[:, seen], host_of(batch).document[:, seen])
 
 
 def positions_to_predict(

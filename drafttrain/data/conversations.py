@@ -1,7 +1,7 @@
 """Conversations from local files and from the Hub; what cannot be used is counted and named."""
 
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -111,7 +111,7 @@ class SelfgenConfig(DataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadConfig(DataConfig):
+class ReadConfig(DataConfig, ABC):
     """Conversations that are read from a source; subclasses read them."""
 
     limit: int | None

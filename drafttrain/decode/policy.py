@@ -54,7 +54,7 @@ class Policy(ABC):
                 f"policy must be chain for drafter={name}, got a {self.describe()}: its expand "
                 "takes one node at a time (a drafter that can branch says so: branches = True)"
             )
-        most = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
+        most = drafter.draft_vocab_size
         if self.width > most:
             raise ValueError(
                 f"width must be at most {most:,} for drafter={name}, which knows no more tokens, "

@@ -14,7 +14,7 @@ from drafttrain.decode.rows import Passes
 
 # Who wrote a token: the drafter, and the target accepted it; the target, in place of a rejected
 # draft, after a draft that was accepted as deep as it went, or where nothing was drafted.
-ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"
+ACCEPTED, CORRECTED, BONUS, UNDRAFTED = "accepted", "corrected", "bonus", "plain"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Piece:
 
     text: str
     tokens: tuple[int, ...]
-    writer: str  # ACCEPTED, CORRECTED, BONUS or PLAIN
+    writer: str  # ACCEPTED, CORRECTED, BONUS or UNDRAFTED
 
 
 def written_by(depth: int, accepted: int, kept: int) -> list[tuple[str, int]]:
@@ -35,7 +35,7 @@ def written_by(depth: int, accepted: int, kept: int) -> list[tuple[str, int]]:
     by_drafter = min(accepted, kept)
     found = [(ACCEPTED, by_drafter)] if by_drafter else []
     if kept > by_drafter:
-        last = PLAIN if depth == 0 else BONUS if accepted == depth else CORRECTED
+        last = UNDRAFTED if depth == 0 else BONUS if accepted == depth else CORRECTED
         found.append((last, kept - by_drafter))
     return found
 
@@ -67,7 +67,7 @@ def pieces_of(decoded: Decoded, tokenizer: Any) -> list[Piece]:
     """Return the pieces of a speculative output whose passes were recorded."""
     stats, spelling, pieces = decoded.stats, Spelling(tokenizer), []
     ends = [*(start for start, _, _ in stats.cycles), len(decoded.tokens)]
-    runs = [(PLAIN, ends[0])]  # the prefill's
+    runs = [(UNDRAFTED, ends[0])]  # the prefill's
     for (start, drafted, accepted), end, (_, depth, *_) in zip(
         stats.cycles, ends[1:], stats.passes, strict=True
     ):

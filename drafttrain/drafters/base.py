@@ -154,6 +154,11 @@ class Drafter(nn.Module, ABC, Generic[State]):
         self.rooms = Rooms(capture)
 
     @property
+    def draft_vocab_size(self) -> int:
+        """How many of the target's tokens it can draft."""
+        return self.vocab.size if self.vocab else self.spec.vocab_size
+
+    @property
     def max_positions(self) -> int | None:
         """The longest text that it can draft for; None: as long as the target's context."""
         return self.longest

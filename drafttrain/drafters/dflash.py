@@ -22,9 +22,9 @@ from drafttrain.core.ops.chunked_losses import (
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.grouped_attention import grouped_attention
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import RMSNorm, Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of
+from drafttrain.core.placed_batch import attention_mask, host_of
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send
 from drafttrain.core.tree import Branches
@@ -193,7 +193,7 @@ class DFlash(ParallelDrafter):
         # A few blocks at a time: the scores of all pairs of blocks would be computed in vain.
         parts = blocks.columns.tensor_split(min(size, blocks.columns.shape[1]), dim=1)
         masks = [self._mask(batch, part) for part in parts]
-        causal = document_mask(batch.document, host_of(batch).document)
+        causal = attention_mask(batch)
         for layer in self.layers:
             if self.config.fusion == INPUT:
                 read = layer.input_layernorm(context)

@@ -25,7 +25,7 @@ from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.dflash import EVERY_LAYER, Blocks, DFlash, DFlashConfig, DFlashState
-from drafttrain.drafters.serving.dflash2_layout import DFlash2Layout
+from drafttrain.drafters.serving.dflash2_layout import SIZES, DFlash2Layout
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import BlockLayer
 from drafttrain.drafters.shared.publications import About, quoted
@@ -269,6 +269,5 @@ class DFlash2(DFlash):
         """Return z-lab's layout: DFlash's, and the sizes of convolutions and selector."""
         config, tensors = super().to_serving()
         config["architectures"] = ["DFlash2DraftModel"]
-        sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        config["dflash_config"] |= {key: getattr(self.config, key) for key in sizes}
+        config["dflash_config"] |= {key: getattr(self.config, key) for key in SIZES}
         return config, tensors

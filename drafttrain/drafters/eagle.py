@@ -22,9 +22,9 @@ from drafttrain.core.ops.chunked_losses import (
 )
 from drafttrain.core.ops.first_miss import FirstMiss
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, unrolled_predictions
+from drafttrain.core.placed_batch import attention_mask, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, LossTerm, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance, rows_at
@@ -139,7 +139,7 @@ class Eagle(LayerDrafter):
             hidden = hidden + (uniform - 0.5) * config.feature_noise
         hidden = hidden[:, :-1]
         tokens = functional.pad(batch.tokens[:, 1:], (0, config.unroll - 1))
-        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
+        mask = attention_mask(batch, pairs=True)
         past: list[tuple[Tensor, Tensor]] = []
         states = []
         for depth in range(config.unroll):

@@ -20,15 +20,14 @@ from drafttrain.core.ops.layers import (
     RMSNorm,
     Rotation,
     attend_cached,
-    document_mask,
 )
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import Predictions, host_of, unrolled_predictions
+from drafttrain.core.placed_batch import Predictions, attention_mask, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.core.vocab import DraftVocab
 from drafttrain.drafters.base import TrainingChance, rows_at, start_with
-from drafttrain.drafters.serving.eagle3_layouts import Eagle3Layout
+from drafttrain.drafters.serving.eagle3_layouts import VARIANTS, Eagle3Layout
 from drafttrain.drafters.serving.layer_ids import LAYER_IDS, usual_layers, written_for_sglang
 from drafttrain.drafters.shared.layer import (
     LayerConfig,
@@ -221,7 +220,7 @@ class Eagle3(LayerDrafter):
         hidden = self.read(features, length)
         tokens = functional.pad(batch.tokens[:, 1:], (0, steps - 1))
         embedded = self.embed(features.readout, tokens)
-        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
+        mask = attention_mask(batch, pairs=True)
         # The projection of [norm(embedding); norm(hidden)] is a sum, and every depth reads the same
         # embeddings, shifted by one: their part is computed once.
         layer = self.midlayer
@@ -316,10 +315,10 @@ class Eagle3(LayerDrafter):
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "draft_vocab_size": self.vocab.size if self.vocab else spec.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
             **self.serving_keys(),
         }
-        for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for key in VARIANTS:
             if getattr(self.config, key, False):
                 config[key] = True
         if self.shape.hidden_size != spec.hidden_size:

@@ -20,9 +20,8 @@ from drafttrain.core.ops.layers import (
     RMSNorm,
     Rotation,
     attend_cached,
-    document_mask,
 )
-from drafttrain.core.placed_batch import host_of
+from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance, last_of, start_with
@@ -115,7 +114,7 @@ class EarlyExit(TokenDrafter):
         """Return the token losses at every trained position, against the target's distribution."""
         readout, dtype = features.readout, dtype_of(self)
         turn = self.shape.rotation(batch.positions, dtype)
-        mask = document_mask(batch.document, host_of(batch).document)
+        mask = attention_mask(batch)
         with torch.no_grad():
             hidden = readout.embed(batch.tokens).to(dtype)
             hidden = run_layers(self.shallow, hidden, turn, lambda _, heads: attend(heads, mask))

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached
 from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of
+from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.readout import Readout
 from drafttrain.core.transfer import send_numbers
 from drafttrain.core.types import Batch, TargetSpec
@@ -146,7 +146,7 @@ class HydraHeads(SequentialHeads):
         if self.prefix is None:
             return hidden
         turn = self.shape.rotation(batch.positions[:, :-1], hidden.dtype)
-        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
+        mask = attention_mask(batch, pairs=True)
         states: Tensor = call_layer(self.prefix, hidden, turn, mask)
         return states
 

@@ -109,7 +109,7 @@ class Medusa(HeadDrafter[MedusaState]):
         count = 1 if self.config.shared_head else self.config.num_heads
         return own_heads(self.spec.hidden_size, vocab_size, count, **place)
 
-    def _say(self, k: int, hidden: Tensor) -> Tensor:
+    def _predict(self, k: int, hidden: Tensor) -> Tensor:
         """Return the logits of head k for final hidden states of the target."""
         logits = of_depth(self.lm_heads, k)(self.blocks[k](hidden))
         return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
@@ -161,7 +161,7 @@ class Medusa(HeadDrafter[MedusaState]):
         assert state.hidden is not None, "observe comes before expand"
         if state.logits is None:
             hidden = state.hidden.to(dtype_of(self))
-            state.logits = tuple(self._say(k, hidden) for k in range(self.config.num_heads))
+            state.logits = tuple(self._predict(k, hidden) for k in range(self.config.num_heads))
         logits = state.logits[state.depth]
         state.depth += 1
         return logits[:, None].expand(-1, 1 if newest is None else newest.shape[1], -1)
@@ -172,7 +172,7 @@ class Medusa(HeadDrafter[MedusaState]):
             "model_type": "medusa",
             "hidden_size": self.spec.hidden_size,
             "vocab_size": self.spec.vocab_size,
-            "truncated_vocab_size": self.vocab.size if self.vocab else self.spec.vocab_size,
+            "truncated_vocab_size": self.draft_vocab_size,
             "num_heads": self.config.num_heads,
             "num_hidden_layers": self.config.num_layers,
             "medusa_fc_bias": self.config.fc_bias,  # without it vLLM drops the biases silently

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops.layer_calls import call_layer, device_of, dtype_of
-from drafttrain.core.ops.layers import RMSNorm, Rotation, document_mask
-from drafttrain.core.placed_batch import host_of
+from drafttrain.core.ops.layers import RMSNorm, Rotation
+from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.drafters.medusa import Medusa, MedusaConfig
@@ -151,7 +151,7 @@ class Medusa2(Medusa):
         """Return the final hidden states of the target with adapters."""
         dtype = dtype_of(self)
         turn = self.shape.rotation(batch.positions, dtype)
-        mask = document_mask(batch.document, host_of(batch).document)
+        mask = attention_mask(batch)
         hidden = hidden.to(dtype)
         for layer in self.target_layers:
             hidden = call_layer(_run, layer, hidden, turn, mask)

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from drafttrain.core.losses import DepthLossConfig
 from drafttrain.core.ops.layer_calls import compiled, dtype_of, recomputed
-from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import LayerShape, RMSNorm, Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import host_of, unrolled_predictions
+from drafttrain.core.placed_batch import attention_mask, unrolled_predictions
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance, rows_at, start_with
@@ -113,7 +113,7 @@ class MTP(LayerDrafter):
         if config.variant == MIMO:
             tokens = tokens.masked_fill(batch.positions[:, :-1] == 0, NO_TOKEN)
         embedded = self._embedded(readout, functional.pad(tokens, (0, config.unroll - 1)))
-        mask = document_mask(batch.document[:, :-1], host_of(batch).document[:, :-1])
+        mask = attention_mask(batch, pairs=True)
         past: list[tuple[Tensor, Tensor]] = []
         states = []
         for depth in range(config.unroll):

@@ -1,6 +1,6 @@
 """P-EAGLE: EAGLE-3 that drafts all tokens in one pass (arXiv:2602.01469, 2026)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from drafttrain.core.ops.layer_calls import compiled, device_of, recomputed
-from drafttrain.core.ops.layers import ByHead, Rotation, attend_cached, document_mask
+from drafttrain.core.ops.layers import ByHead, Rotation, attend_cached
 from drafttrain.core.ops.unrolled_attention import unrolled_attention
-from drafttrain.core.placed_batch import Predictions, host_of, positions_to_predict
+from drafttrain.core.placed_batch import Predictions, attention_mask, host_of, positions_to_predict
 from drafttrain.core.transfer import send, send_numbers
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import TrainingChance
 from drafttrain.drafters.eagle3 import Eagle3, FusingConfig, Hidden
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
+from drafttrain.drafters.shared.copies import Attend
 from drafttrain.drafters.shared.layer import LayerState
 from drafttrain.drafters.shared.parallel import (
     BlockLayer,
@@ -26,8 +27,6 @@ from drafttrain.drafters.shared.parallel import (
     mask_token,
 )
 from drafttrain.drafters.shared.publications import About
-
-Attend = Callable[[int, ByHead], Float[Tensor, "batch head seq head_dim"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class PEagle(ParallelDrafter, Eagle3):
         positions = torch.cat([batch.positions[:, :-1], *places], dim=1)
         turn = self.shape.rotation(positions, hidden.dtype)
         document = batch.document[:, :-1]
-        causal = document_mask(document, host_of(batch).document[:, :-1])
+        causal = attention_mask(batch, pairs=True)
         order = torch.arange(length, device=document.device)
         seen = document.gather(1, chains.columns)[..., None] == document[:, None]
         seen = (seen & (order <= chains.columns[..., None]))[:, None]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from drafttrain.core.losses import TokenLossConfig
 from drafttrain.core.ops import layer_calls
 from drafttrain.core.ops.layer_calls import dtype_of
-from drafttrain.core.ops.layers import LentLinear, document_mask
+from drafttrain.core.ops.layers import LentLinear
 from drafttrain.core.ops.ragged_cache import additive
-from drafttrain.core.placed_batch import host_of
+from drafttrain.core.placed_batch import attention_mask
 from drafttrain.core.readout import Readout
 from drafttrain.core.types import Batch, Losses, TargetFeatures, TargetSpec
 from drafttrain.drafters.base import DrafterConfig, TrainingChance, load_exactly
@@ -226,7 +226,7 @@ class SmallLM(CausalDrafter):
                 "hardware.gradient_checkpointing and hardware.compile must be false for a drafter "
                 f"without a list of layers, got a {self.model.config.model_type}"
             )
-        mask = document_mask(batch.document, host_of(batch).document)
+        mask = attention_mask(batch)
         if mask is not None and self.eager:
             mask = additive(mask, dtype_of(self))
         output = self._decoder[0](

@@ -159,7 +159,7 @@ def optimal_trees(
     config, target, drafter = setup.settings, setup.parts.target, setup.parts.timed_drafter
     deepest, most = depths[-1], config.tree_nodes
     counts = count_ranks(setup, deepest)
-    known = drafter.vocab.size if drafter.vocab else drafter.spec.vocab_size
+    known = drafter.draft_vocab_size
     kinds = samples(deepest, most, known)
     numbered = dict(enumerate(kinds.values()))
     costs = measure_costs(target, drafter, lambda _: numbered, sizes, config, settings)

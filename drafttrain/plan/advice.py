@@ -177,7 +177,8 @@ def about_drafter(plan: Plan) -> Iterator[str]:
     yield (
         f"The drafter has {job.parts.num_served / job.shape.num_parameters:.1%} of the "
         f"target's weights, and a drafted token costs {each:.0%} of a target pass at batch 1; "
-        "below 10% is about right: one layer of the target's width, or a few narrow ones."
+        f"below {CHEAP_DRAFT:.0%} is about right: one layer of the target's width, or a few narrow "
+        "ones."
     )
     most = affordable(host, CHEAP_DRAFT)
     yield (

@@ -316,7 +316,7 @@ def trace(
         num_kept=sum(b.numel() for n, b in drafter.named_buffers() if n in saved and b.dim() > 1),
         largest=max(sizes),
         captures=drafter.captures,
-        draft_vocab=spec.vocab_size if drafter.vocab is None else drafter.vocab.size,
+        draft_vocab=drafter.draft_vocab_size,
         max_depth=drafter.max_depth,
         draft=draft,
         step=step,

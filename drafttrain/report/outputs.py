@@ -8,8 +8,7 @@ import numpy as np
 
 from drafttrain.core.types import Decoded, MethodKey, PromptResult
 from drafttrain.data.evaluation_prompts import Prompt
-from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, pieces_of
-from drafttrain.decode.stream import PLAIN as UNDRAFTED
+from drafttrain.decode.stream import ACCEPTED, BONUS, CORRECTED, UNDRAFTED, pieces_of
 from drafttrain.report.bootstrap import Resampling, interval
 from drafttrain.report.results import (
     PLAIN,

@@ -7,23 +7,18 @@ from drafttrain.core.types import Counters
 REPEATED_NGRAM = 4  # tokens; shorter ones recur in any text
 
 
-def repeats(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> list[bool]:
+def repeats(tokens: Sequence[int]) -> list[bool]:
     """Return for each token whether it ends an n-gram that occurred earlier in the sequence.
 
     This depends on the text alone, not on the drafter.
     """
     seen: set[tuple[int, ...]] = set()
-    flags = [False] * min(len(tokens), length - 1)
-    for end in range(length, len(tokens) + 1):
-        gram = tuple(tokens[end - length : end])
+    flags = [False] * min(len(tokens), REPEATED_NGRAM - 1)
+    for end in range(REPEATED_NGRAM, len(tokens) + 1):
+        gram = tuple(tokens[end - REPEATED_NGRAM : end])
         flags.append(gram in seen)
         seen.add(gram)
     return flags
-
-
-def repeated_tokens(tokens: Sequence[int], length: int = REPEATED_NGRAM) -> int:
-    """Return how many tokens end an n-gram that occurred earlier in the sequence."""
-    return sum(repeats(tokens, length))
 
 
 def outside_repetition(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drafttrain.core.types import Counters, PromptResult
 from drafttrain.report.pass_times import PassTimes
-from drafttrain.report.repetition import outside_repetition, repeated_tokens
+from drafttrain.report.repetition import outside_repetition, repeats
 from drafttrain.report.results import PLAIN, Measurement, OutsideCounts, Seconds
 
 FEWEST_PROMPTS = 5  # resampling fewer tells nothing about other prompts
@@ -125,7 +125,7 @@ def _totals(
         num_drafts=trimmed.num_drafts,
         num_draft_tokens=trimmed.num_draft_tokens,
         num_accepted_tokens=trimmed.num_accepted_tokens,
-        num_repeated_tokens=sum(repeated_tokens(result.tokens) for result in first),
+        num_repeated_tokens=sum(sum(repeats(result.tokens)) for result in first),
         outside_repetition=_outside(first),
         seconds=Seconds(**{part: seconds(part) for part in Seconds.__annotations__}),
         num_cut_drafts=trimmed.num_cut_drafts,

@@ -39,7 +39,7 @@ class DepthPrediction:
 
 @dataclass(frozen=True)
 class ChosenDepth:
-    """The depth predicted to be fastest, and whether it pays."""
+    """The fastest depth, as measured or else as predicted, and whether it pays."""
 
     depth: int
     speedup: float

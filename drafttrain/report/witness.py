@@ -26,10 +26,10 @@ DEFINITIONS = {
 }
 
 
-def agreement_statement(num_outputs: int, num_equal: int, num_ties: int, dtype: str) -> str:
+def agreement_statement(num_outputs: int, num_equal: int, num_ties: int) -> str:
     """Return one sentence on whether vLLM's counts are ours."""
     statement = (
-        f"{num_equal} of {num_outputs} greedy outputs in {dtype} have vLLM's tokens and counters "
+        f"{num_equal} of {num_outputs} greedy outputs in float32 have vLLM's tokens and counters "
         "and ours alike"
     )
     if others := num_outputs - num_equal:

@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import model_config
 from published import LAYOUTS, Published, eagle, eagle3, edited, medusa
 from safetensors.torch import load_file
 from test_read import admitted
 
 from drafttrain.__main__ import main
-from drafttrain.target.model import Target, load_target
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+from drafttrain.target.model import Target
 
 
 def convert(source: Path, target_dir: Path, out: Path, *more: str) -> int:

@@ -17,9 +17,8 @@ from typing import Any
 
 import chat_server
 import pytest
-import torch
 import yaml
-from builders import BY_TEMPLATE, model_config
+from builders import BY_TEMPLATE
 from paths import ROOT
 
 from drafttrain import __main__ as cli
@@ -38,15 +37,10 @@ from drafttrain.target.answers.config import RegenerateSettings
 from drafttrain.target.answers.dialogue import AnsweredConversation, Dialogue, Outcome
 from drafttrain.target.answers.endpoint import by_endpoint, served_by
 from drafttrain.target.answers.local import by_transformers, take_tokens
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 CONF = ROOT / "conf"
 ROOM = 256
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.fixture

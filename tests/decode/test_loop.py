@@ -1,12 +1,10 @@
 """The decode loop: stops, limits, counters, the rules; what it emits is in test_distribution.py."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from torch import Tensor
 
 from drafttrain.core.chance import SeededChance
@@ -18,15 +16,10 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.decode.verify import LOSSLESS, residual, verify_draws, verify_greedy
 from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.drafters.ngram import NgramConfig
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20]
 FULL = Sampling(1.0, 0, 1.0)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 class Oracle(Drafter):

@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from test_drafters import random_drafter
 
 from drafttrain.core.chance import SeededChance
@@ -17,14 +15,9 @@ from drafttrain.decode.autoregressive import autoregressive_passes
 from drafttrain.decode.loop import speculative_passes
 from drafttrain.decode.rows import Passes, Row, at_once, in_turns
 from drafttrain.drafters.base import Drafter
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 PROMPTS = [[1, 3, 6, 20, 33, 41, 20], [1, 9, 12]]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)])

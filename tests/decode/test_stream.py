@@ -25,7 +25,7 @@ from drafttrain.decode.stream import (
     ACCEPTED,
     BONUS,
     CORRECTED,
-    PLAIN,
+    UNDRAFTED,
     Stream,
     pieces_of,
     written_by,
@@ -49,7 +49,7 @@ def lookup(target: Target) -> Drafter:
 @pytest.mark.parametrize(
     ("drafted", "accepted", "kept", "expected"),
     [
-        (0, 0, 1, [(PLAIN, 1)]),
+        (0, 0, 1, [(UNDRAFTED, 1)]),
         (4, 4, 5, [(ACCEPTED, 4), (BONUS, 1)]),
         (4, 2, 3, [(ACCEPTED, 2), (CORRECTED, 1)]),
         (4, 0, 1, [(CORRECTED, 1)]),
@@ -72,7 +72,7 @@ def test_the_pieces_are_the_answer_and_accepted_ones_are_those_counted(
     pieces = list(stream)
     assert tuple(token for piece in pieces for token in piece.tokens) == whole.tokens
     assert "".join(piece.text for piece in pieces) == whole.text == stream.text
-    assert pieces[0].writer == PLAIN, "the prefill's"
+    assert pieces[0].writer == UNDRAFTED, "the prefill's"
     accepted = [token for piece in pieces if piece.writer == ACCEPTED for token in piece.tokens]
     assert len(accepted) == whole.stats.trimmed.num_accepted_tokens > 2
     assert CORRECTED in {piece.writer for piece in pieces}
@@ -92,13 +92,13 @@ def test_an_output_has_the_pieces_of_its_stream(
     assert stream.decoded is not None
     pieces = pieces_of(stream.decoded, target.tokenizer)
     assert pieces == stream.pieces
-    assert {piece.writer for piece in pieces} >= {PLAIN, ACCEPTED, CORRECTED, BONUS}
+    assert {piece.writer for piece in pieces} >= {UNDRAFTED, ACCEPTED, CORRECTED, BONUS}
     assert len(stream.decoded.stats.pass_s) == stream.num_passes
 
 
 def test_without_a_drafter_the_target_writes_all(target: Target) -> None:
     stream = drafttrain.stream(target, None, LIST, max_new_tokens=8)
-    assert {piece.writer for piece in stream} == {PLAIN}
+    assert {piece.writer for piece in stream} == {UNDRAFTED}
     assert stream.tokens_per_pass == 1
 
 

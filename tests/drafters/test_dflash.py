@@ -1,28 +1,21 @@
 """DFlash against the paper's equations; what its blocks see; how anchors are drawn."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from memory_tracker import PeakBytes
 from published import dflash_reference
 from test_drafters import NoChance, as_batch, build, in_one_row, random_drafter
 
 from drafttrain.core.types import PAD_DOCUMENT, Batch, TargetFeatures
 from drafttrain.drafters.dflash import DFlash, spread_layers
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.training.loop import StepChance
 
 TEXT = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12, 4, 30]
 SIZE = 5
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def dflash(target: Target, **overrides: Any) -> DFlash:

@@ -1,12 +1,10 @@
 """DFlash-2 against its equations: its losses, what a node reads, and what it cannot draft."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from published import block_reference, dflash2_reference, selector_scores
 from test_drafters import NoChance, as_batch, build, random_drafter
 from torch import Tensor
@@ -19,16 +17,11 @@ from drafttrain.decode.draft import draft
 from drafttrain.decode.policy import tree_of_widths
 from drafttrain.drafters.dflash import DFlash, DFlashState
 from drafttrain.drafters.dflash2 import DFlash2
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 TEXT = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12, 4, 30]
 FEW_WORDS = [1, 20, 33, 41, 20, 33, 20, 41, 33, 20, 41, 41, 7, 20, 9]
 SIZE, TOP_K = 4, 24  # a quarter of the vocabulary: some of the text's tokens are candidates
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def dflash2(target: Target, **overrides: Any) -> DFlash2:

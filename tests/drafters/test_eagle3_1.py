@@ -1,21 +1,12 @@
 """EAGLE-3.1 as a choice of conf/drafter: what it changes, and that it trains."""
 
-from pathlib import Path
-
-import pytest
 import torch
-from builders import model_config
 from test_drafters import NoChance, as_batch
 
 from drafttrain.config.compose import load_choice
 from drafttrain.core.types import weighted_sum
 from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.target.model import Target, load_target
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+from drafttrain.target.model import Target
 
 
 def composed(name: str, target: Target) -> Eagle3:

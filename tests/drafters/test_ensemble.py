@@ -5,12 +5,11 @@ The contract suite and tests/decode take an ensemble like any other drafter.
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import drafter_config, model_config
+from builders import drafter_config
 from test_drafters import MEMBERS, PROMPTS, build, random_drafter
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from drafttrain.drafters.base import Drafter, DraftState
 from drafttrain.drafters.shared import merge
 from drafttrain.drafters.shared.members import JoinedConfig
 from drafttrain.drafters.shared.merge import merged, nodes_of
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 Node = tuple[int, ...]
 # Three voters have 1; two of them 1 2, of which one goes on with 3; two have 5; one each 6, 7, 1 4.
@@ -33,11 +32,6 @@ VOTERS: list[list[Node]] = [
     [(6,), (5,), (1,), (1, 4)],
     [(1,), (1, 2), (7,)],
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,18 @@
 """MTP against a dense reference; what its variants read; which settings it has."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from published import DEPTH, MTP_NAMES, mtp_reference
 from test_drafters import NoChance, as_batch, build, random_drafter
 
 from drafttrain.core.types import TargetFeatures
 from drafttrain.drafters.mtp import MTP
 from drafttrain.drafters.serving.mtp_layout import in_file
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 TEXT = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12, 4, 30]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def mtp(target: Target, **overrides: Any) -> MTP:

@@ -1,11 +1,10 @@
 """P-EAGLE against a dense reference; what its slots see; which of them a step trains."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import drafter_config, model_config
+from builders import drafter_config
 from published import p_eagle_reference
 from test_drafters import NoChance, as_batch, build, random_drafter
 
@@ -13,17 +12,12 @@ from drafttrain.core.ops.ragged_cache import RaggedCache
 from drafttrain.core.types import Batch, TargetFeatures
 from drafttrain.drafters.p_eagle import PEagle, keep_share
 from drafttrain.drafters.serving.p_eagle_layout import PEagleLayout
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.training.loop import StepChance
 
 TEXT = [1, 20, 33, 41, 20, 52, 60, 7, 9, 12, 4, 30]
 UNROLL = 4
 ON_TEXT = {"losses": {"hard_cross_entropy": 1.0}, "draft_vocab_coverage": 1.0}
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def p_eagle(target: Target, **overrides: Any) -> PEagle:

@@ -33,11 +33,6 @@ from drafttrain.target.pretrained.models import EMBEDDED, load_tokenizer
 TOKENS = [1, 3, 6, 20, 33, 41, 20, 52, 60]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-
-
 def drafter_of(target: Target, **changes: Any) -> Any:
     """A drafter as `train` makes it."""
     torch.manual_seed(0)

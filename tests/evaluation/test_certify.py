@@ -23,11 +23,6 @@ SAMPLED = {"temperature": 1.0, "max_new_tokens": 24, "certify": True}
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[tuple[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
     return [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import BY_TEMPLATE, drafter_config, model_config
+from builders import BY_TEMPLATE, drafter_config
 from omegaconf import OmegaConf
 from paths import ROOT
 from test_drafters import random_drafter
@@ -41,7 +41,7 @@ from drafttrain.evaluation.tune_choice import Chosen
 from drafttrain.report.outputs import first_blocks
 from drafttrain.report.pairs import BEFORE
 from drafttrain.runtime.signals import StopRequest
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.training.engine.build import build_engine
 from drafttrain.training.validation import Validation
 
@@ -53,11 +53,6 @@ PROMPTS = [
 TURNS = [("sum", 0), ("talk", 0), ("talk", 1), ("list", 0)]
 CONF = ROOT / "conf"
 METHODS = ["autoregressive", "eagle3", "ngram"]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,14 @@
 """What a drafter takes beside its target: weights of its own, and its cache by position."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from builders import model_config
 from test_drafters import random_drafter
 
 from drafttrain.core.ops.ragged_cache import RaggedCache, run_decoder
 from drafttrain.evaluation.footprint import bytes_per_position, caches_of, extra_memory
-from drafttrain.target.model import Target, load_target
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+from drafttrain.target.model import Target
 
 
 @pytest.mark.parametrize(("name", "layers"), [("eagle", 1), ("eagle3", 1), ("medusa", 0)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import BY_TEMPLATE, drafter_config, model_config
+from builders import BY_TEMPLATE, drafter_config
 from paths import ROOT
 from test_evaluate import settings
 from test_report import built
@@ -50,7 +50,7 @@ from drafttrain.report.results import BothSeconds, WitnessSection
 from drafttrain.report.tables import witness_table
 from drafttrain.report.witness import with_witness
 from drafttrain.report.write import as_data, as_json
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.target.vllm.process import find_python, meaningful_line
 from drafttrain.target.vllm.worker import batches_of, difference
 
@@ -374,11 +374,6 @@ def test_the_prediction_is_exact_where_times_and_acceptance_hold() -> None:
 
 
 # The section of the report
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from published import Published, eagle3
 from safetensors.torch import load_file
 from test_read import admitted
@@ -26,15 +25,10 @@ from drafttrain.formats.eight_bits import (
 )
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.formats.write.precision import Precision
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 FAMILIES = ("dflash", "dflash2", "dspark", "eagle3", "eagle3_1", "eagle", "p_eagle")
 PRODUCTS = ("fc.weight", "_proj.weight")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def in_eight_bits(published: Published) -> Published:

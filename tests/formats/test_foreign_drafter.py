@@ -11,18 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import model_config
 from published import Published, eagle, eagle3, edited, faster_decoding, medusa
 from safetensors.torch import save_file
 from test_read import admitted
 
 from drafttrain.formats.read.folder import open_folder
-from drafttrain.target.model import Target, load_target
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
+from drafttrain.target.model import Target
 
 
 @contextmanager

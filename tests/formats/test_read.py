@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from builders import drafter_config, model_config
+from builders import drafter_config
 from paths import ROOT
 from published import (
     DEPTH,
@@ -51,14 +51,9 @@ from drafttrain.formats.read.recognise import recognise
 from drafttrain.formats.write.config import ExportSettings
 from drafttrain.formats.write.export import export_drafter
 from drafttrain.report.card import CardData
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 
 PROMPT = [1, 3, 6, 20, 33, 41, 20, 7, 9]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def admitted(folder: Path, target: Target, **changes: Any) -> Admitted:

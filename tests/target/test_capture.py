@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import drafter_config, model_config
+from builders import drafter_config
 from paths import PYTHONPATH
 from safetensors.torch import load_file
 from test_drafters import FAMILIES, build
@@ -32,7 +32,7 @@ from drafttrain.data.batches import collate
 from drafttrain.runtime.rank_process import end
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import Stopped, StopRequest
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.target.store import shards
 from drafttrain.target.store.capture import Writer, capture
 from drafttrain.target.store.config import StoreConfig, StoreContents
@@ -48,11 +48,6 @@ from drafttrain.target.store.shards import (
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 EVERYTHING = StoreContents((1, 2), None)
 RECORD = {"command": "python -m drafttrain capture store.dir=here"}
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 def settings(folder: Path, **changes: Any) -> StoreConfig:

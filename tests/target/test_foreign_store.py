@@ -10,19 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from safetensors.torch import load_file, save_file
 from test_capture import settings, write
 
 from drafttrain.data.batches import collate
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.target.store.shards import digest
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")

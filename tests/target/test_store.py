@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from builders import model_config
 from test_capture import ALONE, settings, write
 from test_drafters import TRAINABLE, build, random_drafter
 from test_engine import deepspeed_config
@@ -24,7 +23,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker
-from drafttrain.target.model import Target, load_target
+from drafttrain.target.model import Target
 from drafttrain.target.store.config import StoreContents
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.checkpoint import Checkpoints, load_state
@@ -34,11 +33,6 @@ from drafttrain.training.loop import train
 from drafttrain.training.teacher_forced import NoChance, TeacherForced
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")

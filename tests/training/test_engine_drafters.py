@@ -36,11 +36,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-
-
 def make_drafter(variant: str, target: Target) -> Drafter:
     torch.manual_seed(3)
     name, changes = VARIANTS[variant]

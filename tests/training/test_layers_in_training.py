@@ -24,11 +24,6 @@ from drafttrain.target.model import Target, load_target
 from drafttrain.training.loop import StepChance
 
 
-@pytest.fixture(scope="module")
-def target(tiny_target_dir: Path) -> Target:
-    return load_target(model_config(tiny_target_dir), torch.float32, "cpu")
-
-
 def gradients(
     drafter: Drafter, target: Target, batch: Batch, calls: LayerCalls = AS_WRITTEN
 ) -> tuple[Tensor, int]:

@@ -1,7 +1,6 @@
 """What training needs: features, conversations, the initial drafter, its validation."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +25,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.hardware import choose_draft_dtype
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
+from drafttrain.runtime.terminal import Tell
 from drafttrain.target.model import Target
 from drafttrain.target.pretrained.inflate import count_parameters
 from drafttrain.target.store.config import StoredFeaturesConfig
@@ -33,8 +33,6 @@ from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.teacher_forced import TeacherForced
 from drafttrain.training.validation import Validation
-
-Say = Callable[[str], None]  # to the user and to the run's log, by rank 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Material:
 
 
 def gather(
-    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks, say: Say
+    config: TrainConfig, fresh: bool, dtype: torch.dtype, ranks: Ranks, say: Tell
 ) -> Material:
     """Load the target, or open the store of its features, and read the conversations.
 
@@ -91,7 +89,7 @@ def gather(
 
 
 def first_weights(
-    config: TrainConfig, start: GivenDrafter | None, material: Material, say: Say
+    config: TrainConfig, start: GivenDrafter | None, material: Material, say: Tell
 ) -> Drafter:
     """Return the drafter that training begins with: that of run.init_from, or a fresh one."""
     spec = material.source.spec

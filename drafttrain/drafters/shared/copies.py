@@ -18,7 +18,7 @@ from drafttrain.target.pretrained.limits import final_norm_of
 
 Hidden = Float[Tensor, "batch seq hidden"]
 Mixed = Float[Tensor, "batch head seq head_dim"]
-Attention = Callable[[int, ByHead], Mixed]  # of a layer, by its number
+Attend = Callable[[int, ByHead], Mixed]  # of a layer, by its number
 ADAPTED = ".base_layer"  # within the name of a weight that has a LoRA adapter
 
 
@@ -59,13 +59,13 @@ def freeze(module: nn.Module, saved: bool = True) -> None:
 
 
 def run_layers(
-    layers: Iterable[nn.Module], hidden: Hidden, turn: Rotation, attention: Attention
+    layers: Iterable[nn.Module], hidden: Hidden, turn: Rotation, attend: Attend
 ) -> Hidden:
     """Return the hidden states after all of these layers."""
     for number, layer in enumerate(layers):
         assert isinstance(layer, BlockLayer)
         queries, keys, values = layer.enter(hidden, turn)
-        hidden = layer.finish(hidden, attention(number, (queries, keys, values)))
+        hidden = layer.finish(hidden, attend(number, (queries, keys, values)))
     return hidden
 
 

@@ -57,7 +57,7 @@ def compare_with_ours(
         ours=sum((one.counters for one in ours), Counters()),
         theirs=sum(counters, Counters()),
         disagreements=found,
-        statement=agreement_statement(len(ours), len(ours) - len(found), ties, "float32"),
+        statement=agreement_statement(len(ours), len(ours) - len(found), ties),
     )
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from drafttrain.drafters.shared.vocabularies import tokens_by_id
 from drafttrain.runtime.untrusted_input import shown
 
 SHOWN = 3
@@ -25,7 +26,7 @@ def compare_tokenizers(folder: Path, tokenizer: Any) -> tuple[list[str], list[st
         theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
         return [f"tokenizer.json cannot be read ({shown(error)})"], []
-    mine = {index: token for token, index in tokenizer.get_vocab().items()}
+    mine = tokens_by_id(tokenizer)
     differing = sorted(
         (index, token) for token, index in theirs.items() if mine.get(index, token) != token
     )
