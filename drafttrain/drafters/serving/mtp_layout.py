@@ -1,4 +1,9 @@
-"""MTP modules within their target's checkpoint, named as MiMo's or as Qwen3-Next's."""
+"""MTP modules within their target's checkpoint, named as MiMo's or as Qwen3-Next's.
+
+Of what the Hub holds, MiMo-7B and its fine-tunes fit, by `model.trust_remote_code=true`: other
+modules there are mixtures of experts (DeepSeek, GLM), or stand on linear attention (Qwen3-Next,
+Qwen3.5), which are refused.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
