@@ -143,7 +143,7 @@ def _numbers_table(comparison: Comparison) -> Table:
         "Intervals: 95 %, bootstrap over prompts; differences are paired by prompt. range: over "
         "training seeds, or over the runs beside which a reference was measured."
     )
-    return Table("Methods, task by task", caption, columns, rows, [])
+    return Table("Methods, task by task", caption, columns, rows)
 
 
 def _slower_targets_table(comparison: Comparison) -> list[Table]:
@@ -161,7 +161,7 @@ def _slower_targets_table(comparison: Comparison) -> list[Table]:
         "time measured here; the first is the pass of this target. A pass that checks a draft is "
         "taken to last as long as a plain one."
     )
-    return [Table("At the cost of slower targets", caption, columns, rows, [])]
+    return [Table("At the cost of slower targets", caption, columns, rows)]
 
 
 def _positions_table(comparison: Comparison) -> list[Table]:
@@ -173,7 +173,7 @@ def _positions_table(comparison: Comparison) -> list[Table]:
         if (rates := row.by_name[task].acceptance_per_position)
     ]
     columns = ["task", "method", "acceptance per position"]
-    return [Table("Acceptance by position", "Means over runs.", columns, rows, [])] if rows else []
+    return [Table("Acceptance by position", "Means over runs.", columns, rows)] if rows else []
 
 
 METHODS: list[Column[ComparedMethod]] = [

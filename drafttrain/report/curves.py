@@ -6,16 +6,22 @@ from typing import Any
 
 from drafttrain.report.phrases import number, signed
 from drafttrain.report.results import TrainingCurves, TrainingSeries
+from drafttrain.runtime.tracker import (
+    ACCEPTANCE_LENGTH,
+    EXPECTED_LENGTH,
+    LOSS,
+    SPEED,
+    TARGET_LOSS,
+    TARGET_LOSS_BEFORE,
+    TOKENS,
+)
 
-LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
-TERM = "train/loss_"
+TERM = f"{LOSS}_"
 # What validation may have measured, in the real loop or teacher-forced.
 VALIDATIONS = {
-    "val/acceptance_length": "tokens per target pass",
-    "val/expected_acceptance_length": "tokens per target pass, expected without decoding",
+    ACCEPTANCE_LENGTH: "tokens per target pass",
+    EXPECTED_LENGTH: "tokens per target pass, expected without decoding",
 }
-# The loss of a target that training changes, on held-out texts, and what it was before.
-TARGET_LOSS, TARGET_LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 MOST_POINTS = 400  # of a series; a plot is narrower
 
 

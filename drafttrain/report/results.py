@@ -59,7 +59,7 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    notes: Sequence[str]
+    notes: Sequence[str] = ()
 
 
 class ByTask(Generic[Kind]):

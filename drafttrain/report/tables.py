@@ -283,7 +283,7 @@ def published_table(report: Report) -> Table:
     )
     columns = ["source", "target", "drafts", "trained on", "prompts", "hardware"]
     columns += ["speedup", "acceptance length"]
-    return Table("Published for this family, beside this report", caption, columns, rows, [])
+    return Table("Published for this family, beside this report", caption, columns, rows)
 
 
 def training_table(curves: TrainingCurves) -> Table:

@@ -91,7 +91,7 @@ def tune_tables(
     caption = "The fastest depth and its speedup; none: do not speculate."
     batches = ["task", *(f"batch {size}" for size in choices)]
     return [
-        Table("Chosen depths", caption, batches, chosen, []),
+        Table("Chosen depths", caption, batches, chosen),
         table("Speedup by depth", "In all tasks.", "batch", COLUMNS, lines, explained),
     ]
 

@@ -27,6 +27,12 @@ from drafttrain.runtime.terminal import console
 from drafttrain.runtime.untrusted_input import shown
 
 METRICS_FILE = "metrics.jsonl"
+# Names of the metrics that reports and plans read back from it.
+LOSS, TOKENS, SPEED = "train/loss", "train/tokens", "perf/tokens_per_s"
+ACCEPTANCE_LENGTH = "val/acceptance_length"
+EXPECTED_LENGTH = "val/expected_acceptance_length"
+# The loss of a target that training changes, on held-out texts, and what it was before.
+TARGET_LOSS, TARGET_LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 WANDB_ID_FILE = "wandb/run_id"
 MODES = ("auto", "online", "offline")
 

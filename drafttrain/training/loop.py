@@ -24,14 +24,14 @@ from drafttrain.runtime.hardware import dtype_name
 from drafttrain.runtime.ranks import Ranks
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, progress, silently
-from drafttrain.runtime.tracker import Tracker
+from drafttrain.runtime.tracker import ACCEPTANCE_LENGTH, LOSS, SPEED, TOKENS, Tracker
 from drafttrain.runtime.untrusted_input import Count, typed
 from drafttrain.training.checkpoint import Checkpoints, TrainState
 from drafttrain.training.config import TrainerConfig
 from drafttrain.training.engine.engine import Engine, NonFiniteError
 from drafttrain.training.noise import uniforms
 
-METRIC = "val/acceptance_length"  # it defines "best", and is measured in the real decode loop
+METRIC = ACCEPTANCE_LENGTH  # it defines "best", and is measured in the real decode loop
 ERROR = "_error"  # ends the name of a metric's standard error
 
 
@@ -183,7 +183,7 @@ def train(
                     engine, target, group, chance, lr, meter, agreement, done
                 )
             except NonFiniteError as error:
-                tracker.log(state.step + 1, {"train/loss": math.nan, "train/lr": lr})
+                tracker.log(state.step + 1, {LOSS: math.nan, "train/lr": lr})
                 raise NonFiniteError(
                     f"{error}. Its conversations, counted from 0 among the usable ones of data: "
                     f"{', '.join(map(str, group.documents))}"
@@ -195,12 +195,10 @@ def train(
                 data=batches.state_dict(),
             )
             if state.step % config.log_every == 0 or state.step >= config.max_steps:
-                told = {"train/lr": lr, "train/grad_norm": grad_norm, "train/tokens": state.tokens}
+                told = {"train/lr": lr, "train/grad_norm": grad_norm, TOKENS: state.tokens}
                 metrics = meter.read() | told
                 tracker.log(state.step, metrics)
-                meter.note = (
-                    f"loss {metrics['train/loss']:.3f}  {metrics['perf/tokens_per_s']:.0f} tokens/s"
-                )
+                meter.note = f"loss {metrics[LOSS]:.3f}  {metrics[SPEED]:.0f} tokens/s"
             tick(1, meter.note)
 
 
@@ -376,14 +374,14 @@ class Meter:
         ):
             loss += self.weights[name] * total
             uncovered, counted = uncovered + left_out, counted + count
-            metrics[f"train/loss_{name}"] = total / positions
+            metrics[f"{LOSS}_{name}"] = total / positions
             if name in self.judged:
                 metrics[f"train/accuracy_{name}"] = correct / max(count, 1)
-        metrics["train/loss"] = loss / positions
+        metrics[LOSS] = loss / positions
         if uncovered:
             metrics["train/uncovered"] = uncovered / max(counted, 1)
         busy_s = max(self.busy_s, 1e-9)
-        metrics["perf/tokens_per_s"] = self.tokens / busy_s
+        metrics[SPEED] = self.tokens / busy_s
         metrics["perf/data_wait_share"] = self.wait_s / busy_s
         self._reset()
         return metrics

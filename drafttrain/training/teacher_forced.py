@@ -13,6 +13,7 @@ from drafttrain.core.types import Batch, Sample, TargetFeatures
 from drafttrain.data.batches import collate
 from drafttrain.drafters.base import Drafter, TrainingChance
 from drafttrain.runtime.terminal import Tell, silently
+from drafttrain.runtime.tracker import EXPECTED_LENGTH
 from drafttrain.target.store.features import StoredTarget
 from drafttrain.training.engine.engine import Engine
 
@@ -28,7 +29,7 @@ class TeacherForced:
     alphas; it is for the stored text, and not comparable with that of the real decode loop.
     """
 
-    metric = "val/expected_acceptance_length"
+    metric = EXPECTED_LENGTH
 
     def __init__(
         self,

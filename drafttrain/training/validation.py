@@ -17,12 +17,10 @@ from drafttrain.decode.loop import speculative_decode
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, silently
+from drafttrain.runtime.tracker import TARGET_LOSS, TARGET_LOSS_BEFORE
 from drafttrain.target.model import Target
 from drafttrain.training.engine.engine import Engine
 from drafttrain.training.loop import ERROR, METRIC
-
-# The loss of a target that training changes, on held-out texts, and what it was before.
-LOSS, LOSS_BEFORE = "val/target_loss", "val/target_loss_before"
 
 
 class Validation:
@@ -81,10 +79,10 @@ class Validation:
         if drafter.changes_target:
             if self._loss_before is None:
                 self._loss_before = self._next_token_loss()
-            losses[LOSS_BEFORE] = self._loss_before
+            losses[TARGET_LOSS_BEFORE] = self._loss_before
         with self.target.changed(changes), self.target.in_step():
             if drafter.changes_target:
-                losses[LOSS] = self._next_token_loss()
+                losses[TARGET_LOSS] = self._next_token_loss()
             mine = self.prompts[ranks.rank :: ranks.world_size]
             for place, (index, prompt) in enumerate(mine):
                 tell(f"validating {place}/{len(mine)}")

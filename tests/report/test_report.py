@@ -32,7 +32,7 @@ from drafttrain.report.pages import write_report as write_files
 from drafttrain.report.pass_times import PassTimes
 from drafttrain.report.phrases import cell, rule_statement, speed
 from drafttrain.report.plots import batch_figure, bounds, report_figures
-from drafttrain.report.repetition import repeated_tokens
+from drafttrain.report.repetition import repeats
 from drafttrain.report.results import (
     PLAIN,
     Check,
@@ -688,10 +688,10 @@ def test_zero_accepted_tokens_give_length_one_and_no_conditional_beyond():
 
 
 def test_repeated_tokens_end_a_run_of_four_seen_before():
-    assert repeated_tokens((1, 2, 3, 4, 5, 6)) == 0
-    assert repeated_tokens((1, 2, 3, 4, 1, 2, 3, 4, 1)) == 2
-    assert repeated_tokens((5,) * 10) == 6
-    assert repeated_tokens((1, 2)) == 0
+    assert sum(repeats((1, 2, 3, 4, 5, 6))) == 0
+    assert sum(repeats((1, 2, 3, 4, 1, 2, 3, 4, 1))) == 2
+    assert sum(repeats((5,) * 10)) == 6
+    assert sum(repeats((1, 2))) == 0
 
 
 @pytest.mark.parametrize(

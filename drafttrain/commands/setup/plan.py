@@ -27,7 +27,7 @@ from drafttrain.plan.units import GIB
 from drafttrain.runtime.config import HardwareConfig
 from drafttrain.runtime.hardware import choose_train_dtype, dtype_name
 from drafttrain.runtime.run_folder import PROVENANCE
-from drafttrain.runtime.tracker import METRICS_FILE, read_metrics
+from drafttrain.runtime.tracker import METRICS_FILE, SPEED, read_metrics
 from drafttrain.runtime.untrusted_input import read_typed, shown
 from drafttrain.target.placement import can_be_spread, too_large
 from drafttrain.target.store.config import StoredFeaturesConfig
@@ -215,7 +215,7 @@ def measured_efficiency(folder: Path, chip: Accelerator) -> float:
     config = recorded(folder, TrainConfig, "plan.measured")
     file = folder / METRICS_FILE
     rows = read_metrics(file) if file.is_file() else []
-    told = [row.get("perf/tokens_per_s") for row in rows]
+    told = [row.get(SPEED) for row in rows]
     speeds = [x for x in told if isinstance(x, int | float) and 0 < x < FASTEST]
     for holds, what in (
         (speeds, f"tokens/s in its {METRICS_FILE}"),
