@@ -149,7 +149,10 @@ def train(
                     # The highest is kept too, or a slow decline would pass for no difference.
                     best = state.best_metric
                     highest = None if best is None else state.extra.get("highest", best)
-                    improved = highest is None or now > highest - error
+                    improved = highest is None or now >= highest - error
+                    # A finished run that is resumed measures its best weights again.
+                    if improved and best is not None and state.step == saved:
+                        improved = not checkpoints.is_best(engine, saved)
                     if improved:
                         highest = now if highest is None else max(now, highest)
                         extra = state.extra | {"highest": highest}

@@ -14,6 +14,7 @@ from drafttrain.core.types import Counters, Sample
 from drafttrain.data.batches import collate
 from drafttrain.data.chat import prompt_of
 from drafttrain.decode.loop import speculative_decode
+from drafttrain.decode.rows import context_of
 from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell, silently
@@ -47,14 +48,15 @@ class Validation:
         self.max_new_tokens = max_new_tokens
         self.draft_dtype = draft_dtype
         self.stop = stop
-        room = target.spec.max_positions - max_new_tokens - self.depth
+        positions, who = context_of(target.spec, [self.drafter])
+        room = positions - max_new_tokens - self.depth
         prompts = [(sample.index, prompt_of(sample)) for sample in held_out]
         self.prompts = [(i, prompt) for i, prompt in prompts if len(prompt) <= room][:num_prompts]
         if not self.prompts:
             raise ValueError(
                 "trainer.validation_prompts: none of the held-out conversations has a prompt that "
-                f"leaves room for {max_new_tokens} new tokens; raise data.holdout or lower "
-                "trainer.validation_tokens"
+                f"leaves room for {max_new_tokens} new tokens in the {positions} positions of "
+                f"{who}; raise data.holdout or lower trainer.validation_tokens"
             )
         # Acceptance lengths compare only where all of these are the same.
         self.yardstick = {"depth": self.depth, "prompts": num_prompts, "tokens": max_new_tokens}

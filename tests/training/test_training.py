@@ -18,6 +18,7 @@ from test_engine import deepspeed_config
 
 from drafttrain.core.types import Sample
 from drafttrain.data.batches import Batches, token_counts
+from drafttrain.drafters.base import Drafter
 from drafttrain.runtime.signals import StopRequest
 from drafttrain.runtime.terminal import Tell
 from drafttrain.runtime.tracker import JsonlTrackerConfig, open_tracker, read_metrics
@@ -250,16 +251,46 @@ def test_noise_is_a_conversations_own_and_new_at_every_step() -> None:
     assert not torch.equal(drawn, StepChance(1, 1).uniform_like(values, document))
 
 
-def test_the_best_checkpoint_is_the_one_that_validated_highest(
+def test_the_best_checkpoint_is_the_last_one_that_validated_highest(
     target: Target, tmp_path: Path
 ) -> None:
     config = trainer(validate_every=1, keep_checkpoints=1)
     start("medusa", target, tmp_path, config, metrics_on_rank_0([1.1, 1.5, 1.4, 1.5, 1.2, 1.3]))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
-    assert checkpoints.best() == tmp_path / "checkpoints" / "step-000002"
+    assert checkpoints.best() == tmp_path / "checkpoints" / "step-000004"
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step-000006"
     assert load_state(checkpoints.folder / "step-000006").best_metric == 1.5
     assert recorded(tmp_path, METRIC)[1] == (2, 1.5)
+
+
+def test_resuming_a_finished_run_leaves_its_checkpoints(target: Target, tmp_path: Path) -> None:
+    """Their names stand in evaluations and tuned.json, and batch scripts always resume."""
+    config = trainer(validate_every=3, keep_checkpoints=1)
+    start("medusa", target, tmp_path, config, metrics_on_rank_0([1.1, 1.5], error=0.1))
+    before = {path: path.stat() for path in (tmp_path / "checkpoints").rglob("*")}
+    start("medusa", target, tmp_path, config, metrics_on_rank_0([1.5], error=0.1))
+    assert {path: path.stat() for path in (tmp_path / "checkpoints").rglob("*")} == before
+    assert Checkpoints(tmp_path / "checkpoints", 1).best() in before
+
+
+def test_validation_takes_prompts_that_the_drafter_has_room_for(target: Target) -> None:
+    engine = build_engine(
+        *(build("medusa", target.spec), deepspeed_config("none")),
+        **{"device": "cpu", "dtype": torch.float32, "betas": (0.9, 0.95), "eps": 1e-8},
+        **{"weight_decay": 0.0, "max_grad_norm": 1.0},
+    )
+    assert isinstance(engine.module, Drafter)
+    lengths = [20, 12, 11, 5]
+    ends = [torch.arange(length + 1) >= length for length in lengths]
+    held_out = [Sample(torch.arange(len(end)), end, i) for i, end in enumerate(ends)]
+    asked: dict[str, Any] = {"num_prompts": 4, "depth": 2, "max_new_tokens": 8}
+    asked |= {"draft_dtype": torch.float32, "stop": StopRequest()}
+    engine.module.longest = 21
+    validation = Validation(target, engine, held_out, **asked)
+    assert [len(prompt) for _, prompt in validation.prompts] == [11, 5]
+    engine.module.longest = 14
+    with pytest.raises(ValueError, match="in the 14 positions of drafter=medusa; raise"):
+        Validation(target, engine, held_out, **asked)
 
 
 @pytest.mark.parametrize(
