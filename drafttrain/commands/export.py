@@ -85,7 +85,7 @@ def _of_run(config: ExportConfig) -> _ToExport:
     wanted = f"export.num_speculative_tokens={AUTO}"
     if settings.num_speculative_tokens == AUTO:
         settings = replace(settings, num_speculative_tokens=chosen_by_tune(run, wanted).depth)
-    place = Path(settings.dir or run / "export")
+    place = _place(settings.dir or str(run / "export"))
     _check_places(config, place)
     drafter, checkpoint = load_drafter(run, config.drafter, recorded_spec(run))
     if config.export.num_speculative_tokens == AUTO:  # for these very weights?
@@ -110,7 +110,7 @@ def _of_others(config: ExportConfig, source: AdmittedConfig) -> _ToExport:
             f"export.num_speculative_tokens must be a number with drafter.path, got {AUTO}, which "
             "takes what `tune` chose for a run"
         )
-    place = Path(settings.dir)
+    place = _place(settings.dir)
     _check_places(config, place)
     own = partial(load_choice, "drafter")
     spec = expected_spec(config.model)
@@ -154,6 +154,12 @@ def _measured(config: ExportConfig, wanted: _ToExport, written_drafter: Drafter,
     seed = config.run.seed
     found = acceptance_change(target, trained, written_drafter, prompts, template, settings, seed)
     return change_statement(found, len(prompts), settings)
+
+
+def _place(folder: str) -> Path:
+    """Return where an export goes, which is renamed into place: a link to a folder is followed."""
+    given = Path(folder)
+    return given.resolve() if given.is_symlink() or not given.name else given
 
 
 def _check_places(config: ExportConfig, place: Path) -> None:

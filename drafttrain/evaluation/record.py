@@ -11,7 +11,13 @@ from drafttrain.runtime.untrusted_input import UntrustedError, read_object, show
 
 SETTINGS = "settings.json"
 # In these sections only these keys matter; in the others, all keys except ASKED.
-ONLY = {"run": ("seed",), "data": ("template",), "tracker": ()}
+ONLY = {
+    "run": ("seed",),
+    "data": ("template", "template_kwargs", "template_date"),
+    "tracker": (),
+}
+# What results of before 0.4 were measured with, which they do not record.
+UNRECORDED = {"data.template_kwargs": {}, "data.template_date": "2024-07-26"}
 ASKED = ("name", "overwrite")
 
 
@@ -52,7 +58,7 @@ def require_same(
             f"{folder / SETTINGS}: it is not replaced; {ways}"
         ) from None
     for key, now in settings.items():
-        before = earlier.get(key)
+        before = earlier.get(key, UNRECORDED.get(key))
         if before != now:
             before, now = ("null" if value is None else value for value in (before, now))
             raise ValueError(

@@ -49,10 +49,11 @@ class CardData:
 def served_as(model: ModelConfig) -> str:
     """Return a target's name in serve commands: its directory, or its repository on the Hub.
 
-    A target with random weights has neither; then its own name is used.
+    The directory is that of this machine, wherever the command is given. A target with random
+    weights has neither; then its own name is used.
     """
     if model.path:
-        return model.path
+        return str(Path(model.path).expanduser().absolute())
     return str(EMBEDDED) if model.embedded else model.repo or model.name
 
 

@@ -50,13 +50,21 @@ class Method:
         return [run.measured[self.drafter].on(keys) for run in self.runs]
 
 
+TEMPLATE = ("template", "template_kwargs", "template_date")
+
+
 def conditions(report: Report) -> dict[str, Any]:
-    """Return the conditions, by name, that comparable reports must have in common."""
+    """Return the conditions, by name, that comparable reports must have in common.
+
+    Reports of before 0.4 do not tell how prompts became text.
+    """
+    prompts = report.prompts
     return {
         "target fingerprint": report.provenance["target_fingerprint"],
         **{f"eval.{key}": value for key, value in vars(report.sampling).items()},
         "eval.batch_size": report.batch_size,
-        "eval.prompts": report.prompts["source"],
+        "eval.prompts": prompts["source"],
+        **{f"data.{key}": prompts[key] for key in TEMPLATE if key in prompts},
     }
 
 
@@ -66,7 +74,10 @@ def check_comparable(runs: Sequence[RunReport]) -> None:
     wanted = conditions(first.report)
     for run in rest:
         got = conditions(run.report)
-        for key in wanted:
+        one, two = (each.report.prompts.get("sha256") for each in (first, run))
+        if one is not None and one == two:  # the same texts, by whatever path
+            got["eval.prompts"] = wanted["eval.prompts"]
+        for key in filter(got.__contains__, wanted):
             if wanted[key] != got[key]:
                 one, two = (
                     "none" if value is None else str(value)[: 16 if "fingerprint" in key else None]

@@ -168,6 +168,24 @@ def test_large_weights_are_written_in_shards_and_read_together(
     assert not any((tmp_path / "out").glob("model-*"))
 
 
+def test_a_link_to_a_folder_is_followed_and_the_place_where_one_is_has_a_name(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = eagle3().write(tmp_path / "theirs")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for more in ((), ("export.overwrite=true",)):
+        assert convert(source, tiny_target_dir, tmp_path / "link", *more) == 0
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / "config.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert convert(source, tiny_target_dir, Path()) == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+    left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")}
+    assert left == {"theirs", "real", "link", "here"}
+
+
 def test_what_rounding_costs_is_measured_on_held_out_prompts(
     tiny_target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

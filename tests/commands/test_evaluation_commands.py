@@ -149,6 +149,8 @@ def test_an_evaluation_is_not_replaced_by_one_of_other_settings_unless_asked(
         "by eval.overwrite=true\n"
     )
     assert "drafter.max_ngram must be " in refused("drafter.max_ngram=5")
+    thinking = refused("data.template_kwargs={enable_thinking: true}")
+    assert "data.template_kwargs must be {} as in " in thinking
     text = prompts.read_text()
     prompts.write_text("".join(text.splitlines(keepends=True)[:1]))
     assert "the prompts must be " in refused()

@@ -635,7 +635,7 @@ def test_runs_that_were_not_evaluated_alike_are_refused(
 
 def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> None:
     def run(name: str, prompts: int = 16, **told: Any) -> str:
-        about = {"source": "prompts.jsonl", "num_prompts": prompts, **told}
+        about = {"source": "prompts.jsonl", "num_prompts": prompts} | told
         overrides = (f"drafter.unroll={2 + len(list(tmp_path.iterdir()))}",)
         measured = results(prompts=prompts)
         return write_run(tmp_path / name, measured, prompts=about, overrides=overrides)
@@ -643,12 +643,27 @@ def test_prompts_of_other_texts_are_not_paired_by_their_ids(tmp_path: Path) -> N
     a, edited = run("a", sha256="12" * 32), run("edited", sha256="34" * 32)
     with pytest.raises(ValueError, match=r"same texts under eval.prompts .*a has 1212.*edited has"):
         compared(a, edited)
+    again = run("again", sha256="12" * 32, source="/home/me/prompts.jsonl")
+    assert compared(a, again)["prompts"]["num_prompts"] == 16, "the same texts by another path"
     same, older, fewer = run("same", sha256="12" * 32), run("older"), run("fewer", 10, sha256="56")
     assert compared(a, same, older, fewer)["prompts"]["num_prompts"] == 10
     with pytest.raises(
         ValueError, match=r"same texts under eval\.prompts .*fewer has 56 .*other has"
     ):
         compared(a, fewer, run("other", 10, sha256="78"))
+
+
+def test_prompts_that_became_other_text_are_not_compared(tmp_path: Path) -> None:
+    about = {"source": "prompts.jsonl", "template": "chat", "template_date": "2024-07-26"}
+    thinking = [{}, {"enable_thinking": True}]
+    a, b = (
+        write_run(tmp_path / name, results(), prompts=about | {"template_kwargs": kwargs})
+        for name, kwargs in zip("ab", thinking, strict=True)
+    )
+    with pytest.raises(ValueError, match=r"same data\.template_kwargs .*a has \{\} and .*_th"):
+        compared(a, b)
+    older = write_run(tmp_path / "c", results(), overrides=("drafter.unroll=2",))
+    assert compared(a, older)["conditions"]["data.template"] == "chat"
 
 
 def test_a_report_from_before_batches_had_one_row(tmp_path: Path) -> None:

@@ -287,6 +287,11 @@ def test_a_folder_is_replaced_only_when_asked_and_only_if_it_is_an_export(tmp_pa
     assert (folder / "thesis.tex").read_text() == "years of work"
     with pytest.raises(ValueError, match=r"export\.dir must be a folder, got the file"):
         export(drafter_of("eagle"), folder / "thesis.tex", overwrite=True)
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (tmp_path / "theirs" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "theirs" / name).write_text("a model of somebody's")
+    with pytest.raises(ValueError, match=r"holds README.md, config.json, model.safetensors; ch"):
+        export(drafter_of("eagle"), tmp_path / "theirs", overwrite=True)
 
 
 # What engines do not check
@@ -696,6 +701,8 @@ def test_the_runners_of_vllm_that_serve_a_family_are_named(tmp_path: Path) -> No
 def test_a_target_is_served_from_its_directory_or_its_repository() -> None:
     here = model_config(Path("/models/tiny"))
     assert served_as(here) == "/models/tiny"
+    assert served_as(model_config(Path("models/tiny"))) == str(Path.cwd() / "models/tiny")
+    assert served_as(model_config(Path("~/tiny"))) == str(Path.home() / "tiny")
     assert served_as(dataclasses.replace(here, path=None, repo="ada/tiny")) == "ada/tiny"
     embedded = Path(served_as(dataclasses.replace(here, path=None, embedded=True)))
     assert (embedded / "config.json").is_file()

@@ -252,6 +252,9 @@ def set_up(config: EvaluateConfig, loaded: Loaded | None = None) -> Setup:
         about_prompts={
             "source": source.describe(),
             "sha256": prompts_sha256(prompts),
+            "template": template.kind,
+            "template_kwargs": template.kwargs,
+            "template_date": template.date,
             "task_by": source.task_by,
             "num_prompts": len(prompts),
             "skipped": skipped.to_dict(),

@@ -63,12 +63,11 @@ def all_or_nothing(folder: Path, overwrite: bool) -> Iterator[Path]:
         raise ValueError(f"export.dir must be a folder, got the file {folder}")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     card = folder / CARD
-    # A model in this folder may be replaced if it is an export; other models never are.
+    # A model in this folder may be replaced if its card says it is an export; others never are.
     export = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
-    more = {*MODEL_FILES, INDEX, ADDED, GGUF, *filter(SHARD.fullmatch, found)}
-    more |= {name for name in found if name.endswith(CODE)}
-    ours = {*FILES, *(more if export else ())}
-    foreign = [name for name in found if name not in ours]
+    ours = {*FILES, *MODEL_FILES, INDEX, ADDED, GGUF, *filter(SHARD.fullmatch, found)}
+    ours |= {name for name in found if name.endswith(CODE)}
+    foreign = [name for name in found if not export or name not in ours]
     if foreign:
         raise ValueError(
             f"export.dir must be empty or hold only an earlier export, but {folder} holds "
