@@ -225,6 +225,16 @@ def test_an_export_is_trained_further_and_keeps_its_shape(
         ("run", ["drafter.intermediate_size=24"], "must fit drafter=eagle3"),
         ("run", ["drafter.unrol=3"], "has no key unrol; did you mean unroll?"),
         ("served", ["drafter=medusa"], "holds a drafter of the family eagle3, got drafter=medusa"),
+        (
+            "served",
+            ["drafter=eagle3", "drafter.intermediate_size=24"],
+            "drafter.intermediate_size must be left out, or 64 as in run.init_from=",
+        ),
+        (
+            "served",
+            ["drafter=eagle3", "drafter.draft_vocab_size=20"],
+            "drafter.draft_vocab_size must be left out, or ",
+        ),
     ],
 )
 def test_what_cannot_be_started_from_is_named(

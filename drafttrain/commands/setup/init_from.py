@@ -1,7 +1,7 @@
 """Training that starts from an existing drafter, and the record of that drafter."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from jaxtyping import Int
@@ -100,11 +100,27 @@ def _of_serving(folder: Path, config: TrainConfig, spec: TargetSpec) -> GivenDra
             f"drafter={found.recognised.layout.trained_as} drafter.path={folder}"
         )
     found.require_whole(f"run.init_from={folder}")
+    if not isinstance(given, AdmittedConfig):
+        _require_given_shape(folder, given, found.drafter)
     # Rebuilt for this target: `admit` built it with values that the directory declares itself.
     drafter = replace(found.drafter.config, name=found.family).build(spec)
     drafter.load_weights(found.drafter.state_dict())
     lines = tuple(found.lines())
     return GivenDrafter(drafter, None, found.origin, lines, found.target_fingerprint)
+
+
+def _require_given_shape(folder: Path, given: DrafterConfig, drafter: Drafter) -> None:
+    """Raise ValueError for a setting that was asked for, and that the files contradict."""
+    usual = load_choice("drafter", given.name)
+    has = {field.name: getattr(drafter.config, field.name) for field in fields(given)}
+    has |= {"draft_vocab_size": drafter.draft_vocab_size} if "draft_vocab_size" in has else {}
+    for key, value in has.items():
+        asked = getattr(given, key)
+        if asked not in (getattr(usual, key), value):
+            raise ValueError(
+                f"drafter.{key} must be left out, or {value} as in run.init_from={folder}, got "
+                f"{asked}; leave out run.init_from to train a drafter of another shape"
+            )
 
 
 def changed_target(origin: str, fingerprint: str | None, spec: TargetSpec) -> list[str]:
